@@ -1,0 +1,23 @@
+"""The one exception that means "the user's input is wrong" (exit code 2)."""
+
+
+class ConfigError(ValueError):
+    """A setting, file or environment that the user has to change.
+
+    The message is one sentence: the key, its value, what is wrong and what would be valid.
+    """
+
+    def __init__(self, key: str, value: object, problem: str) -> None:
+        super().__init__(f"{key} = {_show(value)}: {problem}")
+        self.key = key
+
+
+def _show(value: object) -> str:
+    """A value as TOML would print it, on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\n", "\\n") + '"'
+    if value is None:
+        return "(not set)"
+    return str(value)

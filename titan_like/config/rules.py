@@ -1,0 +1,145 @@
+"""Rules over several settings, checked before any process group starts. Each has its own sentence."""
+
+from __future__ import annotations
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import Layout
+from titan_like.train.batch_size import rampup_batch_sizes, total_steps
+
+
+def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    _check_length(config)
+    _check_batches(config, layout)
+    _check_sequence(config, model, layout)
+    _check_tensor_parallel(model, layout)
+    _check_pipeline(config, model, layout)
+    _check_precision(config)
+    _check_available(config)
+
+
+def _check_length(config: JobConfig) -> None:
+    training = config.training
+    given = [key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None]
+    if len(given) != 1:
+        shown = {key: getattr(training, key) for key in given} or None
+        raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
+    if total_steps(training) == 0:
+        unit = training.global_batch_size * (training.seq_len if given[0] == "tokens" else 1)
+        problem = f"less than one global batch; give at least {unit}"
+        raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
+    scheduler, steps = config.lr_scheduler, total_steps(training)
+    if scheduler.warmup_steps > steps:
+        problem = f"longer than the run of {steps} steps; use at most {steps}"
+        raise ConfigError("lr_scheduler.warmup_steps", scheduler.warmup_steps, problem)
+    if scheduler.decay in ("cosine", "linear") and (scheduler.decay_steps or steps) < scheduler.warmup_steps:
+        problem = f"the decay ends before the warm-up of {scheduler.warmup_steps} steps; use a larger number"
+        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, problem)
+    if scheduler.decay == "wsd" and (scheduler.decay_steps or 0) > steps - scheduler.warmup_steps:
+        problem = f"the run has {steps - scheduler.warmup_steps} steps after warm-up; use at most that"
+        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, problem)
+    for beta in config.optimizer.betas:
+        if not 0 <= beta < 1:
+            raise ConfigError("optimizer.betas", config.optimizer.betas, "each must be at least 0 and below 1")
+
+
+def _check_batches(config: JobConfig, layout: Layout) -> None:
+    training = config.training
+    unit = training.micro_batch_size * layout.data_parallel
+    if training.batch_size_rampup is not None:
+        if len(training.batch_size_rampup) != 3 or min(training.batch_size_rampup) <= 0:
+            problem = "must be three positive integers [start, increment, samples]"
+            raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
+        start, increment, _ = training.batch_size_rampup
+        if start > training.global_batch_size or (training.global_batch_size - start) % increment:
+            problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
+            raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
+    for size in rampup_batch_sizes(training):
+        if size % unit:
+            key = "global_batch_size" if size == training.global_batch_size else "batch_size_rampup"
+            below = size // unit * unit
+            nearest = f"{below} or {below + unit}" if below else str(unit)
+            problem = (
+                f"a global batch of {size} is not divisible by micro_batch_size × data-parallel size = "
+                f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
+            )
+            raise ConfigError(f"training.{key}", getattr(training, key), problem)
+
+
+def _check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    seq_len, tensor = config.training.seq_len, layout.tensor
+    if seq_len > model.max_seq_len:
+        problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
+        raise ConfigError("training.seq_len", seq_len, problem)
+    pieces = 2 * layout.context if layout.context > 1 else 1  # zig-zag halves balance causal attention
+    if seq_len % pieces:
+        problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
+        raise ConfigError("training.seq_len", seq_len, problem)
+    if config.parallelism.sequence_parallel and seq_len // layout.context % tensor:
+        problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
+        raise ConfigError("training.seq_len", seq_len, f"{problem}; use a multiple of it")
+
+
+def _check_tensor_parallel(model: TransformerConfig, layout: Layout) -> None:
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "padded vocab_size": model.padded_vocab_size,
+    }
+    for name, size in sizes.items():
+        if size % layout.tensor:
+            problem = f"does not divide the model's {name} ({size}); use a divisor of it"
+            raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+
+
+def _check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    parallelism, pipeline = config.parallelism, layout.pipeline
+    schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
+    single_stage = schedule in ("gpipe", "1f1b")
+    if virtual > 1 and (single_stage or pipeline == 1):
+        problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
+        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
+    if pipeline == 1:
+        return
+    if not single_stage and virtual == 1:
+        problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
+        raise ConfigError("parallelism.pipeline_schedule", schedule, problem)
+    stages = pipeline * virtual
+    if stages > model.num_layers:
+        problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
+        raise ConfigError("parallelism.pipeline_parallel_degree", pipeline, problem)
+    for size in rampup_batch_sizes(config.training):
+        microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
+        if schedule == "interleaved_1f1b" and microbatches % pipeline:
+            problem = (
+                f"{microbatches} microbatches per step, not a multiple of pipeline_parallel_degree ({pipeline}), "
+                "which interleaved_1f1b needs; change it or micro_batch_size"
+            )
+            raise ConfigError("training.global_batch_size", size, problem)
+
+
+def _check_precision(config: JobConfig) -> None:
+    if config.training.dtype == "float32" and config.training.reduce_dtype != "float32":
+        problem = 'gradients of float32 training are summed in float32; set it to "float32" or change training.dtype'
+        raise ConfigError("training.reduce_dtype", config.training.reduce_dtype, problem)
+
+
+def _check_available(config: JobConfig) -> None:
+    """Degrees that the configuration knows and this version cannot run yet."""
+    for key in (
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    ):
+        if getattr(config.parallelism, key) > 1:
+            raise ConfigError(f"parallelism.{key}", getattr(config.parallelism, key), "not available yet; use 1")
+    if config.parallelism.sequence_parallel:
+        raise ConfigError("parallelism.sequence_parallel", True, "not available yet; use false")

@@ -1,0 +1,215 @@
+"""Every setting of a run: its name, type, default, unit and meaning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _as_list(value: Any) -> Any:
+    """A single command-line value given to a list setting."""
+    return [value] if isinstance(value, str | int | float) else value
+
+
+StringList = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class Section(BaseModel):
+    """Base of every table: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Job(Section):
+    """The run as a whole."""
+
+    config_file: str | None = Field(None, description="TOML file that the settings were read from")
+    description: str = Field("", description="one line about the run, shown in logs and in wandb")
+    dump_folder: str = Field("outputs", description="folder that receives checkpoints, metrics and caches")
+    seed: int = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
+    deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
+    dry_run: bool = Field(
+        False, description="check the configuration, print the model's size and stop before any process group starts"
+    )
+
+
+class Model(Section):
+    """Which transformer to train."""
+
+    family: Literal["gpt", "llama"] = Field("gpt", description="model family")
+    flavor: str = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
+    flavors: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="your own flavors, one table of model fields each"
+    )
+    overrides: dict[str, Any] = Field(default_factory=dict, description="fields of the flavor to change")
+
+
+class Data(Section):
+    """What to train on."""
+
+    dataset: Literal["stdlib", "text"] = Field(
+        "stdlib",
+        description="stdlib: the source files of the Python standard library; text: the files named by paths",
+    )
+    paths: StringList = Field(
+        default_factory=list, description="files or glob patterns of text; .jsonl files hold one document a line"
+    )
+    text_key: str = Field("text", description="key of the text in JSONL documents")
+    split: str = Field("969,30,1", description="weights of the train, validation and test splits")
+    tokenizer: str = Field(
+        "byte", description='"byte", the path of a Hugging Face tokenizer.json, or "gpt2:vocab.json,merges.txt"'
+    )
+    num_workers: int = Field(0, ge=0, description="data loader processes per rank; 0 loads in a background thread")
+
+
+class Training(Section):
+    """How much to train, in what batches and precision."""
+
+    seq_len: int = Field(256, gt=0, description="tokens per sample")
+    micro_batch_size: int = Field(8, gt=0, description="samples per forward pass on one data-parallel rank")
+    global_batch_size: int = Field(16, gt=0, description="samples per optimizer step over the whole job")
+    steps: int | None = Field(None, gt=0, description="length of the run in optimizer steps")
+    samples: int | None = Field(None, gt=0, description="length of the run in samples")
+    tokens: int | None = Field(None, gt=0, description="length of the run in tokens")
+    batch_size_rampup: list[int] | None = Field(
+        None,
+        description="[start, increment, samples]: grow the global batch size linearly from start to "
+        "global_batch_size over this many samples",
+    )
+    max_norm: float = Field(1.0, ge=0, description="gradient norm to clip at; 0 does not clip")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="type of compute and of gathered weights; master weights are always float32"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="type in which gradients are summed over ranks and microbatches"
+    )
+
+
+class Optimizer(Section):
+    """The update rule."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="adamw, or plain sgd without momentum")
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices; vectors are not decayed")
+    implementation: Literal["for-loop", "foreach", "fused"] = Field("fused", description="kernel of the update")
+
+
+class LRScheduler(Section):
+    """The learning rate over the run."""
+
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
+        "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"
+    )
+    decay_steps: int | None = Field(
+        None,
+        gt=0,
+        description="cosine, linear: step at which the decay ends, counted from the start (default: the run's length); "
+        "wsd: length of the final decay (default: a tenth of the run)",
+    )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="floor of the learning rate as a share of optimizer.lr")
+
+
+class Parallelism(Section):
+    """How the job is laid out over its processes."""
+
+    tensor_parallel_degree: int = Field(1, gt=0, description="processes that share each layer's matrices")
+    sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
+    pipeline_parallel_degree: int = Field(1, gt=0, description="groups of processes that hold consecutive layers")
+    pipeline_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
+    ] = Field("1f1b", description="order of the pipeline's forward and backward passes")
+    virtual_stages_per_rank: int = Field(1, gt=0, description="model chunks per pipeline rank (interleaving)")
+    context_parallel_degree: int = Field(1, gt=0, description="processes that share each sequence")
+    expert_parallel_degree: int = Field(1, gt=0, description="processes that share a layer's experts")
+    data_parallel_replicate_degree: int = Field(1, gt=0, description="full replicas of the ZeRO-sharded group")
+    data_parallel_shard_degree: int = Field(
+        -1, ge=-1, description="processes that ZeRO shards over; -1 takes what the other degrees leave"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
+    )
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in the backward pass to save memory."""
+
+    mode: Literal["none", "full", "selective"] = Field(
+        "none", description="full recomputes whole layers; selective keeps matrix products and recomputes the rest"
+    )
+    every_n_layers: int = Field(1, gt=0, description="checkpoint every n-th layer")
+
+
+class Compile(Section):
+    """torch.compile of the transformer layers."""
+
+    enable: bool = Field(False, description="compile each transformer layer")
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = Field(False, description="save checkpoints, and resume from the newest one in the folder")
+    interval: int = Field(500, gt=0, description="steps between checkpoints; the last step is always saved")
+    keep_latest: int = Field(0, ge=0, description="checkpoints to keep; 0 keeps all")
+    load_step: int | None = Field(None, ge=0, description="step to resume from (default: the newest complete one)")
+    folder: str | None = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
+
+
+class Metrics(Section):
+    """What is logged, and where."""
+
+    log_interval: int = Field(10, gt=0, description="steps between console lines; metrics.jsonl has every step")
+    tensorboard: bool = Field(False, description="write TensorBoard events to <job.dump_folder>/tensorboard")
+    wandb: bool = Field(False, description="log to Weights & Biases")
+    wandb_project: str = Field("titan_like", description="wandb project")
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        "auto", description="auto is online when a wandb key is configured and offline otherwise"
+    )
+
+
+class Health(Section):
+    """What to do about bad steps."""
+
+    skip_nonfinite: bool = Field(
+        True,
+        description="skip the update of a step whose gradient norm is not finite; false stops the run (float16's "
+        "loss scaling always skips)",
+    )
+
+
+class Evaluation(Section):
+    """Validation on held-out data."""
+
+    interval: int = Field(0, ge=0, description="steps between validations; 0 never validates")
+    steps: int = Field(10, gt=0, description="global batches per validation")
+
+
+class Cluster(Section):
+    """The machine that the run is meant for."""
+
+    gpu: str | None = Field(
+        None, description='GPU whose peak MFU is measured against, for example "A100" (default: the one found)'
+    )
+
+
+class JobConfig(Section):
+    """The whole configuration of a run."""
+
+    job: Job = Field(default_factory=Job)
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    training: Training = Field(default_factory=Training)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
+    compile: Compile = Field(default_factory=Compile)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    metrics: Metrics = Field(default_factory=Metrics)
+    health: Health = Field(default_factory=Health)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    cluster: Cluster = Field(default_factory=Cluster)

@@ -1,0 +1,84 @@
+"""Batches of the global sample stream, loaded in the background.
+
+One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream holds samples
+k·(micro_batch_size·ranks) onwards, and each rank takes its consecutive part of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class GlobalSampler(Sampler[list[int]]):
+    """Lists of global sample indices, one list a microbatch of this rank."""
+
+    def __init__(
+        self, first_sample: int, micro_batch_size: int, rank: int, num_ranks: int, last_sample: int | None = None
+    ) -> None:
+        self.first_sample = first_sample
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.last_sample = last_sample  # exclusive; None never ends
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.first_sample
+        while self.last_sample is None or start < self.last_sample:
+            mine = start + self.rank * self.micro_batch_size
+            yield list(range(mine, mine + self.micro_batch_size))
+            start += self.num_ranks * self.micro_batch_size
+
+
+class BackgroundLoader:
+    """Iterates over microbatches [micro_batch, 2, seq] that a thread (or worker processes) prepares ahead."""
+
+    def __init__(
+        self, dataset: Dataset[torch.Tensor], sampler: GlobalSampler, num_workers: int, pin_memory: bool, depth: int = 8
+    ) -> None:
+        self._loader = StatefulDataLoader(
+            dataset, batch_sampler=sampler, num_workers=num_workers, pin_memory=pin_memory
+        )
+        self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="data-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        item = self._queue.get()
+        if item is None:
+            raise StopIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop loading and end the thread."""
+        self._stopped.set()
+        self._thread.join(timeout=10)
+
+    def _fill(self) -> None:
+        try:
+            for batch in self._loader:
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:  # raised again where the batch is awaited
+            self._put(error)
+
+    def _put(self, item: torch.Tensor | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,143 @@
+"""Text files → one token file on disk, each document followed by the end-of-document token.
+
+The token file is built once per corpus and tokenizer, by the first process of the node that gets the lock, and is
+memory-mapped by all.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Data
+from titan_like.data.tokenizer import Tokenizer, tokenizer_files
+
+_FORMAT = 1  # raise when the token file's content would change for the same input
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A tokenized corpus: all tokens in one array, and where each document ends in it."""
+
+    tokens: np.ndarray  # [total tokens], uint16 or uint32, memory-mapped
+    document_ends: np.ndarray  # [documents], int64, exclusive, end-of-document token included
+
+
+def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenFile:
+    """The corpus that [data] names, tokenized into the cache if it is not there yet.
+
+    Raises:
+        ConfigError: no file matches, a file is empty, unreadable or not UTF-8, or a JSONL line holds no text.
+    """
+    files = corpus_files(section)
+    folder = cache_folder / _fingerprint(section, files)
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            _build(section, files, tokenizer, folder)
+    dtype = np.dtype(json.loads((folder / "info.json").read_text())["dtype"])
+    tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+    return TokenFile(tokens, np.load(folder / "document_ends.npy"))
+
+
+def corpus_files(section: Data) -> list[Path]:
+    """Files of the corpus in a fixed shuffled order, so that a split by position is a fair sample of them."""
+    if section.dataset == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+        files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+        files = [path for path in files if path.stat().st_size > 0]
+        names = {path: path.relative_to(root).as_posix() for path in files}
+    else:
+        files = _match_paths(section.paths)
+        names = {path: path.as_posix() for path in files}
+    return sorted(files, key=lambda path: hashlib.sha256(names[path].encode()).digest())
+
+
+def _match_paths(patterns: list[str]) -> list[Path]:
+    if not patterns:
+        raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = [Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()]
+        if not matches:
+            raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
+        found |= dict.fromkeys(matches)
+    for path in found:
+        if path.stat().st_size == 0:
+            raise ConfigError("data.paths", str(path), "the file is empty; remove it or give one with text")
+    return list(found)
+
+
+def _fingerprint(section: Data, files: list[Path]) -> str:
+    parts = [str(_FORMAT), section.dataset, section.tokenizer, section.text_key]
+    for path in (*files, *tokenizer_files(section.tokenizer)):
+        stat = path.stat()
+        parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path) -> None:
+    """Tokenize all files into ``folder``, which appears complete or not at all."""
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    ends: list[int] = []
+    total, started, last_shown = 0, time.monotonic(), time.monotonic()
+    with open(unfinished / "tokens.bin", "wb") as output:
+        for number, path in enumerate(files, start=1):
+            for document in _documents(path, section):
+                tokens = np.append(tokenizer.encode(document), tokenizer.eod_id).astype(dtype)
+                output.write(tokens.tobytes())
+                total += len(tokens)
+                ends.append(total)
+            if time.monotonic() - last_shown > 5:
+                last_shown = time.monotonic()
+                print(f"tokenizing: {number} of {len(files)} files, {total:,} tokens", file=sys.stderr, flush=True)
+    np.save(unfinished / "document_ends.npy", np.asarray(ends, dtype=np.int64))
+    (unfinished / "info.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+    os.replace(unfinished, folder)
+    seconds = time.monotonic() - started
+    print(f"tokenized {len(files)} files into {total:,} tokens in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def _documents(path: Path, section: Data) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        if section.dataset == "stdlib":  # a few encodings' own test data
+            return
+        problem = f"byte {error.start} is not valid UTF-8; convert the file or remove it"
+        raise ConfigError("data.paths", str(path), problem) from None
+    except OSError as error:
+        raise ConfigError("data.paths", str(path), f"cannot be read ({error.strerror})") from None
+    if path.suffix != ".jsonl":
+        yield text
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _text_of_json(line, f"{path}:{number}", section.text_key)
+
+
+def _text_of_json(line: str, place: str, key: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError("data.paths", place, f"the line is not JSON ({error.msg}); correct it") from None
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        raise ConfigError("data.paths", place, f'the line has no text under "{key}"; set data.text_key')
+    return record[key]

@@ -1,0 +1,113 @@
+"""Text ↔ token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from titan_like.config.errors import ConfigError
+
+_KEY = "data.tokenizer"
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What data and generation need of a tokenizer."""
+
+    vocab_size: int
+    eod_id: int  # follows every document
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int64 [tokens], without special tokens."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255, and 256 as the end of a document."""
+
+    vocab_size = 257
+    eod_id = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """One token per byte."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """Bytes that are no valid UTF-8 become replacement characters; end-of-document tokens are left out."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: HFTokenizer, eod_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eod_id = eod_id
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids without the special tokens that the tokenizer's template would add."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def build_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    Raises:
+        ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec.startswith("gpt2:"):
+        tokenizer = _read_gpt2(spec)
+    else:
+        _require_file(spec, spec, 'give "byte", the path of a tokenizer.json, or "gpt2:vocab.json,merges.txt"')
+        try:
+            tokenizer = HFTokenizer.from_file(spec)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(_KEY, spec, f"not a Hugging Face tokenizer.json ({error})") from None
+    for token in _END_OF_DOCUMENT:
+        eod_id = tokenizer.token_to_id(token)
+        if eod_id is not None:
+            return HuggingFaceTokenizer(tokenizer, eod_id)
+    raise ConfigError(_KEY, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
+
+
+def tokenizer_files(spec: str) -> list[Path]:
+    """The files a tokenizer is read from."""
+    if spec == "byte":
+        return []
+    return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
+
+
+def _read_gpt2(spec: str) -> HFTokenizer:
+    paths = tokenizer_files(spec)
+    if len(paths) != 2:
+        raise ConfigError(_KEY, spec, "must name two files, gpt2:vocab.json,merges.txt")
+    for path in paths:
+        _require_file(str(path), spec, "give the paths of GPT-2's vocab.json and merges.txt")
+    try:
+        tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(_KEY, spec, f"not GPT-2's vocab.json and merges.txt ({error})") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def _require_file(path: str, spec: str, cure: str) -> None:
+    if not Path(path).is_file():
+        raise ConfigError(_KEY, spec, f"no such file as {path}; {cure}")

@@ -1,0 +1,75 @@
+"""The Megatron-style log line, and a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from titan_like.metrics.record import StepRecord
+
+
+def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -> str:
+    """One line for the steps since the last line: means of time, loss and rates, the last step's other values."""
+    last = records[-1]
+    seconds = sum(record.step_time_s for record in records)
+    samples = sum(record.global_batch_size for record in records)
+    losses = [record.loss for record in records if math.isfinite(record.loss)]
+    loss = sum(losses) / len(losses) if losses else math.nan
+    tflops = sum(record.throughput.tflops_per_device * record.step_time_s for record in records) / seconds
+    parts = [
+        f" iteration {last.step:8d}/{total_steps:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"consumed tokens: {last.consumed_tokens:12d}",
+        f"elapsed time per iteration (ms): {1000 * seconds / len(records):.1f}",
+        f"learning rate: {last.lr:.3E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {loss:.6E}",
+        f"grad norm: {last.grad_norm:.3f}",
+        f"num zeros: {last.num_zeros or 0.0:.1f}",
+        f"actual seq length: {seq_len:5d}",
+        f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
+        f"number of nan iterations: {sum(record.nan for record in records):3d}",
+        f"samples per second: {samples / seconds:.3f}",
+        f"TFLOPs: {tflops:.2f}",
+    ]
+    if last.throughput.mfu_model is not None:
+        mfu = sum((record.throughput.mfu_model or 0) * record.step_time_s for record in records) / seconds
+        parts.append(f"MFU: {100 * mfu:.1f}%")
+    parts.append(f"memory: {last.peak_memory_bytes / 2**30:.1f} GiB")
+    if last.loss_scale is not None:
+        parts.append(f"loss scale: {last.loss_scale:.1f}")
+    return " | ".join(parts) + " |"
+
+
+class Console:
+    """Prints for the whole job: only the process that is given ``enabled`` prints."""
+
+    def __init__(self, enabled: bool, total_steps: int) -> None:
+        self._enabled = enabled
+        self._progress: Progress | None = None
+        if enabled and sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns)
+            self._task = self._progress.add_task("training", total=total_steps)
+            self._progress.start()
+
+    def print(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if not self._enabled:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def advance_to(self, step: int) -> None:
+        """Move the progress bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Take the progress bar down."""
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,39 @@
+"""What is known of one step after it ran."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from titan_like.metrics.throughput import Throughput
+
+
+@dataclass
+class StepRecord:
+    """One line of metrics.jsonl. Times in seconds, memory in bytes, loss in nats per token."""
+
+    step: int
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    step_time_s: float
+    data_time_s: float  # part of step_time_s spent waiting for data
+    throughput: Throughput
+    peak_memory_bytes: int
+    skipped: int  # 1 where the update was left out because float16 overflowed
+    nan: int  # 1 where loss or gradient norm was not finite for another reason
+    num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
+    loss_scale: float | None = None  # float16 only
+    validation_loss: float | None = None  # on steps that were followed by a validation
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, in the order of the file; optional values only where they are known."""
+        flat = asdict(self)
+        flat = {
+            k: v for key, value in flat.items() for k, v in (value.items() if key == "throughput" else [(key, value)])
+        }
+        optional = ("num_zeros", "loss_scale", "validation_loss")
+        return {key: value for key, value in flat.items() if value is not None or key not in optional}

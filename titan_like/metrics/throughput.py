@@ -1,0 +1,46 @@
+"""From a step's time to tokens per second, TFLOP/s and utilisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.flops import hardware_flops_per_token, megatron_flops_per_token, model_flops_per_token
+from titan_like.models.config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Rates of one step. Utilisations are shares of the peak, None where the peak is not known."""
+
+    tokens_per_second: float
+    tflops_per_device: float  # Megatron-LM's convention
+    mfu_model: float | None
+    mfu_causal: float | None
+    hfu: float | None
+
+
+@dataclass(frozen=True)
+class ThroughputMeter:
+    """What rates depend on besides time."""
+
+    model: TransformerConfig
+    seq_len: int
+    recompute: ActivationCheckpoint
+    num_devices: int
+    peak_tflops: float | None
+
+    def measure(self, tokens: int, seconds: float) -> Throughput:
+        """Rates of a step that trained on ``tokens`` tokens over all devices in ``seconds``."""
+        per_device = tokens / seconds / self.num_devices / 1e12
+
+        def utilisation(flops_per_token: float) -> float | None:
+            return None if self.peak_tflops is None else flops_per_token * per_device / self.peak_tflops
+
+        return Throughput(
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=megatron_flops_per_token(self.model, self.seq_len, self.recompute) * per_device,
+            mfu_model=utilisation(model_flops_per_token(self.model, self.seq_len)),
+            mfu_causal=utilisation(model_flops_per_token(self.model, self.seq_len, causal=True)),
+            hfu=utilisation(hardware_flops_per_token(self.model, self.seq_len, self.recompute)),
+        )

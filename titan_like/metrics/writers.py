@@ -1,0 +1,135 @@
+"""Where step records go: metrics.jsonl, TensorBoard, Weights & Biases. One process of a job writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from titan_like.config.schema import JobConfig
+from titan_like.metrics.record import StepRecord
+
+
+class Writer(Protocol):
+    """Receives each step once, in order."""
+
+    def write(self, record: StepRecord) -> None:
+        """Record one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
+    """The writers that [metrics] asks for; records after ``start_step`` of an earlier try are dropped."""
+    folder = Path(config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    writers: list[Writer] = [JsonLinesWriter(folder / "metrics.jsonl", start_step)]
+    if config.metrics.tensorboard:
+        writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
+    if config.metrics.wandb:
+        writers.append(WandbWriter(config, folder))
+    return writers
+
+
+class JsonLinesWriter:
+    """One JSON object a line; not-a-number and infinity, which JSON lacks, become null."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        kept = _lines_up_to(path, start_step) if path.exists() else []
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(kept), encoding="utf-8")
+        os.replace(unfinished, path)
+        self._file = open(path, "a", buffering=1, encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append the step; the line is in the file when this returns."""
+        self._file.write(json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """Whole lines of steps up to ``step``; a line cut off by a crash is dropped."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    return kept
+
+
+def _json_number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoardWriter:
+    """Scalars under the same keys."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def write(self, record: StepRecord) -> None:
+        """Record every number of the step."""
+        for key, value in record.as_dict().items():
+            if value is not None:
+                self._writer.add_scalar(key, value, record.step)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """One wandb run per dump folder; a resumed job goes on in the same run."""
+
+    def __init__(self, config: JobConfig, folder: Path) -> None:
+        import wandb
+
+        mode = config.metrics.wandb_mode
+        if mode == "auto":
+            mode = "online" if _wandb_key_configured() else "offline"
+        id_file = folder / "wandb_run_id"
+        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
+        id_file.write_text(run_id)
+        self._run = wandb.init(
+            project=config.metrics.wandb_project,
+            name=config.job.description or None,
+            id=run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, record: StepRecord) -> None:
+        """Log the step."""
+        self._run.log({key: value for key, value in record.as_dict().items() if value is not None}, step=record.step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _wandb_key_configured() -> bool:
+    """Whether wandb could go online without asking: a key in the environment or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,55 @@
+"""GPT: learned positions, pre-LayerNorm, GELU, biases, dropout, tied embeddings (GPT-2, GPT-3, Megatron-LM)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.layers.attention import CausalSelfAttention
+from titan_like.models.layers.mlp import GeluMLP
+from titan_like.models.transformer import Transformer
+
+
+class GPTLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.dropout = config.dropout
+        self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
+        self.attention = CausalSelfAttention(
+            hidden, config.num_attention_heads, config.num_kv_heads, bias=True, dropout=config.dropout
+        )
+        self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
+        self.mlp = GeluMLP(hidden, config.ffn_hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        x = x + F.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+
+
+class GPT(Transformer):
+    """The GPT model."""
+
+    residual_outputs = ("attention.proj", "mlp.fc2")
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.dropout = config.dropout
+        self.position_embedding = nn.Embedding(config.max_seq_len, config.hidden_size)
+        self.layers.update({str(i): GPTLayer(config) for i in range(config.num_layers)})
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
+        x = self.embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
+        return F.dropout(x, self.dropout, self.training), ()
+
+
+def build(config: GPTConfig) -> GPT:
+    """The model on the current default device, weights not yet initialised."""
+    return GPT(config)

@@ -1,0 +1,46 @@
+"""Causal self-attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.layers.rope import apply_rope
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head or grouped-query causal attention through ``scaled_dot_product_attention``.
+
+    Rows of the fused projection are ordered by key-value head, [kv_heads, queries per kv head + 2, head_dim], so that
+    a contiguous slice of whole groups is itself a smaller attention layer.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_attention_heads: int, num_kv_heads: int, *, bias: bool, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.head_dim = hidden_size // num_attention_heads
+        self.queries_per_kv_head = num_attention_heads // num_kv_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+        """Attend over x [batch, seq, hidden]; ``rope`` is (cos, sin), each [seq, head_dim / 2]."""
+        batch, seq, _ = x.shape
+        group = self.queries_per_kv_head
+        qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
+        # One split, not three slices: its backward writes the gradient once.
+        q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=group > 1,
+        )  # [batch, heads, seq, head_dim]
+        return self.proj(attended.transpose(1, 2).flatten(2, 3))

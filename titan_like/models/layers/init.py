@@ -1,0 +1,50 @@
+"""Initial weights as a function of (seed, parameter name): the same in every layout and on every device."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Elements drawn from one generator. A rank draws only the blocks that its shard touches.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of the parameter's N(0, std) initial value, float32 on the CPU."""
+    columns = shape[1:].numel()
+    rows_per_block = max(1, _BLOCK_ELEMENTS // max(columns, 1))
+    pieces = []
+    for block in range(start // rows_per_block, -(-stop // rows_per_block)):
+        first = block * rows_per_block
+        generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
+        rows = torch.randn(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
+        pieces.append(rows[max(start - first, 0) : stop - first])
+    return torch.cat(pieces).mul_(std) if pieces else torch.empty(0, *shape[1:])
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # generators take 63 bits
+
+
+@torch.no_grad()
+def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
+    """Write the initial value into a parameter, or into this rank's shard of it."""
+    if isinstance(parameter, DTensor):
+        local_shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        local = parameter.to_local()
+    else:
+        local_shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
+        local = parameter.data
+    if local.numel() == 0:
+        return
+    value = normal_rows(seed, name, parameter.shape, std, offset[0], offset[0] + local_shape[0])
+    for dim in range(1, parameter.ndim):
+        value = value.narrow(dim, offset[dim], local_shape[dim])
+    local.copy_(value)

@@ -1,0 +1,38 @@
+"""Rotary position embedding (arXiv 2104.09864) with Llama 3.1's frequency scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from titan_like.models.llama.config import RopeScaling
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
+    """Angle per position of each pair of dimensions, float32 [head_dim / 2].
+
+    With scaling, wavelengths longer than the original context are stretched by ``factor``, short ones are kept, and
+    those between are blended.
+    """
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # rotations over the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def rope_cos_sin(seq_len: int, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of positions 0 to seq_len - 1, each float32 [seq, head_dim / 2]."""
+    positions = torch.arange(seq_len, device=frequencies.device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [batch, seq, heads, head_dim]; dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

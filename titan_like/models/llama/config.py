@@ -1,0 +1,36 @@
+"""Shape of a Llama: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from titan_like.models.config import TransformerConfig
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of the rotary frequencies to longer contexts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    factor: float = Field(gt=0, description="how much longer the context becomes")
+    low_freq_factor: float = Field(gt=0, description="wavelengths above original_max_seq_len / this are stretched")
+    high_freq_factor: float = Field(gt=0, description="wavelengths below original_max_seq_len / this are kept")
+    original_max_seq_len: int = Field(gt=0, description="context length of the first training phase, tokens")
+
+
+class LlamaConfig(TransformerConfig):
+    """Llama 2 and 3."""
+
+    mlp_matrices: ClassVar[int] = 3
+    tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="frequency scaling of Llama 3.1 and later")
+
+    def num_parameters(self, padded: bool = True) -> int:
+        """Trainable parameters, exact."""
+        hidden, vocab = self.hidden_size, self.padded_vocab_size if padded else self.vocab_size
+        layer = self.attention_weights + self.mlp_weights + 2 * hidden  # two RMSNorms
+        tables = 1 if self.tied_embeddings else 2
+        return self.num_layers * layer + tables * vocab * hidden + hidden

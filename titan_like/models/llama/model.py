@@ -1,0 +1,52 @@
+"""Llama: rotary positions, pre-RMSNorm, SwiGLU, grouped-query attention, no biases (Llama 2 and 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titan_like.models.layers.attention import CausalSelfAttention
+from titan_like.models.layers.mlp import SwiGLUMLP
+from titan_like.models.layers.rope import rope_cos_sin, rope_frequencies
+from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.transformer import Transformer
+
+
+class LlamaLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.attention = CausalSelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.mlp = SwiGLUMLP(hidden, config.ffn_hidden_size)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2]."""
+        x = x + self.attention(self.attention_norm(x), (cos, sin))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(Transformer):
+    """The Llama model."""
+
+    residual_outputs = ("attention.proj", "mlp.down")
+    config: LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.layers.update({str(i): LlamaLayer(config) for i in range(config.num_layers)})
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+
+    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden] and the rotary (cos, sin)."""
+        config = self.config
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
+        return self.embedding(tokens), rope_cos_sin(tokens.shape[1], frequencies)
+
+
+def build(config: LlamaConfig) -> Llama:
+    """The model on the current default device, weights not yet initialised."""
+    return Llama(config)

@@ -1,0 +1,68 @@
+"""From (family, flavor, overrides) to a model configuration, and from that to a model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Model as ModelSection
+from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.llama.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from titan_like.models.transformer import Transformer
+
+FAMILIES: dict[str, type[TransformerConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+
+
+@cache
+def builtin_flavors(family: str) -> dict[str, dict[str, Any]]:
+    """The family's flavors.toml: flavor name → fields."""
+    text = resources.files(f"titan_like.models.{family}").joinpath("flavors.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def model_config(section: ModelSection) -> TransformerConfig:
+    """The shape that a run's [model] section names, its overrides applied.
+
+    Raises:
+        ConfigError: unknown flavor or field, wrong type, sizes that do not divide.
+    """
+    flavors = builtin_flavors(section.family) | section.flavors
+    if section.flavor not in flavors:
+        near = difflib.get_close_matches(section.flavor, flavors, n=1, cutoff=0.4)
+        guess = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(flavors)
+        raise ConfigError("model.flavor", section.flavor, f"unknown flavor; {guess}{section.family} has {known}")
+    fields = flavors[section.flavor] | section.overrides
+    try:
+        return FAMILIES[section.family].model_validate(fields)
+    except ValidationError as error:
+        raise _field_error(section, error) from None
+
+
+def _field_error(section: ModelSection, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    table = "model.overrides" if field.split(".")[0] in section.overrides else f"model.flavors.{section.flavor}"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "extra_forbidden":
+        known = list(FAMILIES[section.family].model_fields)
+        near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
+        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; there are {', '.join(known)}"
+    if not field:  # a rule over several fields
+        return ConfigError("model.flavor", section.flavor, message)
+    return ConfigError(f"{table}.{field}", first["input"] if first["type"] != "missing" else None, message)
+
+
+def build_model(config: TransformerConfig, family: str) -> Transformer:
+    """The family's model on the current default device (use ``torch.device("meta")`` to count or to shard first)."""
+    return importlib.import_module(f"titan_like.models.{family}.model").build(config)

@@ -1,0 +1,21 @@
+"""The update rule over a model's parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titan_like.config.schema import Optimizer as OptimizerSection
+
+
+def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+    """AdamW or plain SGD; weight decay applies to matrices and embeddings, not to biases and norms."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kernel = {"fused": section.implementation == "fused", "foreach": section.implementation == "foreach"}
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=section.lr, **kernel)
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, **kernel)

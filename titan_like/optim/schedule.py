@@ -1,0 +1,33 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from titan_like.config.schema import LRScheduler
+
+
+def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
+    """Share of the peak learning rate at a step, counted from 1, of a run of ``total_steps``.
+
+    Warm-up rises linearly and reaches 1 at ``warmup_steps``. Then cosine and linear fall to ``min_lr_ratio`` at
+    ``decay_steps``; inverse_sqrt falls as √(warmup/step); wsd stays at 1 and falls linearly over the last
+    ``decay_steps`` steps; constant stays.
+    """
+    warmup = section.warmup_steps
+    if step <= warmup:
+        return step / warmup
+    floor = section.min_lr_ratio
+    if section.decay == "constant":
+        return 1.0
+    if section.decay == "inverse_sqrt":
+        return max(floor, math.sqrt(max(warmup, 1) / step))
+    if section.decay == "wsd":
+        length = section.decay_steps or max(1, total_steps // 10)
+        progress = (step - (total_steps - length)) / length
+    else:
+        end = section.decay_steps or total_steps
+        progress = (step - warmup) / max(1, end - warmup)
+    progress = min(max(progress, 0.0), 1.0)
+    falling = 0.5 * (1 + math.cos(math.pi * progress)) if section.decay == "cosine" else 1 - progress
+    return floor + (1 - floor) * falling

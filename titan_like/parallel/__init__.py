@@ -1,0 +1,1 @@
+"""Layouts and how they are applied to a model."""

@@ -1,0 +1,32 @@
+"""Activation checkpointing: recompute in the backward pass what the forward pass does not keep."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.models.transformer import Transformer
+
+# Selective mode keeps the results of matrix products with weights and recomputes all else: the attention core, norms,
+# activation functions, dropout (arXiv 2205.05198).
+_KEPT_OPERATIONS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
+
+
+def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
+    """Change the forward pass of every n-th layer in place; parameters keep their names."""
+    if section.mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if section.mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
+    for index, layer in enumerate(model.layers.values()):
+        if index % section.every_n_layers == 0:
+            layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,67 @@
+"""Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054) from FSDP2 and its replicate sibling.
+
+Each transformer layer is one unit of communication; what is outside the layers belongs to the root.
+
+| stage | held between steps | per microbatch | per step |
+|---|---|---|---|
+| 0 | everything | | all-reduce gradients |
+| 1 | shards of parameters and optimizer state | | all-gather parameters, reduce-scatter gradients |
+| 2 | the same | reduce-scatter gradients | all-gather parameters |
+| 3 | the same | all-gather parameters twice, reduce-scatter gradients | |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.mesh import data_parallel_mesh
+
+
+def apply_data_parallel(
+    model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    """Wrap the model in place. Gradients become sums over ranks, in ``reduce_dtype``; master weights keep float32."""
+    # Inputs are not cast: a rotary table or a mask is float32 on purpose.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    units: list[nn.Module] = list(model.layers.values())
+    if model.output is not None:  # a table that only the first layer needs is freed after it
+        units.insert(0, model.embedding)
+    for unit in (*units, model):
+        if zero_stage == 0:
+            replicate(unit, mesh=data_parallel_mesh(mesh), mp_policy=policy)
+        else:
+            # The root's parameters are needed first in the backward pass: never free them in between.
+            reshard = zero_stage == 3 and unit is not model
+            fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in sharded_modules(model):
+        # The loss is divided by the global number of tokens, so gradients are summed, never averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The units of communication, root first; empty for a model that is not data parallel."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def prepare_microbatch(model: nn.Module, zero_stage: int, is_last: bool) -> None:
+    """Say, before a microbatch's forward pass, what its backward pass communicates and frees."""
+    if not isinstance(model, FSDPModule):
+        return
+    reduce_now = is_last or zero_stage >= 2
+    model.set_is_last_backward(is_last)
+    model.set_requires_gradient_sync(reduce_now)
+    model.set_requires_all_reduce(is_last)  # replicas are summed once per step
+    model.set_reshard_after_backward(is_last or zero_stage == 3)
+
+
+def free_gathered_parameters(model: nn.Module) -> None:
+    """After forward passes that no backward pass follows: keep only the shards."""
+    for module in sharded_modules(model):
+        module.reshard()

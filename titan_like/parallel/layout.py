@@ -1,0 +1,54 @@
+"""How many processes each kind of parallelism takes. Pure numbers, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Parallelism
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees whose product is the number of processes."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes that see different samples."""
+        return self.replicate * self.shard
+
+
+def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
+    """The degrees for this many processes; a shard degree of -1 becomes what the others leave.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the number of processes.
+    """
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    context, replicate = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    key = "parallelism.data_parallel_shard_degree"
+    if shard == 0:
+        raise ConfigError(key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
+    others = tensor * pipeline * context * replicate
+    if shard == -1:
+        if world_size % others:
+            product = f"tensor × pipeline × context × replicate = {tensor}·{pipeline}·{context}·{replicate} = {others}"
+            raise ConfigError(
+                key, shard, f"{product} does not divide the {world_size} processes; start a multiple of {others}"
+            )
+        shard = world_size // others
+    elif others * shard != world_size:
+        raise ConfigError(
+            key,
+            shard,
+            f"tensor × pipeline × context × replicate × shard = {tensor}·{pipeline}·{context}·{replicate}·{shard} = "
+            f"{others * shard}, but the job has {world_size} processes; start {others * shard} or use -1",
+        )
+    return Layout(pipeline, replicate, shard, context, tensor)

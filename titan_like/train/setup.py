@@ -1,0 +1,143 @@
+"""Everything about a run that can be known, and refused, before a process group exists."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titan_like.checkpoint.manager import checkpoint_path, complete_steps, read_run_state
+from titan_like.config.errors import ConfigError
+from titan_like.config.rules import check_rules
+from titan_like.config.schema import JobConfig
+from titan_like.data.gpt import PackedDataset, build_datasets
+from titan_like.data.text import open_corpus
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.metrics.hardware import check_gpu_name
+from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.train.batch_size import total_steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked run."""
+
+    config: JobConfig
+    model: TransformerConfig
+    layout: Layout
+    total_steps: int
+    device: torch.device
+    datasets: dict[str, PackedDataset]
+    checkpoint_folder: Path
+
+
+def prepare_run(config: JobConfig) -> Run:
+    """Check the configuration against itself, the machine and the data; tokenize the data if that is new.
+
+    Raises:
+        ConfigError: anything the user has to change.
+    """
+    world_size = _environment_number("WORLD_SIZE", 1)
+    model = model_config(config.model)
+    layout = resolve_layout(config.parallelism, world_size)
+    check_rules(config, model, layout)
+    check_gpu_name(config.cluster.gpu)
+    device = select_device(config.training.dtype)
+    folder = Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
+    _check_dump_folder(Path(config.job.dump_folder))
+    if config.checkpoint.enable:
+        _check_checkpoints(config, model, folder)
+    return Run(
+        config=config,
+        model=model,
+        layout=layout,
+        total_steps=total_steps(config.training),
+        device=device,
+        datasets=_open_data(config, model),
+        checkpoint_folder=folder,
+    )
+
+
+def select_device(dtype: str) -> torch.device:
+    """This process's GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: fewer GPUs than processes on this machine, or a GPU that lacks the type.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, found = _environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if local_rank >= found:
+        problem = f"this machine has {found} GPUs; start at most that many processes on it"
+        raise ConfigError("torchrun --nproc_per_node", _environment_number("LOCAL_WORLD_SIZE", 1), problem)
+    device = torch.device("cuda", local_rank)
+    if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError("training.dtype", dtype, f'{name} has no bfloat16 arithmetic; use "float16" or "float32"')
+    return device
+
+
+def describe(run: Run) -> str:
+    """What a dry run prints."""
+    layout, parameters = run.layout, run.model.num_parameters()
+    batch = run.config.training.global_batch_size
+    return (
+        f"{run.config.model.family} {run.config.model.flavor}: {parameters:,} parameters, {run.total_steps:,} steps of "
+        f"{batch} samples × {run.config.training.seq_len} tokens, data parallel {layout.replicate} × {layout.shard}, "
+        f"ZeRO {run.config.parallelism.zero_stage}; training data {len(run.datasets['train']):,} samples"
+    )
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"environment variable {name}", text, "must be a whole number; torchrun sets it")
+    return int(text)
+
+
+def _check_dump_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the folder cannot be made ({error.strerror}); name one that you may write to"
+        raise ConfigError("job.dump_folder", str(folder), problem) from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError("job.dump_folder", str(folder), "the folder is not writable; name one that is")
+
+
+def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
+    steps, wanted = complete_steps(folder), config.checkpoint.load_step
+    if wanted is not None and wanted not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    for step in steps[-1:] if wanted is None else [wanted]:
+        try:
+            saved = read_run_state(checkpoint_path(folder, step)).model
+        except (OSError, ValueError, TypeError):  # damaged: the trainer reports it and uses the one before
+            continue
+        for field, value in model.model_dump(mode="json").items():
+            if saved.get(field) != value and field != "dropout":
+                problem = (
+                    f"{checkpoint_path(folder, step)} was saved with {saved.get(field)}; keep it or use another folder"
+                )
+                raise ConfigError(f"model {field}", value, problem)
+
+
+def _open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        problem = (
+            f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}; "
+            f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
+        )
+        raise ConfigError("data.tokenizer", config.data.tokenizer, problem)
+    corpus = open_corpus(config.data, tokenizer, Path(config.job.dump_folder) / "data_cache")
+    datasets = build_datasets(corpus, config.data.split, config.training.seq_len, config.job.seed)
+    if config.evaluation.interval and len(datasets["validation"]) == 0:
+        problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
+        raise ConfigError("data.split", config.data.split, problem)
+    return datasets

@@ -1,0 +1,273 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_like.checkpoint.manager import (
+    RunState,
+    checkpoint_path,
+    complete_steps,
+    load_checkpoint,
+    save_checkpoint,
+    sweep,
+)
+from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.metrics.console import Console, format_log_line
+from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
+from titan_like.metrics.record import StepRecord
+from titan_like.metrics.throughput import ThroughputMeter
+from titan_like.metrics.writers import Writer, build_writers
+from titan_like.optim.grad_norm import count_zeros, global_grad_norm, local_gradients
+from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.schedule import lr_factor
+from titan_like.parallel.apply import build_parallel_model
+from titan_like.parallel.data import free_gathered_parameters, prepare_microbatch
+from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.train.batch_size import global_batch_size_at
+from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
+from titan_like.train.setup import Run
+
+
+class Trainer:
+    """Trains one model on this process's part of the data. Needs a process group (see `process_group`)."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = config = run.config
+        self.mesh = build_mesh(run.layout, run.device.type)
+        dp_mesh = data_parallel_mesh(self.mesh)
+        self.dp_group, self.dp_rank, self.dp_size = dp_mesh.get_group(), dp_mesh.get_local_rank(), dp_mesh.size()
+
+        seed_everything(config.job.seed + self.dp_rank, config.job.deterministic)  # dropout differs between ranks
+        self.model = build_parallel_model(config, run.model, self.mesh, run.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = LossScaler() if config.training.dtype == "float16" else LossScaler(scale=1.0)
+        self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
+        if config.checkpoint.enable:
+            self._resume()
+        self.start_step = self.step
+
+        is_writer = dist.get_rank() == 0
+        self.console = Console(is_writer, run.total_steps)
+        self.writers: list[Writer] = build_writers(config, self.step) if is_writer else []
+        peak_name = config.cluster.gpu or device_name(run.device)
+        peak = peak_tflops(peak_name, config.training.dtype)
+        self.meter = ThroughputMeter(
+            run.model, config.training.seq_len, config.activation_checkpoint, dist.get_world_size(), peak
+        )
+
+    def train(self) -> None:
+        """Run to the last step, logging, validating and saving on the way."""
+        config, total = self.config, self.run.total_steps
+        data = self._load_data()
+        unlogged: list[StepRecord] = []
+        try:
+            while self.step < total:
+                record = self.train_step(data)
+                unlogged.append(record)
+                is_last = self.step == total
+                if config.evaluation.interval and (self.step % config.evaluation.interval == 0 or is_last):
+                    record.validation_loss = self.validate()
+                    self.console.print(
+                        f" validation at iteration {self.step} | lm loss: {record.validation_loss:.6E} |"
+                    )
+                for writer in self.writers:
+                    writer.write(record)
+                if self._logs(self.step) or is_last:
+                    self.console.print(format_log_line(unlogged, total, config.training.seq_len))
+                    unlogged.clear()
+                self.console.advance_to(self.step)
+                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or is_last):
+                    path = self.save()
+                    self.console.print(f" saved {path}")
+        finally:
+            data.close()
+            self.console.close()
+            for writer in self.writers:
+                writer.close()
+
+    def train_step(self, data: Iterator[torch.Tensor]) -> StepRecord:
+        """One optimizer step over one global batch."""
+        config, device = self.config, self.run.device
+        started = time.perf_counter()
+        batch_size = global_batch_size_at(config.training, self.consumed_samples)
+        num_microbatches = batch_size // (config.training.micro_batch_size * self.dp_size)
+        batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
+        data_time = time.perf_counter() - started
+
+        # The loss is the mean over the valid tokens of the global batch: count them first, divide once.
+        num_tokens = torch.stack([(batch[:, 1] != IGNORED_LABEL).sum() for batch in batches]).sum()
+        dist.all_reduce(num_tokens, group=self.dp_group)
+
+        loss = torch.zeros((), device=device)
+        for i, batch in enumerate(batches):
+            tokens, labels = batch.unbind(1)  # each [micro_batch, seq]
+            prepare_microbatch(self.model, config.parallelism.zero_stage, is_last=i == num_microbatches - 1)
+            micro_loss = summed_cross_entropy(self.model(tokens), labels) / num_tokens
+            (micro_loss * self.scaler.scale).backward()
+            loss += micro_loss.detach()
+        dist.all_reduce(loss, group=self.dp_group)
+
+        grad_norm = global_grad_norm(self.model.parameters()) / self.scaler.scale
+        logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
+        num_zeros = count_zeros(self.model.parameters()).item() if logs else None
+        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+
+        lr = config.optimizer.lr * lr_factor(
+            config.lr_scheduler, self.step + 1 - self.skipped_steps, self.run.total_steps
+        )
+        loss_scale = self.scaler.scale
+        finite = math.isfinite(norm_value)
+        if finite:
+            self._update(norm_value, lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        scales_loss = config.training.dtype == "float16"
+        if scales_loss:
+            self.scaler.update(overflowed=not finite)
+        overflowed = scales_loss and not finite and math.isfinite(loss_value)
+
+        self.step += 1
+        self.skipped_steps += not finite
+        self.consumed_samples += batch_size
+        self.consumed_tokens += batch_size * config.training.seq_len
+        seconds = time.perf_counter() - started
+        if not finite and not overflowed and not config.health.skip_nonfinite:
+            raise FloatingPointError(f"step {self.step}: loss {loss_value}, gradient norm {norm_value}")
+        return StepRecord(
+            step=self.step,
+            loss=loss_value,
+            grad_norm=norm_value,
+            lr=lr,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            global_batch_size=batch_size,
+            step_time_s=seconds,
+            data_time_s=data_time,
+            throughput=self.meter.measure(batch_size * config.training.seq_len, seconds),
+            peak_memory_bytes=peak_memory_bytes(device),
+            skipped=int(overflowed),
+            nan=int(not finite and not overflowed),
+            num_zeros=num_zeros,
+            loss_scale=loss_scale if scales_loss else None,
+        )
+
+    def _update(self, grad_norm: float, lr: float) -> None:
+        """Unscale and clip the gradients, then step the optimizer."""
+        max_norm = self.config.training.max_norm
+        clip = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
+        factor = clip / self.scaler.scale
+        if factor != 1.0:
+            torch._foreach_mul_(local_gradients(self.model.parameters()), factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats per token over the first `evaluation.steps` global batches of the validation split."""
+        config = self.config
+        dataset = self.run.datasets["validation"]
+        unit = config.training.micro_batch_size * self.dp_size
+        wanted = min(len(dataset), config.evaluation.steps * config.training.global_batch_size)
+        sampler = GlobalSampler(
+            0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
+        )
+        data = BackgroundLoader(dataset, sampler, config.data.num_workers, self.run.device.type == "cuda")
+        total = torch.zeros(2, device=self.run.device)  # summed loss, valid tokens
+        self.model.eval()
+        for batch in data:
+            tokens, labels = batch.to(self.run.device, non_blocking=True).unbind(1)
+            total[0] += summed_cross_entropy(self.model(tokens), labels)
+            total[1] += (labels != IGNORED_LABEL).sum()
+        data.close()
+        self.model.train()
+        free_gathered_parameters(self.model)
+        dist.all_reduce(total, group=self.dp_group)
+        return (total[0] / total[1]).item()
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment."""
+        state = RunState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            loss_scale=self.scaler.scale,
+            loss_scale_good_steps=self.scaler.good_steps,
+            model=self.run.model.model_dump(mode="json"),
+            config=self.config.model_dump(mode="json"),
+        )
+        keep = self.config.checkpoint.keep_latest
+        return save_checkpoint(self.run.checkpoint_folder, self.model, self.optimizer, state, keep)
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that loads, naming any that does not."""
+        folder, wanted = self.run.checkpoint_folder, self.config.checkpoint.load_step
+        if dist.get_rank() == 0:
+            sweep(folder)
+        dist.barrier()
+        steps = complete_steps(folder) if wanted is None else [wanted]
+        for step in reversed(steps):
+            path = checkpoint_path(folder, step)
+            try:
+                state = load_checkpoint(path, self.model, self.optimizer)
+            except Exception as error:  # whatever a damaged file raises
+                if dist.get_rank() == 0:
+                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                    print(f"checkpoint {path} is damaged and is not used ({reason})", flush=True)
+                continue
+            self.step, self.consumed_samples = state.step, state.consumed_samples
+            self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
+            self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
+            if dist.get_rank() == 0:
+                print(f"resumed from {path}", flush=True)
+            return
+        if steps:
+            raise RuntimeError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
+
+    def _load_data(self) -> BackgroundLoader:
+        config = self.config
+        sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
+        pin = self.run.device.type == "cuda"
+        return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, pin)
+
+    def _logs(self, step: int) -> bool:
+        return step % self.config.metrics.log_interval == 0
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The default process group: torchrun's processes, or this one alone."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seed every generator, and choose deterministic kernels if asked."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
