@@ -166,8 +166,10 @@ def _check_known_keys(tree: dict[str, Any]) -> None:
 
 def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *tables, key = dotted.split(".")
-    for table in tables:
+    for depth, table in enumerate(tables, start=1):
         tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(".".join(tables[:depth]), tree, f"must be a table, since {dotted} is set; remove one")
     tree[key] = value
 
 

@@ -15,6 +15,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     Raises:
         ConfigError: the first rule that is broken.
     """
+    _check_rampup(config)
     _check_length(config)
     _check_batches(config, layout)
     _check_sequence(config, model, layout)
@@ -24,6 +25,19 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_available(config)
 
 
+def _check_rampup(config: JobConfig) -> None:
+    training = config.training
+    if training.batch_size_rampup is None:
+        return
+    if len(training.batch_size_rampup) != 3 or min(training.batch_size_rampup) <= 0:
+        problem = "must be three positive integers [start, increment, samples]"
+        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
+    start, increment, _ = training.batch_size_rampup
+    if start > training.global_batch_size or (training.global_batch_size - start) % increment:
+        problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
+        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
+
+
 def _check_length(config: JobConfig) -> None:
     training = config.training
     given = [key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None]
@@ -31,7 +45,7 @@ def _check_length(config: JobConfig) -> None:
         shown = {key: getattr(training, key) for key in given} or None
         raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
     if total_steps(training) == 0:
-        unit = training.global_batch_size * (training.seq_len if given[0] == "tokens" else 1)
+        unit = rampup_batch_sizes(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
         problem = f"less than one global batch; give at least {unit}"
         raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
     scheduler, steps = config.lr_scheduler, total_steps(training)
@@ -52,14 +66,6 @@ def _check_length(config: JobConfig) -> None:
 def _check_batches(config: JobConfig, layout: Layout) -> None:
     training = config.training
     unit = training.micro_batch_size * layout.data_parallel
-    if training.batch_size_rampup is not None:
-        if len(training.batch_size_rampup) != 3 or min(training.batch_size_rampup) <= 0:
-            problem = "must be three positive integers [start, increment, samples]"
-            raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
-        start, increment, _ = training.batch_size_rampup
-        if start > training.global_batch_size or (training.global_batch_size - start) % increment:
-            problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
-            raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
     for size in rampup_batch_sizes(training):
         if size % unit:
             key = "global_batch_size" if size == training.global_batch_size else "batch_size_rampup"

@@ -108,6 +108,8 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
             if time.monotonic() - last_shown > 5:
                 last_shown = time.monotonic()
                 print(f"tokenizing: {number} of {len(files)} files, {total:,} tokens", file=sys.stderr, flush=True)
+    if total == 0:
+        raise ConfigError("data.paths", section.paths, "the files hold no document; give some with text")
     np.save(unfinished / "document_ends.npy", np.asarray(ends, dtype=np.int64))
     (unfinished / "info.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
     os.replace(unfinished, folder)
@@ -128,7 +130,7 @@ def _documents(path: Path, section: Data) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # other line separators may stand inside a JSON string
         if line.strip():
             yield _text_of_json(line, f"{path}:{number}", section.text_key)
 
@@ -140,4 +142,8 @@ def _text_of_json(line: str, place: str, key: str) -> str:
         raise ConfigError("data.paths", place, f"the line is not JSON ({error.msg}); correct it") from None
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         raise ConfigError("data.paths", place, f'the line has no text under "{key}"; set data.text_key')
+    try:
+        record[key].encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError("data.paths", place, "the text holds half a surrogate pair; correct the escape") from None
     return record[key]

@@ -26,8 +26,8 @@ _PEAKS: list[tuple[str, Peak]] = [
     (r"\bV100\b.*PCI", Peak(112, None, 14)),
     (r"\bV100\b", Peak(125, None, 15.7)),
     (r"\bA[18]00\b", Peak(312, 312, 19.5)),
-    (r"\bH100\b.*PCI", Peak(756, 756, 51)),
-    (r"\bH100\b.*NVL", Peak(835, 835, 60)),
+    (r"\bH[18]00\b.*PCI", Peak(756, 756, 51)),
+    (r"\bH[12]00\b.*NVL", Peak(835, 835, 60)),
     (r"\b(H100|H800|H200|GH200)\b", Peak(989.4, 989.4, 67)),
     (r"\bB200\b", Peak(2250, 2250, None)),
     (r"\bMI300X\b", Peak(1307.4, 1307.4, 163.4)),
@@ -36,6 +36,8 @@ _PEAKS: list[tuple[str, Peak]] = [
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
     """Peak TFLOP/s of a device for "float16", "bfloat16" or "float32"; None where it is not known."""
+    if re.search(r"\bMIG\b", device_name):  # a slice of a device
+        return None
     for pattern, peak in _PEAKS:
         if re.search(pattern, device_name, re.IGNORECASE):
             return getattr(peak, dtype)

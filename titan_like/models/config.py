@@ -36,8 +36,9 @@ class TransformerConfig(BaseModel):
         filled = dict(values)
         if not filled.get("num_kv_heads"):
             filled["num_kv_heads"] = filled.get("num_attention_heads", 0)
+        hidden = filled.get("hidden_size", 0)
         if not filled.get("ffn_hidden_size"):
-            filled["ffn_hidden_size"] = 4 * filled.get("hidden_size", 0)
+            filled["ffn_hidden_size"] = 4 * hidden if isinstance(hidden, int) else 0
         return filled
 
     @model_validator(mode="after")

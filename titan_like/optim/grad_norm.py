@@ -16,7 +16,7 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
 
 
 def global_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of all gradients, a float32 scalar that is equal on every rank."""
+    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank."""
     return _sum_over_shards(parameters, _sum_of_squares).sqrt()
 
 
@@ -26,7 +26,7 @@ def count_zeros(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()
 
 
 def _sum_over_shards(

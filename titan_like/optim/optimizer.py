@@ -15,7 +15,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kernel = {"fused": section.implementation == "fused", "foreach": section.implementation == "foreach"}
-    if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, **kernel)
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, **kernel)
+    fused, foreach = section.implementation == "fused", section.implementation == "foreach"
+    if section.name == "sgd":  # its fused kernel does not take sharded parameters
+        return torch.optim.SGD(groups, lr=section.lr, foreach=fused or foreach)
+    return torch.optim.AdamW(
+        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=fused or None, foreach=foreach or None
+    )

@@ -1,8 +1,8 @@
-"""Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054) from FSDP2 and its replicate sibling.
+"""Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054), for the most part from FSDP2.
 
 Each transformer layer is one unit of communication; what is outside the layers belongs to the root.
 
-| stage | held between steps | per microbatch | per step |
+| stage | a rank keeps | per microbatch | per step |
 |---|---|---|---|
 | 0 | everything | | all-reduce gradients |
 | 1 | shards of parameters and optimizer state | | all-gather parameters, reduce-scatter gradients |
@@ -20,12 +20,54 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.mesh import data_parallel_mesh
+from titan_like.parallel.replicate import GradientAllReduce
 
 
-def apply_data_parallel(
+class DataParallel:
+    """A model whose gradients become sums over the data-parallel ranks. Changes the model in place.
+
+    With more than one rank or a compute type below float32, master weights stay float32 and gradients are summed in
+    ``reduce_dtype``. One process in float32 needs nothing and is left as it is.
+    """
+
+    def __init__(
+        self, model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> None:
+        self.model = model
+        self.zero_stage = zero_stage
+        self._all_reduce: GradientAllReduce | None = None
+        if dtype != torch.float32 or (zero_stage > 0 and mesh.size() > 1):
+            _wrap(model, mesh, zero_stage, dtype, reduce_dtype)
+        elif mesh.size() > 1:
+            units = [list(unit.parameters()) for unit in model.layers.values()]
+            in_layers = {id(parameter) for unit in units for parameter in unit}
+            units.append([parameter for parameter in model.parameters() if id(parameter) not in in_layers])
+            self._all_reduce = GradientAllReduce(units, data_parallel_mesh(mesh).get_group())
+
+    def before_microbatch(self, is_last: bool) -> None:
+        """Say, before a microbatch's forward pass, what its backward pass communicates and frees."""
+        if self._all_reduce is not None:
+            self._all_reduce.enabled = is_last
+        if isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(is_last)
+            self.model.set_requires_gradient_sync(is_last or self.zero_stage >= 2)
+            self.model.set_requires_all_reduce(is_last)  # replicas are summed once per step
+            self.model.set_reshard_after_backward(is_last or self.zero_stage == 3)
+
+    def after_backward(self) -> None:
+        """After the last microbatch: gradients are complete when this returns."""
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+
+    def free_gathered_parameters(self) -> None:
+        """After forward passes that no backward pass follows: keep only the shards."""
+        for module in sharded_modules(self.model):
+            module.reshard()
+
+
+def _wrap(
     model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> None:
-    """Wrap the model in place. Gradients become sums over ranks, in ``reduce_dtype``; master weights keep float32."""
     # Inputs are not cast: a rotary table or a mask is float32 on purpose.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
@@ -46,22 +88,5 @@ def apply_data_parallel(
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The units of communication, root first; empty for a model that is not data parallel."""
+    """The units of communication of a wrapped model, root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def prepare_microbatch(model: nn.Module, zero_stage: int, is_last: bool) -> None:
-    """Say, before a microbatch's forward pass, what its backward pass communicates and frees."""
-    if not isinstance(model, FSDPModule):
-        return
-    reduce_now = is_last or zero_stage >= 2
-    model.set_is_last_backward(is_last)
-    model.set_requires_gradient_sync(reduce_now)
-    model.set_requires_all_reduce(is_last)  # replicas are summed once per step
-    model.set_reshard_after_backward(is_last or zero_stage == 3)
-
-
-def free_gathered_parameters(model: nn.Module) -> None:
-    """After forward passes that no backward pass follows: keep only the shards."""
-    for module in sharded_modules(model):
-        module.reshard()

@@ -9,9 +9,10 @@ IGNORED_LABEL = -100  # positions that carry no loss
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of token losses in nats, float32. logits [batch, seq, vocab], labels [batch, seq].
+    """Sum of token losses in nats, at least float32. logits [batch, seq, vocab], labels [batch, seq].
 
     A sum, not a mean: the caller divides once by the number of valid tokens in the global batch, so that every
     layout and accumulation count computes the same quantity.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

@@ -12,7 +12,7 @@ from titan_like.checkpoint.manager import checkpoint_path, complete_steps, read_
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
-from titan_like.data.gpt import PackedDataset, build_datasets
+from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.metrics.hardware import check_gpu_name
@@ -48,8 +48,9 @@ def prepare_run(config: JobConfig) -> Run:
     check_gpu_name(config.cluster.gpu)
     device = select_device(config.training.dtype)
     folder = Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
-    _check_dump_folder(Path(config.job.dump_folder))
+    _check_writable("job.dump_folder", Path(config.job.dump_folder))
     if config.checkpoint.enable:
+        _check_writable("checkpoint.folder", folder)
         _check_checkpoints(config, model, folder)
     return Run(
         config=config,
@@ -99,14 +100,14 @@ def _environment_number(name: str, default: int) -> int:
     return int(text)
 
 
-def _check_dump_folder(folder: Path) -> None:
+def _check_writable(key: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"the folder cannot be made ({error.strerror}); name one that you may write to"
-        raise ConfigError("job.dump_folder", str(folder), problem) from None
+        raise ConfigError(key, str(folder), problem) from None
     if not os.access(folder, os.W_OK):
-        raise ConfigError("job.dump_folder", str(folder), "the folder is not writable; name one that is")
+        raise ConfigError(key, str(folder), "the folder is not writable; name one that is")
 
 
 def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
@@ -116,9 +117,13 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
     for step in steps[-1:] if wanted is None else [wanted]:
         try:
-            saved = read_run_state(checkpoint_path(folder, step)).model
-        except (OSError, ValueError, TypeError):  # damaged: the trainer reports it and uses the one before
+            state = read_run_state(checkpoint_path(folder, step))
+            saved, family = state.model, state.config["model"]["family"]
+        except (OSError, ValueError, TypeError, KeyError):  # damaged: the trainer reports it, uses the one before
             continue
+        if family != config.model.family:
+            problem = f"{checkpoint_path(folder, step)} was saved with {family}; keep it or use another folder"
+            raise ConfigError("model.family", config.model.family, problem)
         for field, value in model.model_dump(mode="json").items():
             if saved.get(field) != value and field != "dropout":
                 problem = (
@@ -128,6 +133,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
 
 
 def _open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
+    split_weights(config.data.split)  # refused before the data is tokenized, which may take hours
     tokenizer = build_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         problem = (

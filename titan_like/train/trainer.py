@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -33,7 +34,6 @@ from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.data import free_gathered_parameters, prepare_microbatch
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.train.batch_size import global_batch_size_at
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
@@ -51,7 +51,7 @@ class Trainer:
         self.dp_group, self.dp_rank, self.dp_size = dp_mesh.get_group(), dp_mesh.get_local_rank(), dp_mesh.size()
 
         seed_everything(config.job.seed + self.dp_rank, config.job.deterministic)  # dropout differs between ranks
-        self.model = build_parallel_model(config, run.model, self.mesh, run.device)
+        self.model, self.data_parallel = build_parallel_model(config, run.model, self.mesh, run.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = LossScaler() if config.training.dtype == "float16" else LossScaler(scale=1.0)
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
@@ -114,10 +114,11 @@ class Trainer:
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             tokens, labels = batch.unbind(1)  # each [micro_batch, seq]
-            prepare_microbatch(self.model, config.parallelism.zero_stage, is_last=i == num_microbatches - 1)
+            self.data_parallel.before_microbatch(is_last=i == num_microbatches - 1)
             micro_loss = summed_cross_entropy(self.model(tokens), labels) / num_tokens
             (micro_loss * self.scaler.scale).backward()
             loss += micro_loss.detach()
+        self.data_parallel.after_backward()
         dist.all_reduce(loss, group=self.dp_group)
 
         grad_norm = global_grad_norm(self.model.parameters()) / self.scaler.scale
@@ -193,7 +194,7 @@ class Trainer:
             total[1] += (labels != IGNORED_LABEL).sum()
         data.close()
         self.model.train()
-        free_gathered_parameters(self.model)
+        self.data_parallel.free_gathered_parameters()
         dist.all_reduce(total, group=self.dp_group)
         return (total[0] / total[1]).item()
 
@@ -253,7 +254,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if dist.is_torchelastic_launched():
+    if "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

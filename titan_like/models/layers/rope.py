@@ -33,6 +33,6 @@ def rope_cos_sin(seq_len: int, frequencies: torch.Tensor) -> tuple[torch.Tensor,
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [batch, seq, heads, head_dim]; dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads; products are at least float32
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

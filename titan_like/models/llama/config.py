@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from titan_like.models.config import TransformerConfig
 
@@ -19,6 +19,14 @@ class RopeScaling(BaseModel):
     high_freq_factor: float = Field(gt=0, description="wavelengths below original_max_seq_len / this are kept")
     original_max_seq_len: int = Field(gt=0, description="context length of the first training phase, tokens")
 
+    @model_validator(mode="after")
+    def _check_order(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
 
 class LlamaConfig(TransformerConfig):
     """Llama 2 and 3."""
@@ -27,6 +35,15 @@ class LlamaConfig(TransformerConfig):
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="frequency scaling of Llama 3.1 and later")
+
+    @model_validator(mode="after")
+    def _check_head_dim(self) -> LlamaConfig:
+        if self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size / num_attention_heads = {self.head_dim} is odd, and rotary positions turn pairs; "
+                "choose sizes that make it even"
+            )
+        return self
 
     def num_parameters(self, padded: bool = True) -> int:
         """Trainable parameters, exact."""

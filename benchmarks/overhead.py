@@ -1,0 +1,317 @@
+"""Speed of train.py beside a bare PyTorch loop, and beside Hugging Face's Trainer.
+
+    python benchmarks/overhead.py                              # both comparisons
+    python benchmarks/overhead.py overhead --pairs 7 --json overhead.json
+    python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
+
+Each comparison runs its two sides in alternation, each run a fresh process with the same number of threads. All
+sides train in float32 on the same samples, at the same batch and learning rate, with the same fused AdamW and the
+same clipping. train.py runs as users run it: it loads data, logs and writes metrics.jsonl, the others do not.
+
+One clock serves all sides: a hook in torch.optim reads the time as every optimizer step ends. A step lasts from the
+end of the step before to its own end, so no work between two steps is left out. Tokens per second are the tokens of
+the steps after the warm-up over their total time. The median step is given as well: other programs on the machine
+disturb it less, but it hides what only some steps do, such as log lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQ_LEN = 256
+BATCH = 8
+LR = 3e-4
+# The first side is the denominator of the ratio.
+SIDES = {"overhead": ("bare", "titan"), "hf": ("hf", "titan")}
+STEPS = {"overhead": 80, "hf": 13}
+WARMUP = {"overhead": 10, "hf": 3}
+
+
+# What runs in the fresh processes.
+
+
+class StepClock:
+    """Times at which optimizer steps ended. A GPU is waited for only where the measured steps begin and end."""
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.ends: list[float] = []
+        self._synchronize = torch.cuda.synchronize if torch.cuda.is_available() else None
+        self._waits = (warmup, steps)
+        register_optimizer_step_post_hook(self._stamp)
+
+    def _stamp(self, *_: Any) -> None:
+        if self._synchronize and len(self.ends) + 1 in self._waits:
+            self._synchronize()
+        self.ends.append(time.perf_counter())
+
+
+def train_bare(run: Any) -> float:
+    """The least that trains this model: a plain loop over tensors in memory. Returns the last loss."""
+    import torch
+    import torch.nn.functional as F
+
+    from titan_like.models.registry import build_model
+
+    config = run.config
+    data = samples(run).to(run.device).split(config.training.micro_batch_size)
+
+    with run.device:
+        model = build_model(run.model, config.model.family)
+    model.init_weights(config.job.seed)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps, fused=True
+    )
+    for batch in data:
+        tokens, labels = batch.unbind(1)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def train_hf(run: Any) -> float:
+    """The same shape as GPT2LMHeadModel under transformers.Trainer, without logging and saving."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    config, shape = run.config, run.model
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=shape.vocab_size,
+            n_positions=shape.max_seq_len,
+            n_embd=shape.hidden_size,
+            n_layer=shape.num_layers,
+            n_head=shape.num_attention_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    expected, found = shape.num_parameters(padded=False), sum(p.numel() for p in model.parameters())
+    if expected != found:
+        raise RuntimeError(f"the models differ: {expected:,} parameters here, {found:,} in GPT2LMHeadModel")
+    arguments = TrainingArguments(
+        output_dir=str(Path(config.job.dump_folder) / "hf"),
+        per_device_train_batch_size=config.training.micro_batch_size,
+        max_steps=config.training.steps,
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        adam_beta1=config.optimizer.betas[0],
+        adam_beta2=config.optimizer.betas[1],
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.training.max_norm,
+        use_cpu=not torch.cuda.is_available(),
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    dataset = [{"input_ids": tokens, "labels": tokens} for tokens in samples(run)[:, 0]]  # it shifts labels itself
+    return Trainer(model, arguments, train_dataset=dataset).train().training_loss
+
+
+def samples(run: Any) -> Any:
+    """The samples that train.py consumes in this run, int64 [samples, 2, seq]: inputs and labels."""
+    import torch
+
+    dataset = run.datasets["train"]
+    return torch.stack([dataset[i] for i in range(run.total_steps * run.config.training.global_batch_size)])
+
+
+def train_titan(argv: list[str], dump_folder: str) -> float:
+    """train.py itself, as ``python train.py`` runs it. Returns the last loss."""
+    sys.argv = ["train.py", *argv]
+    try:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    return json.loads((Path(dump_folder) / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
+    """Train one side in this process and write its times."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from titan_like.config import load_config
+
+    config = load_config(argv)
+    assert config.training.steps is not None
+    clock = StepClock(warmup, config.training.steps)
+    if side == "titan":
+        loss = train_titan(argv, config.job.dump_folder)
+    else:
+        from titan_like.train.setup import prepare_run
+
+        loss = {"bare": train_bare, "hf": train_hf}[side](prepare_run(config))
+    result = {"ends": clock.ends, "loss": loss, "threads": torch.get_num_threads()}
+    output.write_text(json.dumps(result))
+
+
+# What compares them.
+
+
+def settings_of(command: str, args: argparse.Namespace) -> list[str]:
+    """train.py's settings, which the other sides read too."""
+    settings = {
+        "model.family": "gpt",
+        "model.flavor": "debug",
+        "data.dataset": "stdlib",
+        "training.seq_len": SEQ_LEN,
+        "training.micro_batch_size": BATCH,
+        "training.global_batch_size": BATCH,
+        "training.steps": args.steps or STEPS[command],
+        "training.max_norm": 1.0,
+        "optimizer.lr": LR,
+        "lr_scheduler.decay": "constant",
+    }
+    if command == "hf":
+        settings["model.overrides.num_layers"] = args.layers
+        settings["model.overrides.hidden_size"] = args.hidden
+        settings["model.overrides.num_attention_heads"] = args.heads
+        settings["model.overrides.vocab_size"] = args.vocab
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one side in a fresh process: tokens per second, median step, last loss."""
+    output = folder / "result.json"
+    output.unlink(missing_ok=True)
+    warmup = min(WARMUP[command], (args.steps or STEPS[command]) - 2)
+    argv = [*settings_of(command, args), "--job.dump_folder", str(folder / "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(
+        [sys.executable, __file__, "worker", side, str(output), str(warmup), *argv],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode or not output.exists():
+        raise SystemExit(f"{side} failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    result = json.loads(output.read_text())
+    ends = result["ends"][warmup - 1 :]
+    steps = [after - before for before, after in pairwise(ends)]
+    return {
+        "tokens_per_second": round(BATCH * SEQ_LEN * len(steps) / sum(steps), 1),
+        "median_step_ms": round(1000 * statistics.median(steps), 3),
+        "mean_step_ms": round(1000 * statistics.mean(steps), 3),
+        "steps": len(steps),
+        "last_loss": result["loss"],
+        "threads": result["threads"],
+    }
+
+
+def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the pairs of one comparison and print them as they come."""
+    base, titan = SIDES[command]
+    print(f"\n{command}: titan (train.py) / {base}, tokens per second")
+    print(f"{'pair':>4} {base + ' tok/s':>12} {'titan tok/s':>12} {'ratio':>7} {'ratio of median steps':>22}")
+    pairs = []
+    for number in range(1, args.pairs + 1):
+        pair: dict[str, Any] = {side: measure(side, command, args, folder) for side in (base, titan)}
+        pair["ratio"] = round(pair[titan]["tokens_per_second"] / pair[base]["tokens_per_second"], 4)
+        pair["ratio_of_median_steps"] = round(pair[base]["median_step_ms"] / pair[titan]["median_step_ms"], 4)
+        difference = abs(pair[titan]["last_loss"] - pair[base]["last_loss"])
+        if command == "overhead" and difference > 1e-3:
+            raise SystemExit(f"the two sides trained differently: their last losses differ by {difference}")
+        pairs.append(pair)
+        rates = [pair[side]["tokens_per_second"] for side in (base, titan)]
+        print(
+            f"{number:4d} {rates[0]:12.1f} {rates[1]:12.1f} {pair['ratio']:7.3f} {pair['ratio_of_median_steps']:22.3f}",
+            flush=True,
+        )
+    medians = {key: statistics.median(pair[key] for pair in pairs) for key in ("ratio", "ratio_of_median_steps")}
+    print(f"{'median':>30} {medians['ratio']:7.3f} {medians['ratio_of_median_steps']:22.3f}")
+    settings = " ".join(settings_of(command, args))
+    return {
+        "train_command": f"python train.py {settings}",
+        "parameters": count_parameters(command, args),
+        "tokens_per_second_is": "tokens of the steps after warm-up / time from the end of warm-up to the last step",
+        "pairs": pairs,
+        "median_ratio": medians["ratio"],
+        "median_ratio_of_median_steps": medians["ratio_of_median_steps"],
+    }
+
+
+def count_parameters(command: str, args: argparse.Namespace) -> int:
+    """Parameters of the compared model, embeddings included, vocabulary padding not."""
+    sys.path.insert(0, str(ROOT))
+    from titan_like.config import load_config
+    from titan_like.models.registry import model_config
+
+    return model_config(load_config(settings_of(command, args)).model).num_parameters(padded=False)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def main() -> None:
+    """Read the command line, compare, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=["all", *SIDES], default="all")
+    parser.add_argument("--pairs", type=int, default=5, help="alternating pairs of runs (default 5)")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps a run, warm-up included (default {STEPS})")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
+    parser.add_argument("--layers", type=int, default=12, help="hf: layers (default 12)")
+    parser.add_argument("--hidden", type=int, default=256, help="hf: hidden size (default 256)")
+    parser.add_argument("--heads", type=int, default=8, help="hf: attention heads (default 8)")
+    parser.add_argument("--vocab", type=int, default=8192, help="hf: vocabulary (default 8192)")
+    parser.add_argument("--json", type=Path, help="file to write the result to")
+    args = parser.parse_args()
+    if args.steps is not None and args.steps < 4:
+        parser.error("--steps must be at least 4")
+
+    result: dict[str, Any] = {"command": " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])}
+    result["machine"] = machine()
+    print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()))
+    with tempfile.TemporaryDirectory() as folder:
+        for command in SIDES if args.command == "all" else [args.command]:
+            result[command] = compare(command, args, Path(folder))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    else:
+        main()

@@ -1,0 +1,126 @@
+"""Run training cases in worker processes and return what they computed.
+
+Starting processes costs seconds, so one launch runs many cases one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from titan_like.config.schema import JobConfig
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer, process_group
+
+
+@dataclass
+class Case:
+    """One training run: settings over the defaults of `base_config`."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    double: bool = False  # train in float64 (one process only)
+
+
+@dataclass
+class Result:
+    """What rank 0 saw. Gradients are of the first step, before clipping; weights are of the end."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def base_config(folder: Path, settings: dict[str, Any]) -> JobConfig:
+    """A short fp32 run of the debug model on generated text."""
+    text = folder / "text.txt"
+    if not text.exists():
+        generator = torch.Generator().manual_seed(0)
+        letters = torch.randint(97, 123, (60_000,), generator=generator)
+        unfinished = folder / f"text.{os.getpid()}"
+        unfinished.write_text("".join(map(chr, letters.tolist())))
+        os.replace(unfinished, text)
+    tree: dict[str, Any] = {
+        "job": {"dump_folder": str(folder), "seed": 7},
+        "data": {"dataset": "text", "paths": [str(text)]},
+        "training": {"seq_len": 64, "micro_batch_size": 4, "global_batch_size": 16, "steps": 20},
+        "optimizer": {"lr": 1e-3},
+        "lr_scheduler": {"decay": "constant"},
+    }
+    for dotted, value in settings.items():
+        section, _, key = dotted.partition(".")
+        tree.setdefault(section, {})[key] = value
+    return JobConfig.model_validate(tree)
+
+
+class RecordingTrainer(Trainer):
+    """Keeps the full gradients of the first update."""
+
+    gradients: dict[str, torch.Tensor] | None = None
+
+    def _update(self, grad_norm: float, lr: float) -> None:
+        if self.gradients is None:
+            self.gradients = {name: full(p.grad) for name, p in self.model.named_parameters()}
+        super()._update(grad_norm, lr)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which this rank may hold a part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train_case(case: Case, folder: Path) -> Result:
+    """Train one case in this process group."""
+    trainer = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
+    if case.double:
+        trainer.model.double()
+    data = trainer._load_data()
+    records = [trainer.train_step(data) for _ in range(trainer.run.total_steps)]
+    data.close()
+    assert trainer.gradients is not None
+    weights = {name: full(p) for name, p in trainer.model.named_parameters()}
+    return Result([r.loss for r in records], [r.grad_norm for r in records], trainer.gradients, weights)
+
+
+def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Result]:
+    """Train all cases on one set of processes; results by case name."""
+    launch(_train_cases, world_size, folder, cases)
+    stored = torch.load(folder / f"results_{world_size}.pt", weights_only=True)
+    return {name: Result(**values) for name, values in stored.items()}
+
+
+def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
+    results = {case.name: vars(train_case(case, folder)) for case in cases}
+    if rank == 0:
+        torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")
+
+
+def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
+    mp.start_processes(_worker, (world_size, _free_port(), function, args), nprocs=world_size, start_method="spawn")
+
+
+def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.stderr = open(os.devnull, "w") if rank else sys.stderr
+    torch.set_num_threads(1)
+    with process_group(torch.device("cpu")):
+        function(rank, *args)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

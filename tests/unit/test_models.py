@@ -1,0 +1,273 @@
+import math
+
+import pytest
+import torch
+
+from titan_like.config import ConfigError, load_config
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.layers import init
+from titan_like.models.layers.init import normal_rows
+from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.registry import FAMILIES, build_model, builtin_flavors, model_config
+from titan_like.train.loss import summed_cross_entropy
+
+TINY = {
+    "gpt": GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97, max_seq_len=24),
+    "llama": LlamaConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=2, vocab_size=97, max_seq_len=24
+    ),
+}
+
+
+def flavor(family, name):
+    return FAMILIES[family].model_validate(builtin_flavors(family)[name])
+
+
+def tiny_model(family, seed=1):
+    model = build_model(TINY[family], family)
+    model.init_weights(seed)
+    return model
+
+
+def model_from(*argv):
+    return model_config(load_config(list(argv)).model)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "published"),
+    [
+        ("gpt", "gpt2_124m", 124_439_808),
+        ("gpt", "gpt2_355m", 354_823_168),
+        ("gpt", "gpt2_774m", 774_030_080),
+        ("gpt", "gpt2_1558m", 1_557_611_200),
+        ("llama", "llama2_7b", 6_738_415_616),
+        ("llama", "llama2_13b", 13_015_864_320),
+        ("llama", "llama2_70b", 68_976_648_192),
+        ("llama", "llama3.1_8b", 8_030_261_248),
+        ("llama", "llama3.1_70b", 70_553_706_496),
+        ("llama", "llama3.1_405b", 405_853_388_800),
+        ("llama", "llama3.2_1b", 1_235_814_400),
+        ("llama", "llama3.2_3b", 3_212_749_824),
+    ],
+)
+def test_parameter_count_equals_the_published_checkpoint(family, name, published):
+    assert flavor(family, name).num_parameters(padded=False) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("megatron_1.2b", "1.2"),
+        ("megatron_2.5b", "2.5"),
+        ("megatron_4.2b", "4.2"),
+        ("megatron_8.3b", "8.3"),
+        ("megatron_eval_355m", "0.355"),
+        ("megatron_eval_2.5b", "2.5"),
+        ("megatron_eval_8.3b", "8.3"),
+        ("gpt3_125m", "0.125"),
+        ("gpt3_760m", "0.76"),
+        ("gpt3_1.3b", "1.3"),
+        ("gpt3_2.7b", "2.7"),
+        ("gpt3_6.7b", "6.7"),
+        ("gpt3_13b", "13"),
+        ("gpt3_175b", "175"),
+        ("1.7b", "1.7"),
+        ("3.6b", "3.6"),
+        ("7.5b", "7.5"),
+        ("18b", "18.4"),
+        ("39b", "39.1"),
+        ("76b", "76.1"),
+        ("145b", "145.6"),
+        ("310b", "310.1"),
+        ("530b", "529.6"),
+        ("1t", "1008.0"),
+    ],
+)
+def test_parameter_count_rounds_to_the_paper_s_billions(name, printed):
+    billions = flavor("gpt", name).num_parameters(padded=False) / 1e9
+    decimals = len(printed.partition(".")[2])
+    assert f"{billions:.{decimals}f}" == printed
+
+
+def test_gpt3_350m_differs_from_gpt2_355m_by_its_longer_context():
+    # The paper's name rounds 355.9M down, so the exact count is asserted.
+    assert flavor("gpt", "gpt3_350m").num_parameters(padded=False) == 354_823_168 + 1024 * 1024
+
+
+@pytest.mark.parametrize("name", [name for name in builtin_flavors("gpt")])
+def test_paper_s_formula_plus_final_norm_is_the_parameter_count(name):
+    model = flavor("gpt", name)
+    layers, hidden = model.num_layers, model.hidden_size
+    vocab, positions = model.padded_vocab_size, model.max_seq_len
+    # 12·l·h²·(1 + 13/(12h) + (V+s)/(12·l·h)) of arXiv 2104.04473, multiplied out to stay in integers
+    formula = 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + positions) * hidden
+    assert model.num_parameters() == formula + 2 * hidden
+    as_printed = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + positions) / (12 * layers * hidden))
+    assert as_printed == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in FAMILIES for name in builtin_flavors(family)]
+)
+def test_analytic_count_equals_the_built_model(family, name):
+    config = flavor(family, name)
+    with torch.device("meta"):
+        model = build_model(config, family)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_analytic_count_follows_ties_grouping_and_mlp_width(family, tied, kv_heads):
+    changes = {"tied_embeddings": tied, "num_kv_heads": kv_heads, "ffn_hidden_size": 88, "vocab_multiple": 10}
+    config = TINY[family].model_copy(update=changes)
+    with torch.device("meta"):
+        model = build_model(config, family)
+    assert config.padded_vocab_size == 100
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters()
+
+
+def test_flavor_of_the_run_s_own_toml(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nfamily = "llama"\nflavor = "mine"\noverrides = { num_layers = 3 }\n'
+        "[model.flavors.mine]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 8\nnum_kv_heads = 4\n"
+        "vocab_size = 300\nmax_seq_len = 32\n"
+    )
+    model = model_from(f"--job.config_file={file}")
+    assert (model.num_layers, model.hidden_size, model.num_kv_heads, model.head_dim) == (3, 64, 4, 8)
+    assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model.flavor=debgu"], ["model.flavor", '"debgu"', "did you mean debug?"]),
+        (["--model.overrides.hidden_sise=64"], ["model.overrides.hidden_sise = 64", "did you mean hidden_size?"]),
+        (["--model.overrides.hidden_size=x"], ["model.overrides.hidden_size", '"x"', "integer"]),
+        (["--model.overrides.hidden_size.x=1"], ["model.overrides.hidden_size", "integer"]),
+        (["--model.overrides.num_layers=0"], ["model.overrides.num_layers = 0", "greater than 0"]),
+        (["--model.overrides.num_attention_heads=5"], ["5", "does not divide hidden_size 128"]),
+        (["--model.overrides.num_kv_heads=3"], ["num_kv_heads 3", "does not divide num_attention_heads 4"]),
+        (["--model.family=llama", "--model.overrides.hidden_size=60"], ["= 15 is odd", "even"]),
+        (
+            [
+                "--model.family=llama",
+                "--model.overrides.rope_scaling="
+                "{factor = 8.0, low_freq_factor = 4.0, high_freq_factor = 4.0, original_max_seq_len = 16}",
+            ],
+            ["model.overrides.rope_scaling", "low_freq_factor 4.0 must be below high_freq_factor 4.0"],
+        ),
+        (["--model.flavor=a", "--model.flavors.a.hidden_size=8"], ["model.flavors.a.num_layers", "required"]),
+    ],
+)
+def test_bad_model_names_field_value_and_cure(argv, words):
+    with pytest.raises(ConfigError) as error:
+        model_from(*argv)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_token_does_not_change_earlier_logits(family):
+    model = tiny_model(family)
+    tokens = torch.arange(24).view(1, 24)
+    changed = tokens.clone()
+    changed[0, 15] = 90
+    before, after = model(tokens)[..., :97], model(changed)[..., :97]
+    assert torch.equal(before[:, :15], after[:, :15])
+    assert (before[:, 15:] != after[:, 15:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_logits_have_no_probability_and_no_gradient(family):
+    model = tiny_model(family)
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    assert logits.shape == (2, 24, 128)
+    assert (logits[..., 97:] == -math.inf).all()
+    assert logits[..., :97].isfinite().all()
+    summed_cross_entropy(logits, tokens.roll(-1, 1)).backward()
+    for table in [model.embedding] + ([model.output] if model.output is not None else []):
+        assert (table.weight.grad[97:] == 0).all()
+    used = (model.output or model.embedding).weight.grad[:97]
+    assert used.isfinite().all()
+    assert (used != 0).any(dim=1).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_unpadded_model(family):
+    unpadded = build_model(TINY[family].model_copy(update={"vocab_multiple": 1}), family)
+    padded = tiny_model(family)
+    unpadded.load_state_dict(
+        {name: value[:97] if value.shape[:1] == (128,) and "mlp" not in name and "qkv" not in name else value
+         for name, value in padded.state_dict().items()}
+    )  # fmt: skip
+    tokens = torch.arange(24).view(1, 24)
+    # The wider product may be blocked differently: a few roundings of logits of order 0.1.
+    torch.testing.assert_close(padded(tokens)[..., :97], unpadded(tokens), rtol=0, atol=1e-6)
+
+
+def test_dropout_acts_in_training_only():
+    model = build_model(TINY["gpt"].model_copy(update={"dropout": 0.5}), "gpt")
+    model.init_weights(1)
+    tokens = torch.arange(24).view(1, 24)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), tiny_model("gpt")(tokens))
+
+
+def test_same_seed_and_name_give_the_same_weights_and_others_do_not():
+    first, again, other = (dict(tiny_model("gpt", seed).named_parameters()) for seed in (1, 1, 2))
+    drawn = [name for name, parameter in first.items() if parameter.ndim == 2]
+    assert len(drawn) == 2 + 4 * 2
+    for name in drawn:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first["layers.0.attention.qkv.weight"], first["layers.1.attention.qkv.weight"])
+    for name in set(first) - set(drawn):
+        assert (first[name] == (0 if name.endswith("bias") else 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "residual", "plain"),
+    [
+        ("gpt", ("attention.proj", "mlp.fc2"), ("attention.qkv", "mlp.fc1")),
+        ("llama", ("attention.proj", "mlp.down"), ("attention.qkv", "mlp.gate", "mlp.up")),
+    ],
+)
+def test_weights_have_the_standard_deviation_of_gpt2(family, residual, plain):
+    config = TINY[family].model_copy(update={"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 8})
+    model = build_model(config, family)
+    model.init_weights(5)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        kind = name.removesuffix(".weight").split(".", 2)[-1]
+        assert kind in residual + plain or not name.startswith("layers.")
+        std = 0.02 / math.sqrt(2 * 8) if kind in residual else 0.02
+        # A sample's standard deviation has the standard error σ/√(2n), its mean σ/√n; 5 of them.
+        values = parameter.detach().double()
+        assert abs(values.std().item() - std) < 5 * std / math.sqrt(2 * values.numel()), name
+        assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), name
+
+
+@pytest.mark.parametrize("shape", [(5000, 7), (1000, 3, 2), (12, 300), (977,)])
+def test_rows_drawn_alone_equal_rows_of_the_whole(monkeypatch, shape):
+    monkeypatch.setattr(init, "_BLOCK_ELEMENTS", 256)  # many blocks in a small parameter
+    shape = torch.Size(shape)
+    whole = normal_rows(3, "weight", shape, 0.5, 0, shape[0])
+    assert whole.shape == shape
+    ranges = torch.randint(shape[0] + 1, (60, 2), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
+    for start, stop in [*ranges, [0, 0], [0, 1], [shape[0] - 1, shape[0]], [5, 5]]:
+        rows = normal_rows(3, "weight", shape, 0.5, start, stop)
+        assert torch.equal(rows, whole[start:stop])
+    assert len(torch.unique(whole)) > 0.999 * whole.numel()  # no block repeats another
+
+
+def test_rows_of_blocks_of_the_real_size():
+    shape = torch.Size((2500, 1000))  # 1048 rows a block
+    whole = normal_rows(3, "weight", shape, 1.0, 0, 2500)
+    for start, stop in [(0, 1048), (1047, 1049), (1048, 2096), (900, 2300), (2499, 2500)]:
+        assert torch.equal(normal_rows(3, "weight", shape, 1.0, start, stop), whole[start:stop])

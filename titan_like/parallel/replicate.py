@@ -1,0 +1,49 @@
+"""ZeRO 0 in float32: full weights everywhere, gradients summed in place while the backward pass goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class GradientAllReduce:
+    """Sums each unit's gradients over a group as soon as the last of them is there.
+
+    Nothing is copied: between and during steps a rank holds one copy of weights, gradients and optimizer state.
+    """
+
+    def __init__(self, units: list[list[nn.Parameter]], group: dist.ProcessGroup) -> None:
+        self.enabled = False  # true for the backward pass of a step's last microbatch
+        self._group = group
+        self._units = units
+        self._missing = [len(unit) for unit in units]
+        self._in_flight: list[dist.Work] = []
+        for number, unit in enumerate(units):
+            for parameter in unit:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+
+    def _on_gradient(self, number: int, _parameter: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        self._missing[number] -= 1
+        if self._missing[number]:
+            return
+        gradients = [parameter.grad for parameter in self._units[number] if parameter.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        with dist._coalescing_manager(self._group, async_ops=True) as unit_in_flight:
+            for gradient in local:
+                dist.all_reduce(gradient, group=self._group)
+        self._in_flight.append(unit_in_flight)
+
+    def wait(self) -> None:
+        """After the last backward pass: the gradients are summed when this returns."""
+        for work in self._in_flight:
+            work.wait()
+        unfinished = sum(self._missing)
+        assert unfinished == 0, f"{unfinished} parameters received no gradient, so their sums never started"
+        self._in_flight.clear()
+        self._missing = [len(unit) for unit in self._units]
