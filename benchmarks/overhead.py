@@ -11,7 +11,8 @@ same clipping. train.py runs as users run it: it loads data, logs and writes met
 One clock serves all sides: a hook in torch.optim reads the time as every optimizer step ends. A step lasts from the
 end of the step before to its own end, so no work between two steps is left out. Tokens per second are the tokens of
 the steps after the warm-up over their total time. The median step is given as well: other programs on the machine
-disturb it less, but it hides what only some steps do, such as log lines.
+disturb it less, but it hides what only some steps do, such as log lines. Measure on an idle machine: two busy threads
+on a core that a third wants can take ten times as long. The bare loop must end at train.py's loss, or this fails.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def train_bare(run: Any) -> float:
 
 
 def train_hf(run: Any) -> float:
-    """The same shape as GPT2LMHeadModel under transformers.Trainer, without logging and saving."""
+    """The same shape as GPT2LMHeadModel under transformers.Trainer, without logging and saving. Returns the mean loss."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -201,7 +202,7 @@ def settings_of(command: str, args: argparse.Namespace) -> list[str]:
 
 
 def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one side in a fresh process: tokens per second, median step, last loss."""
+    """Run one side in a fresh process: tokens per second, time of a step, loss."""
     output = folder / "result.json"
     output.unlink(missing_ok=True)
     warmup = min(WARMUP[command], (args.steps or STEPS[command]) - 2)
@@ -221,7 +222,7 @@ def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> 
         "median_step_ms": round(1000 * statistics.median(steps), 3),
         "mean_step_ms": round(1000 * statistics.mean(steps), 3),
         "steps": len(steps),
-        "last_loss": result["loss"],
+        "loss": result["loss"],
         "threads": result["threads"],
     }
 
@@ -236,9 +237,9 @@ def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, A
         pair: dict[str, Any] = {side: measure(side, command, args, folder) for side in (base, titan)}
         pair["ratio"] = round(pair[titan]["tokens_per_second"] / pair[base]["tokens_per_second"], 4)
         pair["ratio_of_median_steps"] = round(pair[base]["median_step_ms"] / pair[titan]["median_step_ms"], 4)
-        difference = abs(pair[titan]["last_loss"] - pair[base]["last_loss"])
+        difference = abs(pair[titan]["loss"] - pair[base]["loss"])
         if command == "overhead" and difference > 1e-3:
-            raise SystemExit(f"the two sides trained differently: their last losses differ by {difference}")
+            raise SystemExit(f"the two sides trained differently: the losses of the last step differ by {difference}")
         pairs.append(pair)
         rates = [pair[side]["tokens_per_second"] for side in (base, titan)]
         print(
