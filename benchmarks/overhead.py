@@ -94,7 +94,7 @@ def train_bare(run: Any) -> float:
 
 
 def train_hf(run: Any) -> float:
-    """The same shape as GPT2LMHeadModel under transformers.Trainer, without logging and saving. Returns the mean loss."""
+    """GPT2LMHeadModel of the same shape under transformers.Trainer, logging nothing. Returns the mean loss."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
