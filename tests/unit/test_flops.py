@@ -133,8 +133,15 @@ def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
     model = flavor(family, "debug")
     recompute = ActivationCheckpoint(mode=mode, every_n_layers=every_n_layers)
     counted = counted_flops_per_token(family, model, 128, recompute, early_stop=False)
-    print(counted_flops_per_token(family, model, 128, recompute), counted, hardware_flops_per_token(model, 128, recompute))
     assert hardware_flops_per_token(model, 128, recompute) == counted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_leaves_out_each_recomputed_layer_s_last_product_which_the_convention_counts(family):
+    model = flavor(family, "debug")
+    last_products = 4 * 2 * model.hidden_size * model.ffn_hidden_size
+    counted = counted_flops_per_token(family, model, 128, FULL)
+    assert hardware_flops_per_token(model, 128, FULL) - last_products == counted
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_gpt3_350m_differs_from_gpt2_355m_by_its_longer_context():
     assert flavor("gpt", "gpt3_350m").num_parameters(padded=False) == 354_823_168 + 1024 * 1024
 
 
-@pytest.mark.parametrize("name", [name for name in builtin_flavors("gpt")])
+@pytest.mark.parametrize("name", builtin_flavors("gpt"))
 def test_paper_s_formula_plus_final_norm_is_the_parameter_count(name):
     model = flavor("gpt", name)
     layers, hidden = model.num_layers, model.hidden_size

@@ -33,6 +33,8 @@ def load_config(argv: list[str]) -> JobConfig:
         raise SystemExit(0)
     overrides = parse_overrides(argv)
     config_file = overrides.get("job.config_file")
+    if not isinstance(config_file, str | None):
+        raise ConfigError("job.config_file", config_file, "must be the path of one TOML file")
     tree = read_toml(config_file) if config_file is not None else {}
     _check_known_keys(tree)
     for dotted, value in overrides.items():

@@ -54,11 +54,10 @@ class BackgroundLoader:
 
     def __next__(self) -> torch.Tensor:
         item = self._queue.get()
-        if item is None:
-            raise StopIteration
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        if isinstance(item, torch.Tensor):
+            return item
+        self._queue.put(item)  # the thread has ended: whoever asks again gets the same answer
+        raise StopIteration if item is None else item
 
     def close(self) -> None:
         """Stop loading and end the thread."""

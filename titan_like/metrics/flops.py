@@ -1,7 +1,8 @@
 """Floating-point operations of training, counted three ways that are always named.
 
-- ``hardware``: what the device executes, recomputation included, over the full attention matrix (the convention of
-  arXiv 2104.04473, appendix). HFU is this over the peak.
+- ``hardware``: recomputation included, over the full attention matrix (the convention of arXiv 2104.04473, appendix).
+  HFU is this over the peak. It counts the whole forward pass of a recomputed layer, of which torch leaves out the last
+  matrix product where nothing after it needs its result.
 - ``model``: without recomputation, full attention matrix. MFU in the sense of arXiv 2204.02311.
 - ``causal``: without recomputation, and only the half of the attention matrix that causal masking leaves.
 """

@@ -41,7 +41,7 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    world_size = _environment_number("WORLD_SIZE", 1)
+    world_size = _environment_number("WORLD_SIZE", 1, least=1)
     model = model_config(config.model)
     layout = resolve_layout(config.parallelism, world_size)
     check_rules(config, model, layout)
@@ -93,10 +93,11 @@ def describe(run: Run) -> str:
     )
 
 
-def _environment_number(name: str, default: int) -> int:
+def _environment_number(name: str, default: int, least: int = 0) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"environment variable {name}", text, "must be a whole number; torchrun sets it")
+    if not text.isdecimal() or int(text) < least:
+        problem = f"must be a whole number of at least {least}; torchrun sets it"
+        raise ConfigError(f"environment variable {name}", text, problem)
     return int(text)
 
 

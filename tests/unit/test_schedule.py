@@ -1,0 +1,186 @@
+import math
+from itertools import pairwise
+
+import pytest
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.rules import check_rules
+from titan_like.config.schema import LRScheduler, Training
+from titan_like.models.registry import model_config
+from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.schedule import lr_factor
+from titan_like.parallel.layout import Layout
+from titan_like.train.batch_size import global_batch_size_at, rampup_batch_sizes, total_steps
+
+
+def factors(total, **settings):
+    section = LRScheduler(**settings)
+    return [lr_factor(section, step, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step(decay):
+    settings = {"decay_steps": 5} if decay == "wsd" else {}
+    values = factors(40, warmup_steps=8, decay=decay, **settings)
+    assert values[:8] == [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
+    assert all(later <= earlier for earlier, later in pairwise(values[7:]))
+
+
+def test_cosine_passes_through_its_known_points():
+    values = factors(108, warmup_steps=8, decay="cosine")
+    assert values[7] == 1
+    assert values[8 + 25 - 1] == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert values[8 + 50 - 1] == pytest.approx(0.5)
+    assert values[8 + 75 - 1] == pytest.approx((1 - math.sqrt(0.5)) / 2)
+    assert values[-1] == pytest.approx(0, abs=1e-15)
+
+
+def test_linear_falls_by_equal_steps_to_the_floor():
+    values = factors(20, warmup_steps=10, decay="linear", min_lr_ratio=0.2)
+    assert values[10:] == pytest.approx([0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44, 0.36, 0.28, 0.2])
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_floor_holds_after_the_decay_ends(decay):
+    values = factors(30, decay=decay, decay_steps=20, min_lr_ratio=0.1)
+    assert values[19:] == pytest.approx([0.1] * 11)
+    assert values[18] > 0.1
+
+
+def test_cosine_with_a_floor_is_halfway_at_half_time():
+    assert factors(100, decay="cosine", min_lr_ratio=0.1)[49] == pytest.approx(0.55)
+
+
+def test_constant_stays():
+    assert factors(10, decay="constant") == [1.0] * 10
+
+
+def test_inverse_square_root_halves_when_the_step_quadruples():
+    values = factors(1600, warmup_steps=100, decay="inverse_sqrt", min_lr_ratio=0.3)
+    assert values[399] == pytest.approx(0.5)
+    assert values[899] == pytest.approx(1 / 3)
+    assert values[1599] == 0.3  # 1/4 without the floor
+    assert factors(4, decay="inverse_sqrt") == pytest.approx([1, 2**-0.5, 3**-0.5, 0.5])
+
+
+def test_wsd_is_flat_then_falls_over_its_last_steps():
+    values = factors(20, warmup_steps=2, decay="wsd", decay_steps=5, min_lr_ratio=0.5)
+    assert values == pytest.approx([0.5] + [1] * 14 + [0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def test_wsd_decays_over_a_tenth_of_the_run_by_default():
+    values = factors(200, decay="wsd")
+    assert values[:180] == [1.0] * 180
+    assert values[180:] == pytest.approx([1 - i / 20 for i in range(1, 21)])
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_run_of_one_step_has_a_rate(decay):
+    assert 0 <= factors(1, decay=decay)[0] <= 1
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_a_quiet_interval():
+    scaler = LossScaler(scale=64.0, growth_interval=3)
+    seen = []
+    for overflowed in (False, False, True, False, False, False, False, False, False, True, True):
+        scaler.update(overflowed)
+        seen.append(scaler.scale)
+    assert seen == [64, 64, 32, 32, 32, 64, 64, 64, 128, 64, 32]
+
+
+def test_loss_scale_starts_at_two_to_the_16_and_never_falls_below_one():
+    scaler = LossScaler()
+    assert scaler.scale == 65536
+    for _ in range(40):
+        scaler.update(overflowed=True)
+    assert scaler.scale == 1
+
+
+def megatron_batch_size(start, increment, ramp_samples, final, consumed):
+    """Megatron-LM's RampupBatchsizeNumMicroBatches, read from its description of --rampup-batch-size."""
+    samples_per_increment = ramp_samples / ((final - start) / increment)
+    if consumed > ramp_samples:
+        return final
+    return start + int(consumed / samples_per_increment) * increment
+
+
+@pytest.mark.parametrize(
+    ("start", "increment", "ramp_samples", "final"),
+    [(32, 32, 65_536, 288), (16, 16, 5_000, 256), (16, 8, 300, 64), (4, 4, 7, 8), (16, 4, 100, 16)],
+)
+def test_rampup_equals_megatron_s(start, increment, ramp_samples, final):
+    training = Training(global_batch_size=final, batch_size_rampup=[start, increment, ramp_samples])
+    consumed, sizes = 0, []
+    while consumed <= 1.2 * ramp_samples:
+        size = global_batch_size_at(training, consumed)
+        expected = final if start == final else megatron_batch_size(start, increment, ramp_samples, final, consumed)
+        assert size == expected, consumed
+        sizes.append(size)
+        consumed += size
+    assert sizes[0] == start
+    assert sizes[-1] == final
+    assert sizes == sorted(sizes)
+    assert set(sizes) <= set(rampup_batch_sizes(training))
+    assert rampup_batch_sizes(training) == list(range(start, final + 1, increment))
+
+
+def test_without_rampup_the_batch_is_constant():
+    training = Training(global_batch_size=24)
+    assert {global_batch_size_at(training, consumed) for consumed in (0, 1, 10**9)} == {24}
+
+
+@pytest.mark.parametrize("rampup", [None, [4, 4, 100], [2, 7, 33], [16, 1, 50]])
+@pytest.mark.parametrize("samples", [1, 3, 15, 16, 17, 99, 100, 101, 1000])
+def test_total_steps_takes_the_whole_batches_that_samples_or_tokens_allow(rampup, samples):
+    settings = {"global_batch_size": 16, "seq_len": 32, "batch_size_rampup": rampup}
+    consumed = steps = 0
+    while True:
+        batch = global_batch_size_at(Training(**settings), consumed)
+        if consumed + batch > samples:
+            break
+        consumed, steps = consumed + batch, steps + 1
+    assert total_steps(Training(samples=samples, **settings)) == steps
+    assert total_steps(Training(tokens=samples * 32, **settings)) == steps
+    assert total_steps(Training(tokens=samples * 32 + 31, **settings)) == steps  # part of a sample is none
+    assert total_steps(Training(steps=samples, **settings)) == samples
+
+
+def check(*argv, data_parallel=1):
+    config = load_config([f"--{word}" for word in argv])
+    check_rules(config, model_config(config.model), Layout(1, 1, data_parallel, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["training.batch_size_rampup=[4, 4]", "training.samples=100"], ["[4, 4]", "[start, increment, samples]"]),
+        (["training.batch_size_rampup=[0, 4, 10]", "training.samples=100"], ["three positive integers"]),
+        (["training.batch_size_rampup=[8, 0, 10]", "training.tokens=9999"], ["three positive integers"]),
+        (["training.batch_size_rampup=[32, 8, 10]", "training.samples=100"], ["reach global_batch_size (16)"]),
+        (["training.batch_size_rampup=[8, 3, 10]", "training.steps=100"], ["reach global_batch_size (16)"]),
+        (["training.batch_size_rampup=[12, 4, 10]", "training.steps=9"], ["batch_size_rampup", "12", "8 or 16"]),
+        (["training.batch_size_rampup=[8, 8, 99]", "training.samples=7"], ["training.samples = 7", "at least 8"]),
+        (["training.tokens=4095"], ["training.tokens = 4095", "at least 4096"]),
+        (["training.steps=5", "lr_scheduler.warmup_steps=6"], ["lr_scheduler.warmup_steps = 6", "at most 5"]),
+        (
+            ["training.steps=9", "lr_scheduler.warmup_steps=6", "lr_scheduler.decay_steps=5"],
+            ["lr_scheduler.decay_steps = 5", "before the warm-up of 6"],
+        ),
+        (
+            ["training.steps=9", "lr_scheduler.decay=wsd", "lr_scheduler.decay_steps=10"],
+            ["lr_scheduler.decay_steps = 10", "9 steps"],
+        ),
+        (["training.steps=9", "optimizer.betas=[0.9, 1.0]"], ["optimizer.betas", "below 1"]),
+    ],
+)
+def test_contradicting_lengths_and_batches_are_refused(argv, words):
+    with pytest.raises(ConfigError) as error:
+        check(*argv)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_matching_lengths_and_batches_pass():
+    check("training.batch_size_rampup=[8, 8, 10]", "training.samples=100")
+    check("training.tokens=4096", "lr_scheduler.warmup_steps=1")
+    check("training.steps=1", "training.global_batch_size=48", data_parallel=3)

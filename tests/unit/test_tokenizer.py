@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from titan_like.config import ConfigError
+from titan_like.data.tokenizer import build_tokenizer
+
+TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f"]
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path):
+    def write(words):
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        path = tmp_path / "tokenizer.json"
+        tokenizer.save(str(path))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def gpt2_files(tmp_path):
+    """A vocabulary of all bytes, three merged tokens and the end of text, in GPT-2's two files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
+    tokens = [*alphabet, *("".join(pair) for pair in merges), "<|endoftext|>"]
+    vocab, merge_file = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    merge_file.write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    return f"gpt2:{vocab},{merge_file}", tokens
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_come_back(text):
+    tokenizer = build_tokenizer("byte")
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode("utf-8"))
+    assert tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eod_id]) == text
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
+
+
+def test_bytes_that_are_no_utf8_decode_to_replacement_characters():
+    assert build_tokenizer("byte").decode([104, 0xFF, 105]) == "h\ufffdi"
+
+
+def test_tokenizer_json(tokenizer_json):
+    tokenizer = build_tokenizer(tokenizer_json(["?", "to", "be", "or", "not", "</s>"]))
+    assert tokenizer.encode("to be or not to fly").tolist() == [1, 2, 3, 4, 1, 0]
+    assert tokenizer.encode("to").dtype == "int64"
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (6, 5)
+    assert tokenizer.decode([4, 2]) == "not be"
+
+
+def test_vocabulary_with_a_gap_counts_up_to_its_largest_id(tokenizer_json, tmp_path):
+    path = tokenizer_json(["?", "to", "</s>"])
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["to"] = 9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert build_tokenizer(path).vocab_size == 10
+
+
+def test_gpt2_merges_bytes(gpt2_files):
+    spec, tokens = gpt2_files
+    tokenizer = build_tokenizer(spec)
+    ids = tokenizer.encode("hello hell")
+    assert [tokens[i] for i in ids] == ["hell", "o", "Ġ", "hell"]
+    assert tokenizer.vocab_size == len(tokens) == 260
+    assert tokenizer.eod_id == 259
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_gpt2_text_comes_back(gpt2_files, text):
+    tokenizer = build_tokenizer(gpt2_files[0])
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    vocab_and_merges = gpt2_files[0]
+    for bad, words in {
+        "nowhere.json": ["no such file", "nowhere.json", '"byte"'],
+        str(broken): ["not a Hugging Face tokenizer.json"],
+        tokenizer_json(["?", "to"]): ["no end-of-document token", "<|endoftext|>"],
+        vocab_and_merges.partition(",")[0]: ["must name two files", "gpt2:vocab.json,merges.txt"],
+        "gpt2:a.json,b.txt": ["no such file as a.json"],
+        f"gpt2:{broken},{broken}": ["not GPT-2's vocab.json and merges.txt"],
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            build_tokenizer(bad)
+        assert "\n" not in str(error.value)
+        for word in [*words, "data.tokenizer", bad]:
+            assert word in str(error.value)
