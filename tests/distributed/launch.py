@@ -44,7 +44,7 @@ class Result:
 def base_config(folder: Path, settings: dict[str, Any]) -> JobConfig:
     """A short fp32 run of the debug model on generated text."""
     text = folder / "text.txt"
-    if not text.exists():
+    if folder.is_dir() and not text.exists():
         generator = torch.Generator().manual_seed(0)
         letters = torch.randint(97, 123, (60_000,), generator=generator)
         unfinished = folder / f"text.{os.getpid()}"

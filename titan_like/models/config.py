@@ -76,6 +76,23 @@ class TransformerConfig(BaseModel):
         """Elements of one layer's MLP matrices."""
         return self.mlp_matrices * self.hidden_size * self.ffn_hidden_size
 
-    def num_parameters(self, padded: bool = True) -> int:
-        """Trainable parameters; ``padded=False`` counts the published model without vocabulary padding."""
+    @property
+    def layer_parameters(self) -> int:
+        """Trainable parameters of one layer."""
         raise NotImplementedError
+
+    @property
+    def entry_parameters(self) -> int:
+        """Parameters before the first layer that nothing after the layers shares."""
+        raise NotImplementedError
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters after the last layer: final norm and output matrix, be it the embedding table."""
+        raise NotImplementedError
+
+    def num_parameters(self, padded: bool = True) -> int:
+        """Trainable parameters, exact; ``padded=False`` counts the published model without vocabulary padding."""
+        tables = 1 if self.tied_embeddings else 2
+        padding = 0 if padded else tables * (self.padded_vocab_size - self.vocab_size) * self.hidden_size
+        return self.entry_parameters + self.num_layers * self.layer_parameters + self.head_parameters - padding

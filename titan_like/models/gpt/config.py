@@ -15,11 +15,20 @@ class GPTConfig(TransformerConfig):
     mlp_matrices: ClassVar[int] = 2
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
 
-    def num_parameters(self, padded: bool = True) -> int:
-        """Trainable parameters, exact: 12·l·h² + 13·l·h + (V+s)·h + 2h for an MLP of width 4h."""
-        hidden, vocab = self.hidden_size, self.padded_vocab_size if padded else self.vocab_size
+    @property
+    def layer_parameters(self) -> int:
+        """12h² + 13h for an MLP of width 4h."""
         kv_size = self.num_kv_heads * self.head_dim
-        biases = (hidden + 2 * kv_size) + hidden + self.ffn_hidden_size + hidden
-        layer = self.attention_weights + self.mlp_weights + biases + 4 * hidden  # two LayerNorms
-        embeddings = (vocab + self.max_seq_len) * hidden + (0 if self.tied_embeddings else vocab * hidden)
-        return self.num_layers * layer + embeddings + 2 * hidden
+        biases = (self.hidden_size + 2 * kv_size) + self.hidden_size + self.ffn_hidden_size + self.hidden_size
+        return self.attention_weights + self.mlp_weights + biases + 4 * self.hidden_size  # two LayerNorms
+
+    @property
+    def entry_parameters(self) -> int:
+        """Positions, and the embedding table where it is not the output matrix."""
+        table = 0 if self.tied_embeddings else self.padded_vocab_size
+        return (self.max_seq_len + table) * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Output matrix and final LayerNorm."""
+        return (self.padded_vocab_size + 2) * self.hidden_size

@@ -45,9 +45,17 @@ class LlamaConfig(TransformerConfig):
             )
         return self
 
-    def num_parameters(self, padded: bool = True) -> int:
-        """Trainable parameters, exact."""
-        hidden, vocab = self.hidden_size, self.padded_vocab_size if padded else self.vocab_size
-        layer = self.attention_weights + self.mlp_weights + 2 * hidden  # two RMSNorms
-        tables = 1 if self.tied_embeddings else 2
-        return self.num_layers * layer + tables * vocab * hidden + hidden
+    @property
+    def layer_parameters(self) -> int:
+        """Attention and MLP matrices and two RMSNorms."""
+        return self.attention_weights + self.mlp_weights + 2 * self.hidden_size
+
+    @property
+    def entry_parameters(self) -> int:
+        """The embedding table where it is not the output matrix."""
+        return 0 if self.tied_embeddings else self.padded_vocab_size * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Output matrix and final RMSNorm."""
+        return (self.padded_vocab_size + 1) * self.hidden_size

@@ -1,0 +1,112 @@
+"""What each ZeRO stage keeps and communicates, counted on four ranks."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.memory_probe import held_bytes
+from titan_like.models.registry import model_config
+from titan_like.parallel.memory import state_bytes
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+RANKS = 4
+CASES = [
+    Case(f"{family} {dtype} zero{stage} x{microbatches}", {
+        "model.family": family,
+        "training.dtype": dtype,
+        "parallelism.zero_stage": stage,
+        "training.seq_len": 32,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": RANKS * microbatches,
+    })
+    for family in ("gpt", "llama")
+    for dtype in ("float32", "bfloat16")
+    for stage in (0, 1, 2, 3)
+    for microbatches in ((2, 4) if dtype == "float32" and family == "gpt" else (2,))
+]  # fmt: skip
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts calls of each collective; sums of single numbers (loss, tokens, norm) are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and not (isinstance(args[0], list) and args[0][0].numel() == 1):
+            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measure(rank: int, folder: Path, cases: list[Case]) -> None:
+    results = {case.name: measure_case(folder, case) for case in cases}
+    if rank == RANKS - 1:
+        torch.save(results, folder / "measured.pt")
+
+
+def measure_case(folder: Path, case: Case) -> dict[str, Any]:
+    trainer = Trainer(prepare_run(base_config(folder, case.settings)))
+    data = trainer._load_data()
+    trainer.train_step(data)  # the optimizer's state exists from here on
+    between = sum(held_bytes(trainer.model, trainer.optimizer).values())
+    seen = [between]
+
+    def sample(*_: Any) -> None:
+        seen.append(sum(held_bytes(trainer.model, trainer.optimizer).values()))
+
+    def sample_before_reduction(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        # The gradient of a unit's input is complete when its weights' are, and before they are reduced.
+        inputs[0].register_hook(sample)
+
+    for layer in trainer.model.layers.values():
+        layer.register_forward_pre_hook(sample_before_reduction)
+        layer.register_forward_hook(sample)
+    for state_changer in ("before_microbatch", "after_backward"):
+        original = getattr(trainer.data_parallel, state_changer)
+        setattr(trainer.data_parallel, state_changer, lambda *a, f=original, **k: (sample(), f(*a, **k)))
+    trainer.train_step(data)
+    with CountCollectives() as collectives:
+        trainer.train_step(data)
+    data.close()
+    return {"between": between, "peak": max(seen), "counts": dict(collectives.counts)}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("zero")
+    launch(measure, RANKS, folder, CASES)
+    return torch.load(folder / "measured.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_state_bytes_equal_the_formula(measured: dict[str, dict[str, Any]], case: Case) -> None:
+    config = base_config(Path(os.devnull), case.settings)
+    compute_bytes = getattr(torch, config.training.dtype).itemsize
+    formula = state_bytes(model_config(config.model), config.parallelism.zero_stage, RANKS, compute_bytes)
+    assert measured[case.name]["between"] == formula.between_steps
+    assert measured[case.name]["peak"] == formula.peak
+@pytest.mark.parametrize("case", [case for case in CASES if "float32" in case.name], ids=lambda case: case.name)
+def test_collectives_per_step(measured: dict[str, dict[str, Any]], case: Case) -> None:
+    config = base_config(Path(os.devnull), case.settings)
+    model, stage = model_config(config.model), config.parallelism.zero_stage
+    microbatches = config.training.global_batch_size // RANKS
+    layers = model.num_layers
+    units = layers + (1 if model.tied_embeddings else 2)  # the root, and an untied embedding table
+    expected = {
+        0: {"allreduce_coalesced_": layers + 1},
+        1: {"_allgather_base_": units, "_reduce_scatter_base_": units},
+        2: {"_allgather_base_": units, "_reduce_scatter_base_": units * microbatches},
+        # Forward and backward gather each unit, but the root stays gathered in between.
+        3: {"_allgather_base_": (2 * units - 1) * microbatches, "_reduce_scatter_base_": units * microbatches},
+    }
+    assert measured[case.name]["counts"] == expected[stage]
