@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 
 import numpy as np
@@ -97,9 +98,13 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
     assert documents_of(again) == documents_of(first)
     assert not list((tmp_path / "cache").glob("*.unfinished"))
 
-    changed = corpus_of(tmp_path, {"a.txt": "hello!", "b.txt": "world"})
+    longer = corpus_of(tmp_path, {"a.txt": "hello!", "b.txt": "world"})
     assert "tokenized 2 files into 13 tokens" in capsys.readouterr().err
-    assert [*b"hello!", EOD] in documents_of(changed)
+    assert [*b"hello!", EOD] in documents_of(longer)
+
+    (tmp_path / "b.txt").write_text("earth")  # as long as before, but later
+    os.utime(tmp_path / "b.txt", (2e9, 2e9))
+    assert [*b"earth", EOD] in documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache"))
 
 
 def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
@@ -165,6 +170,10 @@ def test_corpus_of_one_document_still_has_all_splits():
     datasets = build_datasets(TokenFile(np.arange(10_000), np.array([10_000])), "969,30,1", 64, seed=0)
     assert {name: len(dataset) for name, dataset in datasets.items()} == {"train": 151, "validation": 4, "test": 0}
     assert datasets["validation"][0][0, 0] == 9690
+
+
+def test_first_document_longer_than_the_training_share_is_cut():
+    assert split_bounds(np.array([100, 110]), split_weights("4,6,0")) == [0, 44, 110, 110]
 
 
 @pytest.mark.parametrize(
