@@ -95,6 +95,8 @@ def test_state_bytes_equal_the_formula(measured: dict[str, dict[str, Any]], case
     formula = state_bytes(model_config(config.model), config.parallelism.zero_stage, RANKS, compute_bytes)
     assert measured[case.name]["between"] == formula.between_steps
     assert measured[case.name]["peak"] == formula.peak
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if "float32" in case.name], ids=lambda case: case.name)
 def test_collectives_per_step(measured: dict[str, dict[str, Any]], case: Case) -> None:
     config = base_config(Path(os.devnull), case.settings)

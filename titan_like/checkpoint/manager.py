@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.config.schema import JobConfig
 
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
@@ -39,6 +40,11 @@ class RunState:
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
     config: dict[str, Any]  # the whole configuration
+
+
+def checkpoint_folder(config: JobConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -115,7 +121,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         tensors |= optimizer_tensors(model, optimizer)
         stored = reader.read_metadata().state_dict_metadata
         tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}
-    dcp.load(tensors, storage_reader=reader)
+    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     if optimizer is not None:
         _restore_rng(tensors)
     return run

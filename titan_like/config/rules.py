@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout
 from titan_like.train.batch_size import rampup_batch_sizes, total_steps
 
@@ -55,9 +56,10 @@ def _check_length(config: JobConfig) -> None:
     if scheduler.decay in ("cosine", "linear") and (scheduler.decay_steps or steps) < scheduler.warmup_steps:
         problem = f"the decay ends before the warm-up of {scheduler.warmup_steps} steps; use a larger number"
         raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, problem)
-    if scheduler.decay == "wsd" and (scheduler.decay_steps or 0) > steps - scheduler.warmup_steps:
-        problem = f"the run has {steps - scheduler.warmup_steps} steps after warm-up; use at most that"
-        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, problem)
+    if scheduler.decay == "wsd" and wsd_decay_steps(scheduler, steps) > steps - scheduler.warmup_steps:
+        left = steps - scheduler.warmup_steps
+        problem = f"the final decay of {wsd_decay_steps(scheduler, steps)} steps does not fit the {left} after warm-up"
+        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, f"{problem}; use at most {left}")
     for beta in config.optimizer.betas:
         if not 0 <= beta < 1:
             raise ConfigError("optimizer.betas", config.optimizer.betas, "each must be at least 0 and below 1")

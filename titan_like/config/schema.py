@@ -94,7 +94,9 @@ class Optimizer(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices; vectors are not decayed")
-    implementation: Literal["for-loop", "foreach", "fused"] = Field("fused", description="kernel of the update; sgd has none that is fused and takes foreach")
+    implementation: Literal["for-loop", "foreach", "fused"] = Field(
+        "fused", description="kernel of the update; sgd has none that is fused and takes foreach"
+    )
 
 
 class LRScheduler(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -41,9 +42,15 @@ class BackgroundLoader:
     def __init__(
         self, dataset: Dataset[torch.Tensor], sampler: GlobalSampler, num_workers: int, pin_memory: bool, depth: int = 8
     ) -> None:
-        self._loader = StatefulDataLoader(
-            dataset, batch_sampler=sampler, num_workers=num_workers, pin_memory=pin_memory
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
+            self._loader = StatefulDataLoader(
+                dataset,
+                batch_sampler=sampler,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                generator=torch.Generator(),  # it draws a seed, which must not come from the generator of dropout
+            )
         self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="data-loader", daemon=True)

@@ -23,7 +23,7 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     if section.decay == "inverse_sqrt":
         return max(floor, math.sqrt(max(warmup, 1) / step))
     if section.decay == "wsd":
-        length = section.decay_steps or max(1, total_steps // 10)
+        length = wsd_decay_steps(section, total_steps)
         progress = (step - (total_steps - length)) / length
     else:
         end = section.decay_steps or total_steps
@@ -31,3 +31,8 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     progress = min(max(progress, 0.0), 1.0)
     falling = 0.5 * (1 + math.cos(math.pi * progress)) if section.decay == "cosine" else 1 - progress
     return floor + (1 - floor) * falling
+
+
+def wsd_decay_steps(section: LRScheduler, total_steps: int) -> int:
+    """Length of wsd's final decay: as set, or a tenth of the run."""
+    return section.decay_steps or max(1, total_steps // 10)

@@ -65,9 +65,7 @@ class DataParallel:
             module.reshard()
 
 
-def _wrap(
-    model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> None:
+def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
     # Inputs are not cast: a rotary table or a mask is float32 on purpose.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.manager import checkpoint_path, complete_steps, read_run_state
+from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps, read_run_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
@@ -47,7 +47,7 @@ def prepare_run(config: JobConfig) -> Run:
     check_rules(config, model, layout)
     check_gpu_name(config.cluster.gpu)
     device = select_device(config.training.dtype)
-    folder = Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
+    folder = checkpoint_folder(config)
     _check_writable("job.dump_folder", Path(config.job.dump_folder))
     if config.checkpoint.enable:
         _check_writable("checkpoint.folder", folder)

@@ -73,6 +73,8 @@ class Trainer:
         config, total = self.config, self.run.total_steps
         data = self._load_data()
         unlogged: list[StepRecord] = []
+        if self.step >= total:
+            self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
         try:
             while self.step < total:
                 record = self.train_step(data)
@@ -109,7 +111,7 @@ class Trainer:
 
         # The loss is the mean over the valid tokens of the global batch: count them first, divide once.
         num_tokens = torch.stack([(batch[:, 1] != IGNORED_LABEL).sum() for batch in batches]).sum()
-        dist.all_reduce(num_tokens, group=self.dp_group)
+        self._sum_over_ranks(num_tokens)
 
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
@@ -119,7 +121,7 @@ class Trainer:
             (micro_loss * self.scaler.scale).backward()
             loss += micro_loss.detach()
         self.data_parallel.after_backward()
-        dist.all_reduce(loss, group=self.dp_group)
+        self._sum_over_ranks(loss)
 
         grad_norm = global_grad_norm(self.model.parameters()) / self.scaler.scale
         logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
@@ -195,7 +197,7 @@ class Trainer:
         data.close()
         self.model.train()
         self.data_parallel.free_gathered_parameters()
-        dist.all_reduce(total, group=self.dp_group)
+        self._sum_over_ranks(total)
         return (total[0] / total[1]).item()
 
     def save(self) -> Path:
@@ -243,6 +245,11 @@ class Trainer:
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
         pin = self.run.device.type == "cuda"
         return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, pin)
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> None:
+        """Sum in place over the processes that see different samples."""
+        if self.dp_size > 1:
+            dist.all_reduce(value, group=self.dp_group)
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0

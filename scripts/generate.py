@@ -1,0 +1,86 @@
+"""Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
+
+Takes the newest checkpoint of the run that the configuration describes (or --checkpoint.load_step N).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that generation adds to the run's settings."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Any --section.key of the run may follow; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--prompt", default="\n", help="text to continue")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")
+    parser.add_argument("--top_k", type=int, default=0, help="sample among the k most probable tokens; 0 is all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the most probable tokens up to this sum")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--json", metavar="PATH", help="also write the prompt and the continuation to this file")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that make no distribution.
+
+    Raises:
+        ConfigError: the first that is out of range.
+    """
+    if not options.temperature >= 0:
+        raise ConfigError("--temperature", options.temperature, "must be at least 0")
+    if not 0 < options.top_p <= 1:
+        raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
+    if options.top_k < 0:
+        raise ConfigError("--top_k", options.top_k, "must be at least 0")
+    if options.max_new_tokens < 1:
+        raise ConfigError("--max_new_tokens", options.max_new_tokens, "must be at least 1")
+
+
+def main(argv: list[str]) -> int:
+    """Load the model and print the prompt and its continuation."""
+    options, settings = build_parser().parse_known_args(argv)
+    check_options(options)
+    config = load_config(settings)
+
+    import torch
+
+    from titan_like.checkpoint.inference import load_for_inference
+    from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.evaluate.sampling import generate
+
+    model, path = load_for_inference(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
+    tokens = generate(
+        model,
+        prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        eod_id=tokenizer.eod_id,
+    )
+    continuation = tokenizer.decode(tokens)
+    print(f"[{path}]", file=sys.stderr)
+    print(options.prompt + continuation)
+    if options.json:
+        result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
+        Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

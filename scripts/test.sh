@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Run the whole test suite: ./scripts/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh test
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+python -m pytest "$@"

@@ -1,0 +1,106 @@
+"""A run that stops and goes on is the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import base_config, full, launch
+from titan_like.checkpoint.manager import complete_steps
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+RANKS = 4
+TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
+SETTINGS = {
+    "training.seq_len": 32,
+    "training.micro_batch_size": 2,
+    "training.steps": 20,
+    "lr_scheduler.decay": "cosine",
+    "lr_scheduler.warmup_steps": 5,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 10,
+    "metrics.log_interval": 5,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "zero0": {"parallelism.zero_stage": 0},
+    "zero1": {"parallelism.zero_stage": 1},
+    "zero3 recomputed": {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"},
+    "2 replicas of zero2": {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2},
+}
+
+
+def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train (or resume) in ``dump`` and return the weights."""
+    trainer = Trainer(prepare_run(base_config(folder, SETTINGS | settings | {"job.dump_folder": str(dump)})))
+    trainer.train()
+    return {name: full(p) for name, p in trainer.model.named_parameters()}
+
+
+def train_straight_and_in_two_parts(rank: int, folder: Path) -> None:
+    for name, settings in CASES.items():
+        with_dropout = settings | {"model.overrides": {"dropout": 0.1}}
+        straight = run_to_end(folder, folder / name / "straight", with_dropout)
+        if rank == 0:  # what a crash just after step 10 leaves, with a metrics line more than the checkpoint
+            shutil.copytree(folder / name / "straight", folder / name / "resumed")
+            shutil.rmtree(folder / name / "resumed" / "checkpoint" / "step-20")
+            metrics = folder / name / "resumed" / "metrics.jsonl"
+            metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:11]) + '{"step": 12, "lo')
+        torch.distributed.barrier()
+        resumed = run_to_end(folder, folder / name / "resumed", with_dropout)
+        if rank == 0:
+            torch.save({"straight": straight, "resumed": resumed}, folder / name / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    launch(train_straight_and_in_two_parts, RANKS, folder)
+    return folder
+
+
+def records(dump: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_run_is_bit_identical(folder: Path, name: str) -> None:
+    straight, resumed = records(folder / name / "straight"), records(folder / name / "resumed")
+    assert [record["step"] for record in resumed] == list(range(1, 21))
+    assert resumed == straight
+    weights = torch.load(folder / name / "weights.pt", weights_only=True)
+    for parameter, value in weights["straight"].items():
+        assert torch.equal(value, weights["resumed"][parameter]), parameter
+
+
+def test_dropout_was_on(folder: Path) -> None:
+    losses = [
+        [record["loss"] for record in records(folder / name / "straight")] for name in ("zero0", "zero3 recomputed")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # recomputation draws the same dropout
+    assert complete_steps(folder / "zero0" / "straight" / "checkpoint") == [10, 20]
+
+
+@pytest.mark.parametrize("ranks_after", [1, 2])
+def test_other_number_of_ranks_continues_the_same_run(tmp_path: Path, ranks_after: int) -> None:
+    """Same samples in the same order and the same optimizer state: the same losses up to summation order."""
+    constant = {"lr_scheduler.decay": "constant", "lr_scheduler.warmup_steps": 0}
+    launch(continue_elsewhere, RANKS, tmp_path, {"training.steps": 10, "parallelism.zero_stage": 3} | constant, "moved")
+    launch(continue_elsewhere, ranks_after, tmp_path, {"parallelism.zero_stage": 1} | constant, "moved")
+    launch(continue_elsewhere, 1, tmp_path, constant, "single")
+    moved, single = records(tmp_path / "moved"), records(tmp_path / "single")
+    assert [record["consumed_samples"] for record in moved] == [record["consumed_samples"] for record in single]
+    # Losses agree to float32 rounding; other samples would differ by a thousand times as much.
+    assert [r["loss"] for r in moved] == pytest.approx([r["loss"] for r in single], rel=2e-6)
+    spread = max(r["loss"] for r in single[10:]) - min(r["loss"] for r in single[10:])
+    assert spread > 1e-3
+
+
+def continue_elsewhere(_rank: int, folder: Path, settings: dict[str, Any], name: str) -> None:
+    run_to_end(folder, folder / name, settings)

@@ -1,0 +1,55 @@
+"""Sampling text from a model."""
+
+from __future__ import annotations
+
+import torch
+
+from titan_like.models.transformer import Transformer
+
+
+def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Set to -inf all but the ``top_k`` largest logits (0 keeps all), and of those all but the fewest whose
+    probabilities sum to ``top_p``. logits [batch, vocab]."""
+    if top_k:
+        smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        # A token stays while the more probable ones sum to less than top_p; the first always stays.
+        dropped = probabilities.cumsum(-1) - probabilities >= top_p
+        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+    return logits
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eod_id: int | None = None,
+) -> list[int]:
+    """Tokens that follow a prompt, until ``max_new_tokens`` or the end of the document.
+
+    Temperature 0 takes the most probable token. The model sees at most its last max_seq_len tokens.
+    """
+    device = model.embedding.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.tensor([prompt], device=device)
+    model.eval()
+    for _ in range(max_new_tokens):
+        logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()  # [1, vocab]
+        if temperature == 0:
+            following = logits.argmax(-1, keepdim=True)
+        else:
+            probabilities = filter_logits(logits / temperature, top_k, top_p).softmax(-1)
+            following = torch.multinomial(probabilities, 1, generator=generator)
+        if following.item() == eod_id:
+            break
+        tokens = torch.cat((tokens, following), dim=1)
+    return tokens[0, len(prompt) :].tolist()
