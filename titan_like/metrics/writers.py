@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
-from titan_like.config.schema import JobConfig
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig, Metrics
 from titan_like.metrics.record import StepRecord
 
 
@@ -37,6 +38,17 @@ def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
     if config.metrics.wandb:
         writers.append(WandbWriter(config, folder))
     return writers
+
+
+def check_wandb(metrics: Metrics) -> None:
+    """Refuse a run that wandb would have to ask for a key.
+
+    Raises:
+        ConfigError: wandb is to be online, and no key is configured.
+    """
+    if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
+        problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
+        raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
 
 
 class JsonLinesWriter:
@@ -130,6 +142,6 @@ def _wandb_key_configured() -> bool:
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
-        return netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
         return False

@@ -16,6 +16,7 @@ from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.metrics.hardware import check_gpu_name
+from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
@@ -46,6 +47,7 @@ def prepare_run(config: JobConfig) -> Run:
     layout = resolve_layout(config.parallelism, world_size)
     check_rules(config, model, layout)
     check_gpu_name(config.cluster.gpu)
+    check_wandb(config.metrics)
     device = select_device(config.training.dtype)
     folder = checkpoint_folder(config)
     _check_writable("job.dump_folder", Path(config.job.dump_folder))

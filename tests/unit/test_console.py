@@ -1,0 +1,156 @@
+import io
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from titan_like.metrics.console import Console, format_log_line
+from titan_like.metrics.record import StepRecord
+from titan_like.metrics.throughput import Throughput
+
+CONTRACT = (
+    " iteration        2/  250000 | consumed samples:          384 | consumed tokens:       786432 | "
+    "elapsed time per iteration (ms): 5350.0 | learning rate: 3.000E-07 | global batch size:   192 | "
+    "lm loss: 1.119602E+01 | grad norm: 18.118 | num zeros: 0.0 | actual seq length:  2048 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 35.888 | TFLOPs: 48.77 |"
+)
+RATES = Throughput(tokens_per_second=73_498.7, tflops_per_device=48.77, mfu_model=0.156, mfu_causal=0.15, hfu=0.2)
+UNKNOWN_PEAK = replace(RATES, mfu_model=None, mfu_causal=None, hfu=None)
+
+
+def record(**changes):
+    fields = {
+        "step": 2,
+        "loss": 11.19602,
+        "grad_norm": 18.118,
+        "lr": 3e-7,
+        "consumed_samples": 384,
+        "consumed_tokens": 786_432,
+        "global_batch_size": 192,
+        "step_time_s": 5.35,
+        "data_time_s": 0.01,
+        "throughput": RATES,
+        "peak_memory_bytes": round(21.3 * 2**30),
+        "skipped": 0,
+        "nan": 0,
+        "num_zeros": 0.0,
+    }
+    return StepRecord(**fields | changes)
+
+
+def line(*records):
+    return format_log_line(list(records), 250_000, 2048)
+
+
+def field(text, name):
+    values = [part.partition(": ")[2] for part in text.split(" | ") if part.removesuffix(" |").startswith(name)]
+    assert len(values) == 1, text
+    return values[0].removesuffix(" |").strip()
+
+
+def test_line_is_the_contract_s():
+    # 192 samples in 5.35 s are 35.888 a second.
+    assert line(record()) == f"{CONTRACT} MFU: 15.6% | memory: 21.3 GiB |"
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown():
+    assert line(record(throughput=UNKNOWN_PEAK)) == f"{CONTRACT} memory: 21.3 GiB |"
+
+
+def test_a_slow_and_a_quick_step_are_averaged_by_their_time():
+    slow = record(step=1, loss=3.0, step_time_s=3.0, throughput=replace(RATES, tflops_per_device=10.0, mfu_model=0.1))
+    quick = record(step=2, loss=2.0, step_time_s=1.0, throughput=replace(RATES, tflops_per_device=30.0, mfu_model=0.3))
+    text = line(slow, quick)
+    assert field(text, "lm loss") == "2.500000E+00"
+    assert field(text, "elapsed time per iteration (ms)") == "2000.0"
+    assert field(text, "samples per second") == "96.000"  # 384 in 4 s
+    assert field(text, "TFLOPs") == "15.00"  # 3 s at 10 and 1 s at 30
+    assert field(text, "MFU") == "15.0%"
+
+
+def test_rates_count_the_samples_of_a_growing_batch():
+    text = line(record(global_batch_size=64, step_time_s=1.0), record(global_batch_size=128, step_time_s=1.0))
+    assert field(text, "samples per second") == "96.000"
+    assert field(text, "global batch size") == "128"
+
+
+def test_other_values_are_the_last_step_s():
+    first = record(step=9, grad_norm=5.0, lr=1e-3, consumed_samples=1, consumed_tokens=1, num_zeros=None)
+    last = record(
+        step=10, grad_norm=0.25, lr=2e-3, consumed_samples=1920, consumed_tokens=3_932_160, num_zeros=7.0,
+        peak_memory_bytes=3 * 2**29,
+    )  # fmt: skip
+    text = line(first, last)
+    assert text.startswith(
+        " iteration       10/  250000 | consumed samples:         1920 | consumed tokens:      3932160"
+    )
+    assert field(text, "grad norm") == "0.250"
+    assert field(text, "learning rate") == "2.000E-03"
+    assert field(text, "num zeros") == "7.0"
+    assert field(text, "memory") == "1.5 GiB"
+
+
+def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
+    records = [
+        record(loss=4.0),
+        record(loss=4.0, skipped=1, grad_norm=math.inf),
+        record(loss=math.nan, nan=1, grad_norm=math.nan),
+        record(loss=2.5, skipped=1, grad_norm=math.inf),
+        record(loss=math.inf, nan=1),
+        record(loss=3.5),
+        record(loss=math.nan, nan=1),
+    ]
+    text = line(*records)
+    assert "| number of skipped iterations:   2 | number of nan iterations:   3 |" in text
+    assert field(text, "lm loss") == "3.500000E+00"
+
+
+def test_loss_is_nan_where_every_step_s_was():
+    text = line(record(loss=math.nan, grad_norm=math.nan, nan=1))
+    assert field(text, "lm loss") == "NAN"
+    assert field(text, "grad norm") == "nan"
+
+
+def test_loss_scale_is_shown_for_float16():
+    text = line(record(loss_scale=131_072.0), record(loss_scale=65_536.0))
+    assert text.endswith(" | memory: 21.3 GiB | loss scale: 65536.0 |")
+    assert "loss scale" not in line(record())
+
+
+def test_wide_numbers_keep_their_digits():
+    text = format_log_line([record(step=123_456_789, consumed_tokens=15_000_000_000_000)], 987_654_321, 131_072)
+    assert text.startswith(" iteration 123456789/987654321 | ")
+    assert field(text, "consumed tokens") == "15000000000000"
+    assert field(text, "actual seq length") == "131072"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_only_one_process_prints(capsys, enabled):
+    console = Console(enabled, total_steps=3)
+    console.print("a line [not markup]")
+    console.advance_to(3)
+    console.close()
+    assert capsys.readouterr().out == ("a line [not markup]\n" if enabled else "")
+
+
+def test_line_stays_whole_above_the_progress_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(True, total_steps=10)
+    console.print(CONTRACT)
+    console.advance_to(5)
+    console.close()
+    assert CONTRACT + "\n" in terminal.getvalue()
+    assert "5/10" in terminal.getvalue()
+    silent = Console(False, total_steps=10)
+    before = terminal.getvalue()
+    silent.advance_to(5)
+    silent.close()
+    assert terminal.getvalue() == before

@@ -1,0 +1,259 @@
+import getpass
+import json
+import math
+import struct
+from dataclasses import replace
+
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.metrics.record import StepRecord
+from titan_like.metrics.throughput import Throughput
+from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
+
+CONTRACT_KEYS = [
+    "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "global_batch_size", "step_time_s",
+    "data_time_s", "tokens_per_second", "tflops_per_device", "mfu_model", "mfu_causal", "hfu", "peak_memory_bytes",
+    "skipped", "nan",
+]  # fmt: skip
+RATES = Throughput(tokens_per_second=1e4, tflops_per_device=48.77, mfu_model=0.156, mfu_causal=0.15, hfu=0.2)
+UNKNOWN_PEAK = replace(RATES, mfu_model=None, mfu_causal=None, hfu=None)
+
+
+def record(step, **changes):
+    fields = {
+        "step": step,
+        "loss": 5.0 / step,
+        "grad_norm": 1.25,
+        "lr": 1e-3 * step,
+        "consumed_samples": 16 * step,
+        "consumed_tokens": 2**33 + 512 * step,
+        "global_batch_size": 16,
+        "step_time_s": 0.5,
+        "data_time_s": 0.25,
+        "throughput": RATES,
+        "peak_memory_bytes": 2**34,
+        "skipped": 0,
+        "nan": 0,
+    }
+    return StepRecord(**fields | changes)
+
+
+RECORDS = [
+    record(1),
+    record(2, num_zeros=3.0, loss_scale=65536.0, validation_loss=2.5),
+    record(3, throughput=UNKNOWN_PEAK, loss=math.nan, grad_norm=math.inf, nan=1),
+]
+
+
+def write_all(writer, records=RECORDS):
+    for item in records:
+        writer.write(item)
+    writer.close()
+
+
+def read_lines(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_metrics_jsonl_has_the_contract_s_keys_in_order(tmp_path):
+    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0))
+    first, second, third = read_lines(tmp_path / "metrics.jsonl")
+    assert list(first) == CONTRACT_KEYS
+    assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale", "validation_loss"]
+    assert list(third) == CONTRACT_KEYS
+    given = vars(RECORDS[0]) | vars(RATES)
+    assert first == {key: given[key] for key in CONTRACT_KEYS}
+    assert [second[key] for key in ("num_zeros", "loss_scale", "validation_loss")] == [3.0, 65536.0, 2.5]
+
+
+def test_what_json_lacks_becomes_null(tmp_path):
+    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0))
+    third = read_lines(tmp_path / "metrics.jsonl")[2]
+    unknown = [key for key, value in third.items() if value is None]
+    assert unknown == ["loss", "grad_norm", "mfu_model", "mfu_causal", "hfu"]
+    assert third["nan"] == 1
+
+
+def test_each_line_is_in_the_file_when_write_returns(tmp_path):
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl", 0)
+    for step in (1, 2):
+        writer.write(record(step))
+        assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
+    writer.close()
+
+
+@pytest.mark.parametrize("start", [0, 2, 5, 9])
+def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
+    path = tmp_path / "metrics.jsonl"
+    write_all(JsonLinesWriter(path, 0), [record(step) for step in range(1, 6)])
+    before = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(before) + before[0][: len(before[0]) // 2])
+    writer = JsonLinesWriter(path, start)
+    assert path.read_text() == "".join(before[:start])  # byte for byte
+    write_all(writer, [record(start + 1)])
+    assert [line["step"] for line in read_lines(path)] == [*range(1, min(start, 5) + 1), start + 1]
+    assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_whole_last_line_without_its_newline_is_torn(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    write_all(JsonLinesWriter(path, 9), [record(3)])
+    assert [line["step"] for line in read_lines(path)] == [1, 3]
+
+
+def numbers(item):
+    return {key: value for key, value in item.as_dict().items() if value is not None}
+
+
+def tensorboard_scalars(folder):
+    """{step: {key: value}} of what survives."""
+    events = EventAccumulator(str(folder)).Reload()
+    steps = {}
+    for key in events.Tags()["scalars"]:
+        for event in events.Scalars(key):
+            assert key not in steps.setdefault(event.step, {}), f"{key} twice at step {event.step}"
+            steps[event.step][key] = event.value
+    return steps
+
+
+def test_tensorboard_has_the_same_keys_and_values(tmp_path):
+    write_all(TensorBoardWriter(tmp_path, 0))
+    found = tensorboard_scalars(tmp_path)
+    assert list(found) == [1, 2, 3]
+    for item in RECORDS:  # TensorBoard keeps float32
+        assert found[item.step] == pytest.approx(numbers(item), rel=1e-6, nan_ok=True)
+
+
+def test_tensorboard_goes_on_after_a_resume_with_no_step_twice(tmp_path):
+    write_all(TensorBoardWriter(tmp_path, 0), [record(step) for step in range(1, 6)])
+    write_all(TensorBoardWriter(tmp_path, 3), [record(step, loss=9.0) for step in range(4, 7)])
+    losses = {step: values["loss"] for step, values in tensorboard_scalars(tmp_path).items()}
+    assert losses == pytest.approx({1: 5.0, 2: 2.5, 3: 5 / 3, 4: 9.0, 5: 9.0, 6: 9.0})
+
+
+def wandb_history(folder):
+    """(run ids, {step: {key: value}}) of the .wandb files in a folder: LevelDB's log format around protobuf records."""
+    wandb.teardown()  # ends the process that writes them
+    ids, steps = set(), {}
+    for path in sorted(folder.rglob("*.wandb")):
+        data, position, payload = path.read_bytes(), 7, b""
+        assert data[:4] == b":W&B"
+        while position + 7 <= len(data):
+            left_in_block = 32768 - position % 32768
+            if left_in_block < 7:
+                position += left_in_block
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, position)
+            payload += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind not in (1, 4):  # the whole or the last part of a record
+                continue
+            message, payload = wandb_internal_pb2.Record.FromString(payload), b""
+            if message.HasField("run"):
+                ids.add(message.run.run_id)
+            if message.HasField("history"):
+                items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in message.history.item}
+                assert message.history.step.num not in steps
+                steps[items.pop("_step")] = {key: value for key, value in items.items() if key[0] != "_"}
+    return ids, steps
+
+
+@pytest.fixture
+def no_key(tmp_path, monkeypatch):
+    """A user who never logged in, at a terminal, where every question fails the test."""
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "NETRC", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(home / "config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(home / "cache"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("wandb asked")
+
+    monkeypatch.setattr("builtins.input", refuse)
+    monkeypatch.setattr(getpass, "getpass", refuse)
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
+    monkeypatch.setattr("wandb.errors.term.terminput", refuse)
+    monkeypatch.setattr("wandb.util.prompt_choices", refuse)
+    return home
+
+
+def wandb_config(mode, **metrics):
+    return JobConfig.model_validate({"metrics": {"wandb": True, "wandb_mode": mode} | metrics, "job": {"seed": 99}})
+
+
+@pytest.mark.parametrize("mode", ["offline", "auto"])
+def test_wandb_has_the_same_keys_and_values_and_stays_offline(tmp_path, no_key, mode):
+    write_all(WandbWriter(wandb_config(mode), tmp_path))
+    ids, found = wandb_history(tmp_path)
+    assert len(ids) == 1
+    assert list(found) == [1, 2, 3]
+    for item in RECORDS:
+        assert found[item.step] == pytest.approx(numbers(item), rel=1e-12, nan_ok=True)
+    assert [path.name[:12] for path in (tmp_path / "wandb").glob("*run-*")] == ["offline-run-"]
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path, no_key):
+    config = wandb_config("offline", wandb_project="elsewhere")
+    write_all(WandbWriter(config, tmp_path), [record(1), record(2)])
+    first_id = (tmp_path / "wandb_run_id").read_text()
+    write_all(WandbWriter(config, tmp_path), [record(3)])
+    ids, found = wandb_history(tmp_path)
+    assert ids == {first_id}
+    assert list(found) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "expected"),
+    [
+        (None, "auto", "offline"),
+        ("environment", "auto", "online"),
+        ("netrc", "auto", "online"),
+        ("other host", "auto", "offline"),
+        ("environment", "offline", "offline"),
+        ("environment", "online", "online"),
+    ],
+)
+def test_wandb_is_online_only_with_a_key(tmp_path, no_key, monkeypatch, key, mode, expected):
+    if key == "environment":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    elif key is not None:
+        host = "api.wandb.ai" if key == "netrc" else "example.com"
+        (no_key / ".netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
+        (no_key / ".netrc").chmod(0o600)
+    asked = []
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["mode"]))
+    config = wandb_config(mode)
+    check_wandb(config.metrics)
+    WandbWriter(config, tmp_path)
+    assert asked == [expected]
+
+
+def test_online_without_a_key_is_refused(no_key):
+    with pytest.raises(ConfigError, match=r'metrics\.wandb_mode = "online": no wandb key .* use "offline"'):
+        check_wandb(wandb_config("online").metrics)
+    check_wandb(JobConfig.model_validate({"metrics": {"wandb_mode": "online"}}).metrics)  # wandb is off
+
+
+def test_writers_are_those_that_are_asked_for(tmp_path, no_key):
+    def kinds(**metrics):
+        config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}, "metrics": metrics})
+        writers = build_writers(config, 0)
+        for writer in writers:
+            writer.close()
+        return [type(writer) for writer in writers]
+
+    assert kinds() == [JsonLinesWriter]
+    assert kinds(tensorboard=True, wandb=True) == [JsonLinesWriter, TensorBoardWriter, WandbWriter]
