@@ -30,7 +30,9 @@ def settings(family: str, optimizer: str, **more: object) -> dict[str, object]:
 
 
 REFERENCES = [
-    Case(f"{family} {optimizer}{' float64' * double}", settings(family, optimizer, training__micro_batch_size=16), double)
+    Case(
+        f"{family} {optimizer}{' float64' * double}", settings(family, optimizer, training__micro_batch_size=16), double
+    )
     for family in FAMILIES
     for optimizer in ("adamw", "sgd")
     for double in (False, True)

@@ -1,8 +1,8 @@
-"""The one exception that means "the user's input is wrong" (exit code 2)."""
+"""The exceptions that end a command with one sentence instead of a traceback."""
 
 
 class ConfigError(ValueError):
-    """A setting, file or environment that the user has to change.
+    """A setting, file or environment that the user has to change (exit code 2).
 
     The message is one sentence: the key, its value, what is wrong and what would be valid.
     """
@@ -10,6 +10,10 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, problem: str) -> None:
         super().__init__(f"{key} = {_show(value)}: {problem}")
         self.key = key
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, for a reason that one sentence tells (exit code 1)."""
 
 
 def _show(value: object) -> str:

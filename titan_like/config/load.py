@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.help import format_help
 from titan_like.config.schema import JobConfig
 
 # Tables whose keys are the user's or the model family's, not the schema's.
 _FREE_TABLES = ("model.overrides", "model.flavors")
+
+_SECONDS_FOR_RANK_0 = 10
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -52,10 +55,11 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """
     try:
         code = command(sys.argv[1:])
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    except (ConfigError, RunError) as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)
 
 
