@@ -1,0 +1,194 @@
+"""Growing batches, shards of unequal size, and validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.launch import base_config, full, launch
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import build_model, model_config
+from titan_like.models.transformer import Transformer
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+TINY = {
+    "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 32},
+    "training.seq_len": 32,
+    "training.micro_batch_size": 2,
+    "data.split": "9,1,0",
+}
+TEXT_LENGTH, FIRST_FOR_VALIDATION = 60_001, 54_001  # tokens of the text, end of document included
+
+RAMP = TINY | {"training.micro_batch_size": 1, "training.batch_size_rampup": [4, 4, 24], "training.steps": 6}
+# The batch grows by 4 after each third of 24 samples.
+RAMP_SIZES, RAMP_CONSUMED = [4, 4, 8, 12, 16, 16], [4, 8, 16, 28, 44, 60]
+RAMP_STAGES = (0, 1, 3)
+
+# Over 4 ranks, 30 rows are 8, 8, 8, 6; 5 rows are 2, 2, 1 and none; 257 and 33 rows are uneven too.
+ODD_GPT = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 3, "ffn_hidden_size": 5, "max_seq_len": 33}
+ODD_LLAMA = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 3, "num_kv_heads": 1, "ffn_hidden_size": 6}
+LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
+UNEVEN = {
+    f"{family} {optimizer} | zero{stage} x {replicas} replicas": {
+        "model.family": family,
+        "model.overrides": shape | {"vocab_multiple": 1},
+        "optimizer.name": optimizer,
+        "optimizer.lr": LEARNING_RATE[optimizer],
+        "parallelism.zero_stage": stage,
+        "parallelism.data_parallel_replicate_degree": replicas,
+        "training.seq_len": 32,
+        "training.micro_batch_size": 2,
+        "training.steps": 5,
+    }
+    for family, shape, optimizer, stage, replicas in (
+        *(("gpt", ODD_GPT, "sgd", stage, 1) for stage in (0, 1, 2, 3)),
+        ("gpt", ODD_GPT, "sgd", 3, 2),
+        ("gpt", ODD_GPT, "adamw", 3, 1),
+        *(("llama", ODD_LLAMA, "sgd", stage, 1) for stage in (1, 3)),
+    )
+}
+ONE_PROCESS = {"parallelism.zero_stage": 0, "parallelism.data_parallel_replicate_degree": 1}
+UNEVEN_ALONE = {name.split(" | ")[0]: settings | ONE_PROCESS for name, settings in UNEVEN.items()}
+
+VALIDATED = {
+    f"zero{stage}, {steps} batches": TINY | {"parallelism.zero_stage": stage, "evaluation.steps": steps}
+    for stage in (0, 3)
+    for steps in (2, 100)
+}
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(parameter) for name, parameter in trainer.model.named_parameters()}
+
+
+class KeepsGradients(Trainer):
+    def _update(self, grad_norm: float, lr: float) -> None:
+        self.gradients = {name: full(parameter.grad) for name, parameter in self.model.named_parameters()}
+        super()._update(grad_norm, lr)
+
+
+def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> dict[str, Any]:
+    """Records, gradients and weights (before the first, after each) of every step."""
+    trainer = KeepsGradients(prepare_run(base_config(folder, settings)))
+    weights, gradients, records, validation = [weights_of(trainer)], [], [], []
+    data = trainer._load_data()
+    for _ in range(trainer.run.total_steps):
+        if validates:
+            validation.append(trainer.validate())
+        records.append(trainer.train_step(data).as_dict())
+        gradients.append(trainer.gradients)
+        weights.append(weights_of(trainer))
+    data.close()
+    return {"records": records, "gradients": gradients, "weights": weights, "validation": validation}
+
+
+def train_everything(rank: int, folder: Path, world_size: int) -> None:
+    layouts = [f"zero{stage}" for stage in RAMP_STAGES] if world_size == 2 else []
+    results = {f"ramp {name}": train(folder, RAMP | {"parallelism.zero_stage": int(name[-1])}) for name in layouts}
+    if world_size != 2:
+        for name, settings in (UNEVEN_ALONE if world_size == 1 else UNEVEN).items():
+            results[name] = train(folder, settings)
+        for name, settings in VALIDATED.items():
+            micro_batch = {"training.steps": 2, "training.micro_batch_size": 16 if world_size == 1 else 2}
+            for validates in (False, True):
+                results[name, validates] = train(folder, settings | micro_batch, validates)
+    if rank == world_size - 1:
+        torch.save(results, folder / f"{world_size}.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, dict[Any, Any]]:
+    """By number of ranks."""
+    for world_size in (1, 2, 4):
+        launch(train_everything, world_size, folder, world_size)
+    return {size: torch.load(folder / f"{size}.pt", weights_only=True) for size in (1, 2, 4)}
+
+
+def plain_model(config: JobConfig) -> Transformer:
+    model = build_model(model_config(config.model), config.model.family)
+    model.init_weights(config.job.seed)
+    return model
+
+
+def mean_loss(model: Transformer, samples: torch.Tensor) -> torch.Tensor:
+    """samples [n, 2, seq]: inputs and labels."""
+    return F.cross_entropy(model(samples[:, 0]).flatten(0, 1), samples[:, 1].flatten())
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.mark.parametrize("stage", RAMP_STAGES)
+def test_ramp_up_trains_on_the_right_batches(folder: Path, results: dict[int, Any], stage: int) -> None:
+    run = results[2][f"ramp zero{stage}"]
+    assert [record["global_batch_size"] for record in run["records"]] == RAMP_SIZES
+    assert [record["consumed_samples"] for record in run["records"]] == RAMP_CONSUMED
+    assert [record["consumed_tokens"] for record in run["records"]] == [32 * n for n in RAMP_CONSUMED]
+    prepared = prepare_run(base_config(folder, RAMP))
+    model = plain_model(prepared.config)
+    first = 0
+    for step, size in enumerate(RAMP_SIZES):
+        model.load_state_dict(run["weights"][step])
+        model.zero_grad()
+        samples = torch.stack([prepared.datasets["train"][i] for i in range(first, first + size)])
+        loss = mean_loss(model, samples)
+        loss.backward()
+        assert run["records"][step]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            assert relative(run["gradients"][step][name], parameter.grad) < 1e-5, (step, name)
+        first += size
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_unequal_shards_train_as_one_process(folder: Path, results: dict[int, Any], name: str) -> None:
+    run, alone = results[4][name], results[1][name.split(" | ")[0]]
+    initial = plain_model(base_config(folder, UNEVEN[name])).state_dict()
+    assert run["weights"][0].keys() == alone["weights"][0].keys() == initial.keys()
+    for key, value in initial.items():
+        assert torch.equal(run["weights"][0][key], value), key
+        assert torch.equal(alone["weights"][0][key], value), key
+        assert relative(run["gradients"][0][key], alone["gradients"][0][key]) < 1e-5, key
+        # AdamW divides small gradients by their own size, rounding errors with them.
+        assert relative(run["weights"][-1][key], alone["weights"][-1][key]) < (1e-5 if "sgd" in name else 1e-4), key
+        assert not torch.equal(run["weights"][-1][key], value), key
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("name", VALIDATED)
+def test_validation_loss_is_the_mean_over_its_samples(
+    folder: Path, results: dict[int, Any], world_size: int, name: str
+) -> None:
+    config = base_config(folder, VALIDATED[name])
+    text = torch.tensor([*(folder / "text.txt").read_bytes(), 256])
+    assert len(text) == TEXT_LENGTH
+    held_out = text[FIRST_FOR_VALIDATION:]
+    samples = torch.stack([torch.stack((w[:-1], w[1:])) for w in held_out.unfold(0, 33, 32)])
+    assert len(samples) == 187  # not divisible by 4 ranks, nor by their microbatches
+    samples = samples[: 16 * config.evaluation.steps]
+    run = results[world_size][name, True]
+    model = plain_model(config)
+    for step, value in enumerate(run["validation"]):
+        model.load_state_dict(run["weights"][step])
+        with torch.no_grad():
+            assert value == pytest.approx(mean_loss(model, samples).item(), rel=1e-6)
+    assert len(run["validation"]) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("name", VALIDATED)
+def test_validation_leaves_training_as_it_was(results: dict[int, Any], world_size: int, name: str) -> None:
+    without, validated = (results[world_size][name, validates]["weights"] for validates in (False, True))
+    for before, after in zip(without, validated, strict=True):
+        for key, value in before.items():
+            assert torch.equal(value, after[key]), key

@@ -1,0 +1,210 @@
+"""Training in float16 and bfloat16, and steps whose numbers are not finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.launch import Case, base_config, full, launch, train_case
+from titan_like.config.errors import RunError
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+TINY = {
+    "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 16},
+    "training.seq_len": 16,
+    "training.micro_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": 1,
+}
+EXACT = Case("float32", TINY)
+HALF = [
+    Case(f"{dtype} zero{stage} summed in {reduce_dtype}", TINY | {
+        "training.dtype": dtype,
+        "training.reduce_dtype": reduce_dtype,
+        "parallelism.zero_stage": stage,
+    })
+    for dtype in ("float16", "bfloat16")
+    for reduce_dtype in ("float32", "bfloat16")
+    for stage in (0, 1, 2, 3)
+    if dtype == "bfloat16" or reduce_dtype == "float32"
+]  # fmt: skip
+STEPS = 16
+WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
+SCALED = {
+    f"zero{stage}": TINY | WARMUP | {"training.dtype": "float16", "parallelism.zero_stage": stage} for stage in (0, 3)
+}
+ABSURD_SCALE = 2.0**30
+POISONED = {f"zero{stage}": TINY | WARMUP | {"parallelism.zero_stage": stage} for stage in (0, 1, 3)}
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: full(parameter) for name, parameter in trainer.model.named_parameters()}
+
+
+def types_of(trainer: Trainer) -> set[str]:
+    """Types of master weights and optimizer state; step counters are whole numbers in float32 already."""
+    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    return {str(tensor.dtype) for tensor in (*trainer.model.parameters(), *state)}
+
+
+def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    trainer = Trainer(prepare_run(base_config(folder, settings)))
+    trainer.scaler.scale = ABSURD_SCALE
+    weights, records, data = [weights_of(trainer)], [], trainer._load_data()
+    for _ in range(STEPS):
+        records.append(trainer.train_step(data).as_dict())
+        weights.append(weights_of(trainer))
+    data.close()
+    return {"records": records, "weights": weights, "scale": trainer.scaler.scale, "types": types_of(trainer)}
+
+
+def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: bool) -> dict[str, Any]:
+    """A good step, one with a NaN in a weight of the last rank alone, and a good one again."""
+    trainer = Trainer(prepare_run(base_config(folder, settings | {"health.skip_nonfinite": not stops})))
+    data = trainer._load_data()
+    records = [trainer.train_step(data).as_dict()]
+    before = weights_of(trainer)
+    norm = trainer.model.norm.weight
+    element = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()[-1:]
+    value = element.clone()
+    if rank == trainer.dp_size - 1:
+        element.fill_(float("nan"))
+    try:
+        records.append(trainer.train_step(data).as_dict())
+        stopped = None
+    except RunError as error:
+        stopped = str(error)
+    element.copy_(value)
+    after = weights_of(trainer)
+    if stopped is None:
+        records.append(trainer.train_step(data).as_dict())
+    data.close()
+    return {"records": records, "before": before, "after": after, "end": weights_of(trainer), "stopped": stopped}
+
+
+def train_everything(rank: int, folder: Path, world_size: int) -> None:
+    results = {
+        "half": {case.name: vars(train_case(case, folder)) for case in HALF},
+        "exact": vars(train_case(EXACT, folder)),
+        "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in SCALED.items()},
+        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in POISONED.items()},
+        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in POISONED.items()},
+    }
+    torch.save(results, folder / f"{world_size}_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """By number of ranks; what the last rank saw."""
+    folder = tmp_path_factory.mktemp("precision")
+    for world_size in (1, 2):
+        launch(train_everything, world_size, folder, world_size)
+    return {size: torch.load(folder / f"{size}_{size - 1}.pt", weights_only=True) for size in (1, 2)}
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case) -> dict[str, torch.Tensor]:
+    scale = 2**16 if case.settings["training.dtype"] == "float16" else 1
+    found = results[world_size]["half"][case.name]["gradients"]
+    return {name: gradient / scale for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_size: int, case: Case) -> None:
+    """A gradient element goes through some 20 rounded results per layer, forward and backward.
+
+    Each is off by up to eps / 2, by eps / √12 in the mean; 40 of them, which are independent, make
+    √40 · eps / √12 = 1.8 eps. Twice that is allowed; less than a tenth of eps would not be this type.
+    """
+    eps = torch.finfo(getattr(torch, case.settings["training.dtype"])).eps
+    exact = results[1]["exact"]
+    gradients = gradients_of(results, world_size, case)
+    assert gradients.keys() == exact["gradients"].keys()
+    errors = {name: relative(gradients[name], reference) for name, reference in exact["gradients"].items()}
+    assert max(errors.values()) < 3.6 * eps, max(errors, key=errors.__getitem__)
+    assert min(errors.values()) > 0.1 * eps
+    assert results[world_size]["half"][case.name]["losses"] == pytest.approx(exact["losses"], rel=eps)
+    assert results[world_size]["half"][case.name]["grad_norms"] == pytest.approx(exact["grad_norms"], rel=eps)
+
+
+@pytest.mark.parametrize("case", [case for case in HALF if "in float32" in case.name], ids=lambda case: case.name)
+def test_sums_are_float32(results: dict[int, Any], case: Case) -> None:
+    """Microbatches are the same in every layout, so what differs is only the order of their float32 sum."""
+    alone = next(other for other in HALF if other.settings["training.dtype"] == case.settings["training.dtype"])
+    reference = gradients_of(results, 1, alone)
+    for world_size in (1, 2):
+        for name, gradient in gradients_of(results, world_size, case).items():
+            assert relative(gradient, reference[name]) < 1e-6, name
+
+
+def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:
+    in_float32, in_bfloat16 = (
+        gradients_of(results, 2, next(case for case in HALF if case.name == f"bfloat16 zero3 summed in {reduce_dtype}"))
+        for reduce_dtype in ("float32", "bfloat16")
+    )
+    assert max(relative(in_bfloat16[name], in_float32[name]) for name in in_float32) > 1e-4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", SCALED)
+def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], world_size: int, name: str) -> None:
+    run = results[world_size]["scaled"][name]
+    records, weights = run["records"], run["weights"]
+    skipped = [record["skipped"] for record in records]
+    # Logits' gradients reach scale / 128 tokens, and float16 ends at 2^16: scales above 2^23 overflow. Other gradients
+    # are sums of these; they may overflow at 2^-5 of it.
+    assert 7 <= skipped.index(0) <= 12
+    assert skipped.count(0) >= 2
+    for number, record in enumerate(records):
+        overflows = sum(skipped[:number])
+        assert record["loss_scale"] == ABSURD_SCALE / 2**overflows
+        assert record["nan"] == 0
+        # The learning rate counts updates, the data cursor counts batches.
+        assert record["lr"] == pytest.approx(1e-3 * (number - overflows + 1) / STEPS)
+        assert record["consumed_samples"] == 8 * (number + 1)
+        assert math.isfinite(record["loss"])
+        assert math.isfinite(record["grad_norm"]) != skipped[number]
+        same = all(torch.equal(weights[number][key], weights[number + 1][key]) for key in weights[0])
+        assert same == skipped[number]
+    assert run["scale"] == ABSURD_SCALE / 2 ** sum(skipped)
+    assert run["types"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", POISONED)
+def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_size: int, name: str) -> None:
+    run = results[world_size]["skips"][name]
+    records = run["records"]
+    assert [record["nan"] for record in records] == [0, 1, 0]
+    assert [record["skipped"] for record in records] == [0, 0, 0]
+    assert records[1]["loss"] != records[1]["loss"]
+    for key, value in run["before"].items():
+        assert torch.equal(value, run["after"][key]), key
+    assert any(not torch.equal(value, run["end"][key]) for key, value in run["after"].items())
+    assert all(value.isfinite().all() for value in run["end"].values())
+    assert [record["lr"] for record in records] == pytest.approx([1e-3 / STEPS, 2e-3 / STEPS, 2e-3 / STEPS])
+    assert [record["consumed_samples"] for record in records] == [8, 16, 24]
+    assert "loss_scale" not in records[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", POISONED)
+def test_step_with_nan_stops_the_run_if_it_may_not_be_skipped(
+    results: dict[int, Any], world_size: int, name: str
+) -> None:
+    run = results[world_size]["stops"][name]
+    assert run["stopped"].startswith("the loss of step 2 is nan and its gradient norm nan; ")
+    assert "health.skip_nonfinite" in run["stopped"]
+    assert len(run["records"]) == 1
+    for key, value in run["before"].items():
+        assert torch.equal(value, run["after"][key]), key
