@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--top_k", options.top_k, "must be at least 0")
     if options.max_new_tokens < 1:
         raise ConfigError("--max_new_tokens", options.max_new_tokens, "must be at least 1")
+    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
+        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,5 +31,7 @@ def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transfo
     with torch.device("meta"):
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)
-    load_checkpoint(path, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+        load_checkpoint(path, model)
     return model.eval(), path

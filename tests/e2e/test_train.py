@@ -1,0 +1,232 @@
+"""The debug configuration from start to end, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+REPO = Path(__file__).parents[2]
+SHORT = [
+    "--job.config_file=train_configs/debug_gpt.toml",
+    "--training.seq_len=32",
+    "--training.micro_batch_size=2",
+    "--training.global_batch_size=8",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_interval=2",
+    "--metrics.tensorboard=true",
+    "--metrics.wandb=true",
+    "--evaluation.interval=4",
+    "--evaluation.steps=1",
+    "--checkpoint.interval=4",
+    "--parallelism.zero_stage=3",
+]
+PROMPT = "def main("
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Nobody's keys, and no more threads than cores."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    return inherited | {"HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def torchrun(home: Path, steps: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    settings = [*SHORT, f"--job.dump_folder={home}/out", f"--training.steps={steps}"]
+    return subprocess.run(
+        [*command, *settings], cwd=REPO, env=environment(home), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def first(home: Path) -> subprocess.CompletedProcess[str]:
+    """Six steps on two ranks."""
+    return torchrun(home, 6)
+
+
+@pytest.fixture
+def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a script in this process: (exit code, stdout, stderr)."""
+
+    def run(script: str, *argv: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(REPO)
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(sys, "argv", [script, *argv])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(REPO / script), run_name="__main__")
+        return stop.value.code, *capfd.readouterr()
+
+    return run
+
+
+def lines_of(home: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def iterations(stdout: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", stdout, re.MULTILINE)]
+
+
+def test_trains_and_prints_once_per_job(first: subprocess.CompletedProcess[str], home: Path) -> None:
+    assert first.returncode == 0, first.stderr
+    assert "Traceback" not in first.stderr
+    assert iterations(first.stdout) == [2, 4, 6]
+    validations = re.findall(r"^ validation at iteration (\d) \| lm loss: (\S+) \|$", first.stdout, re.MULTILINE)
+    assert [step for step, _ in validations] == ["4", "6"]
+    assert re.findall(r"^ saved (.*)$", first.stdout, re.MULTILINE) == [
+        f"{home}/out/checkpoint/step-{step}" for step in (4, 6)
+    ]
+    line = next(line for line in first.stdout.splitlines() if line.startswith(" iteration        6/       6 | "))
+    assert "| consumed samples:           48 | consumed tokens:         1536 |" in line
+    assert "MFU" not in line  # nobody knows this CPU's peak
+
+
+def test_metrics_are_complete_and_agree_with_the_console(first: subprocess.CompletedProcess[str], home: Path) -> None:
+    lines = lines_of(home)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
+    assert all(2 < line["loss"] < 6 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 for line in lines)
+    printed = [float(loss) for loss in re.findall(r"^ iteration.* lm loss: (\S+) \|", first.stdout, re.MULTILINE)]
+    means = [(lines[i]["loss"] + lines[i + 1]["loss"]) / 2 for i in (0, 2, 4)]
+    assert printed == pytest.approx(means, rel=1e-6)
+    validated = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert list(validated) == [4, 6]
+    assert f"{validated[6]:.6E}" in first.stdout
+
+
+def test_tensorboard_and_wandb_are_written(first: subprocess.CompletedProcess[str], home: Path) -> None:
+    events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
+    losses = {event.step: event.value for event in events.Scalars("loss")}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines_of(home)}, rel=1e-6)
+    runs = [path for path in (home / "out" / "wandb").glob("*run-*") if not path.is_symlink()]
+    assert [path.name.startswith("offline-run-") for path in runs] == [True]  # one run per job, not per rank
+    assert next(runs[0].glob("*.wandb")).stat().st_size > 1000
+
+
+def test_generation_is_decided_by_its_seed(first: subprocess.CompletedProcess[str], home: Path, here: Any) -> None:
+    def generate(seed: int) -> tuple[str, dict[str, Any]]:
+        target = home / "sample.json"
+        options = ["--prompt", PROMPT, "--max_new_tokens=20", f"--seed={seed}", f"--json={target}"]
+        code, out, err = here(
+            "scripts/generate.py", *options, *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"
+        )
+        assert code == 0, err
+        assert err == f"[{home}/out/checkpoint/step-6]\n"
+        return out, json.loads(target.read_text())
+
+    (out, sample), (again, same), (other, _) = generate(0), generate(0), generate(1)
+    assert out == PROMPT + sample["continuation"] + "\n" == again
+    assert out != other
+    assert sample == same
+    assert sample["checkpoint"] == f"{home}/out/checkpoint/step-6"
+    assert sample["prompt"] == PROMPT
+    assert 0 < len(sample["tokens"]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--top_p=0", "--top_p = 0.0: must be above 0"),
+        ("--temperature=-1", "--temperature = -1.0: must be at least 0"),
+        ("--max_new_tokens=0", "--max_new_tokens = 0: must be at least 1"),
+        ("--json=/no/such/folder/out.json", '--json = "/no/such/folder/out.json": not a file in a folder'),
+        ("--top_kk=3", "--top_kk"),
+    ],
+)
+def test_generation_refuses_bad_options(here: Any, option: str, words: str) -> None:
+    code, out, err = here("scripts/generate.py", option)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
+    first: subprocess.CompletedProcess[str], home: Path, here: Any
+) -> None:
+    before = lines_of(home)
+    code, out, err = here(
+        "train.py", *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6", "--metrics.wandb=false"
+    )
+    assert code == 0, err
+    assert f"resumed from {home}/out/checkpoint/step-6" in out
+    assert " nothing to train: the checkpoint is at step 6 of 6" in out
+    assert iterations(out) == []
+    assert lines_of(home) == before
+
+    longer = torchrun(home, 9)
+    assert longer.returncode == 0, longer.stderr
+    assert longer.stdout.count(f"resumed from {home}/out/checkpoint/step-6") == 1
+    assert iterations(longer.stdout) == [8, 9]
+    lines = lines_of(home)
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    assert lines[:6] == before
+    assert [line["consumed_samples"] for line in lines[6:]] == [56, 64, 72]
+    events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 10))
+    runs = [path.name for path in (home / "out" / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert len({name.rpartition("-")[2] for name in runs}) == 1  # the same run goes on
+
+
+def test_dry_run_prints_the_size_and_starts_nothing(tmp_path: Path, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, _ = here(
+        "train.py", *SHORT, f"--job.dump_folder={tmp_path}", "--training.steps=5", "--job.dry_run", "true"
+    )
+    assert code == 0
+    # 4 layers of 12·128² + 13·128, 384 padded tokens and 1024 positions of 128, and the final norm's 256.
+    assert out.startswith(
+        "gpt debug: 973,568 parameters, 5 steps of 8 samples × 32 tokens, data parallel 1 × 2, ZeRO 3;"
+    )
+    assert out.count("\n") == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_help_lists_every_key(here: Any) -> None:
+    code, out, err = here("train.py", "--help")
+    assert (code, err) == (0, "")
+    for key in ("job.config_file", "training.global_batch_size", "parallelism.zero_stage", "metrics.wandb_mode"):
+        assert key in out
+
+
+def test_diverging_run_ends_with_one_sentence(tmp_path: Path, here: Any) -> None:
+    (tmp_path / "text.txt").write_text("some text to learn from, " * 100)
+    code, out, err = here(
+        "train.py",
+        f"--job.dump_folder={tmp_path}/out",
+        "--data.dataset=text",
+        f"--data.paths={tmp_path}/text.txt",
+        "--model.overrides.hidden_size=32",
+        "--training.seq_len=16",
+        "--training.steps=20",
+        "--training.max_norm=0",
+        "--optimizer.name=sgd",
+        "--optimizer.lr=1e30",
+        "--health.skip_nonfinite=false",
+        "--metrics.log_interval=1",
+    )
+    sentences = [line for line in err.splitlines() if not line.startswith("tokenized ")]
+    assert code == 1, err
+    assert len(sentences) == 1, err
+    assert re.match(r"error: the loss of step (\d+) is (nan|inf) and its gradient norm (nan|inf); ", sentences[0])
+    assert len(iterations(out)) == int(re.findall(r"step (\d+)", sentences[0])[0]) - 1
