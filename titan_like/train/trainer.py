@@ -23,6 +23,7 @@ from titan_like.checkpoint.manager import (
     save_checkpoint,
     sweep,
 )
+from titan_like.config.errors import RunError
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -147,7 +148,8 @@ class Trainer:
         self.consumed_tokens += batch_size * config.training.seq_len
         seconds = time.perf_counter() - started
         if not finite and not overflowed and not config.health.skip_nonfinite:
-            raise FloatingPointError(f"step {self.step}: loss {loss_value}, gradient norm {norm_value}")
+            problem = f"the loss of step {self.step} is {loss_value:.6g} and its gradient norm {norm_value:.6g}"
+            raise RunError(f"{problem}; lower optimizer.lr, or set health.skip_nonfinite to go on without such steps")
         return StepRecord(
             step=self.step,
             loss=loss_value,
