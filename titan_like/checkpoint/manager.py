@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titan_like.checkpoint.reader import TensorReader
@@ -65,7 +66,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint. Every rank calls it; when it returns, the checkpoint is on disk.
 
-    ``keep_latest`` above 0 then removes all but that many newest checkpoints.
+    ``keep_latest`` above 0 then removes all but that many: this one and the newest before it.
     """
     final = checkpoint_path(folder, run.step)
     unfinished = final.with_name(final.name + _UNFINISHED)
@@ -84,7 +85,9 @@ def save_checkpoint(
             os.rename(final, final.with_name(final.name + _REPLACED))
         os.rename(unfinished, final)
         _flush_folder(folder)
-        for step in complete_steps(folder)[:-keep_latest] if keep_latest else []:
+        steps = complete_steps(folder)
+        kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back with load_step
+        for step in sorted(set(steps) - set(kept)) if keep_latest else []:
             path = checkpoint_path(folder, step)
             os.rename(path, path.with_name(path.name + _UNFINISHED))
         sweep(folder)
@@ -97,13 +100,13 @@ def sweep(folder: Path) -> None:
 
     One process calls it, while no other writes to the folder.
     """
-    for path in folder.glob(f"*{_REPLACED}"):
+    for path in folder.glob(f"step-*{_REPLACED}"):
         original = path.with_name(path.name.removesuffix(_REPLACED))
         if original.exists():
             shutil.rmtree(path)
         else:
             os.rename(path, original)
-    for path in folder.glob(f"*{_UNFINISHED}"):
+    for path in folder.glob(f"step-*{_UNFINISHED}"):
         shutil.rmtree(path)
 
 
@@ -111,17 +114,23 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """Read a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
 
     Random generators are restored where the checkpoint holds this rank's state. Without an optimizer only weights are
-    read.
+    read. Damaged files raise an exception of no particular type, on every rank.
     """
     run = read_run_state(path)
     reader = TensorReader(path)
     tensors = model_tensors(model)
     if optimizer is not None:
-        materialise_optimizer_state(optimizer)
-        tensors |= optimizer_tensors(model, optimizer)
         stored = reader.read_metadata().state_dict_metadata
+        optimizer.state.clear()
+        if run.step > run.skipped_steps:  # before the first update there is no state
+            materialise_optimizer_state(optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
         tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}
-    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # no Exception but a BaseException, raised on every rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank}: {str(cause) or type(cause).__name__}") from error
     if optimizer is not None:
         _restore_rng(tensors)
     return run

@@ -28,6 +28,7 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("pathlib._local", "pathlib")  # as Python 3.13 calls it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)

@@ -240,7 +240,9 @@ class Trainer:
                 print(f"resumed from {path}", flush=True)
             return
         if steps:
-            raise RuntimeError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
+            if wanted is not None:
+                raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step")
+            raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
 
     def _load_data(self) -> BackgroundLoader:
         config = self.config

@@ -1,0 +1,182 @@
+"""What the processes of the tests of checkpoints do, and how they die."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.distributed.launch import base_config, full
+from titan_like.checkpoint.manager import model_tensors, optimizer_tensors
+from titan_like.config.errors import RunError
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+SETTINGS: dict[str, Any] = {
+    "model.overrides": {"num_layers": 1, "hidden_size": 30, "num_attention_heads": 2},  # shards are uneven
+    "training.seq_len": 32,
+    "training.micro_batch_size": 1,
+    "training.global_batch_size": 4,
+    "training.steps": 3,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 1,
+    "metrics.log_interval": 1000,
+}
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+@dataclass(frozen=True)
+class Death:
+    """Where a process kills itself: before the n-th file operation of a save, or n bytes into a file."""
+
+    step: int  # during the save of this step; 0: while it looks for a checkpoint to resume from
+    operation: int | None = None
+    file: str = ""
+    size: int = 0
+    rank: int = 0
+
+
+class MortalTrainer(Trainer):
+    """Dies in a save."""
+
+    death: Death | None = None
+
+    def save(self) -> Path:
+        dies = (
+            self.death is not None and self.death.step == self.step and self.death.rank == torch.distributed.get_rank()
+        )
+        if not dies:
+            return super().save()
+        operations = die_in(self.run.checkpoint_folder, self.death)
+        super().save()
+        survived(self.run.checkpoint_folder.parent, operations)
+        raise AssertionError
+
+
+def die_in(folder: Path, death: Death) -> list[str]:
+    """Arrange this process's death; the operations on ``folder`` are listed as they happen."""
+    operations: list[str] = []
+
+    def before(event: str, args: tuple[Any, ...]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        is_open = event == "open" and str(args[0]).startswith(str(folder))
+        if not is_open and event not in CHANGES:
+            return
+        if len(operations) == death.operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        operations.append(" ".join([event, *(Path(str(name)).name for name in args[: 1 + (event == "os.rename")])]))
+        if death.file and is_open and str(args[0]).endswith(death.file):
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process that writes further
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
+
+    sys.addaudithook(before)
+    return operations
+
+
+def survived(dump: Path, operations: list[str]) -> None:
+    """Report what the process outlived, then die."""
+    listed = list(operations)
+    (dump / "operations.json").write_text(json.dumps(listed))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build(folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
+    """A trainer that has resumed where it can."""
+    return kind(prepare_run(base_config(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings)))
+
+
+def digest(trainer: Trainer) -> str:
+    """One number for every bit of the weights and the optimizer's state."""
+    total = hashlib.sha256()
+    tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
+    for name, tensor in sorted(tensors.items()):
+        whole = full(tensor).contiguous()
+        total.update(f"{name} {whole.dtype} {tuple(whole.shape)} ".encode())
+        total.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def reference(rank: int, folder: Path, path: Path, settings: dict[str, Any]) -> None:
+    """Write the digests of a run that nothing disturbs, by step."""
+    trainer = build(folder, path.with_suffix(""), settings)
+    data, digests = trainer._load_data(), {}
+    while trainer.step < trainer.run.total_steps:
+        trainer.train_step(data)
+        digests[trainer.step] = digest(trainer)
+    data.close()
+    if rank == 0:
+        path.write_text(json.dumps(digests))
+
+
+def train(rank: int, folder: Path, dump: Path, settings: dict[str, Any], death: Death | None = None) -> None:
+    """Train (or resume) in ``dump``; append the step and the digest that the run starts from to resumed.jsonl."""
+    if death and death.step == 0:
+        operations = die_in(dump / "checkpoint", death)
+        build(folder, dump, settings)
+        survived(dump, operations)
+    trainer = build(folder, dump, settings, MortalTrainer)
+    trainer.death = death
+    if trainer.step:
+        start = {"step": trainer.step, "digest": digest(trainer)}
+        if rank == 0:
+            with open(dump / "resumed.jsonl", "a") as file:
+                file.write(json.dumps(start) + "\n")
+    trainer.train()
+
+
+def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, Any]) -> None:
+    """Resume every killed run, train it to its end and note what was found and what came out of it."""
+    for dump in dumps:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            outcome: dict[str, Any] = {}
+            try:
+                trainer = build(folder, dump, settings)
+                outcome |= {"step": trainer.step, "digest": digest(trainer)}
+                trainer.train()
+                outcome["final"] = digest(trainer)
+            except RunError as error:
+                outcome["error"] = str(error)
+        if rank == 0:
+            (dump / "outcome.json").write_text(json.dumps(outcome | {"printed": printed.getvalue()}))
+
+
+def save_without_update(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
+    """Save when every step so far was skipped: the optimizer has no state yet."""
+    trainer = build(folder, dump, settings)
+    trainer.step = trainer.skipped_steps = 1
+    trainer.save()
+
+
+def save_each(rank: int, folder: Path, names: list[str], layouts: dict[str, dict[str, Any]]) -> None:
+    """Train two steps and save, in each layout."""
+    for name, layout in layouts.items():
+        trainer = build(folder, folder / name, {"training.steps": 2, "checkpoint.interval": 2} | layout)
+        trainer.train()
+        saved = digest(trainer)
+        if rank == 0:
+            (folder / name / "digest").write_text(saved)
+
+
+def load_each(rank: int, folder: Path, names: list[str], layouts: dict[str, dict[str, Any]]) -> None:
+    """Load every checkpoint in each layout; write the digests."""
+    found = {}
+    for layout, settings in layouts.items():
+        for name in names:
+            trainer = build(folder, folder / name, {"training.steps": 2} | settings)
+            assert trainer.step == 2
+            found[f"{name} in {layout}"] = digest(trainer)
+    if rank == 0:
+        (folder / f"loaded at {torch.distributed.get_world_size()}.json").write_text(json.dumps(found))

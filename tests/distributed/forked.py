@@ -1,0 +1,80 @@
+"""Process groups whose processes may die, forked from a server that has imported everything: 0.1 s each."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.distributed.crash_worker"])
+
+
+class Job:
+    """``function(rank, *args)`` on every rank of a fresh gloo process group; what it prints goes to ``log``."""
+
+    def __init__(self, function: Callable[..., None], world_size: int, log: Path, *args: Any) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = [
+            CONTEXT.Process(target=_worker, args=(rank, world_size, port, log, function, args))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, seconds: float = 120) -> list[int | None]:
+        """Exit codes by rank; the first process that fails takes the others with it, as under torchrun."""
+        deadline, running = time.monotonic() + seconds, list(self.processes)
+        while running:
+            ended = wait([process.sentinel for process in running], timeout=max(0.0, deadline - time.monotonic()))
+            running = [process for process in running if process.sentinel not in ended]
+            if not ended or any(p.exitcode for p in self.processes if p not in running):
+                self.kill()
+                break
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        """Kill -9 whatever still runs."""
+        for process in self.processes:
+            process.kill()
+
+
+def run(function: Callable[..., None], world_size: int, log: Path, *args: Any) -> None:
+    """Run a job that must end well."""
+    codes = Job(function, world_size, log, *args).wait()
+    assert codes == [0] * world_size, f"exit codes {codes}\n{log.read_text()}"
+
+
+def died(codes: list[int | None]) -> bool:
+    """Whether a process was killed and none failed in another way before it."""
+    return any(code in (-signal.SIGKILL, -signal.SIGXFSZ) for code in codes)
+
+
+def _worker(
+    rank: int, world_size: int, port: int, log: Path, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+
+    import torch
+
+    from titan_like.train.trainer import process_group
+
+    torch.set_num_threads(1)
+    with process_group(torch.device("cpu")):
+        function(rank, *args)

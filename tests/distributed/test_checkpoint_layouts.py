@@ -1,0 +1,99 @@
+"""A checkpoint of one layout holds the same bits when it is loaded in another; keep_latest and load_step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import crash_worker
+from tests.distributed.forked import run
+from titan_like.checkpoint.manager import complete_steps, read_run_state
+
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    4: {
+        "zero0 of 4": {"parallelism.zero_stage": 0},
+        "zero1 of 4": {"parallelism.zero_stage": 1},
+        "zero3 of 4": {"parallelism.zero_stage": 3},
+        "2 replicas of zero3": {"parallelism.zero_stage": 3} | HSDP,
+        "bfloat16 zero0 of 4": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
+    },
+    2: {"zero0 of 2": {"parallelism.zero_stage": 0}, "zero3 of 2": {"parallelism.zero_stage": 3}},
+    1: {"1 rank": {}, "1 rank in bfloat16": {"training.dtype": "bfloat16"}},
+}
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    crash_worker.base_config(folder, {})
+    for step in (crash_worker.save_each, crash_worker.load_each):
+        for ranks, layouts in LAYOUTS.items():
+            run(step, ranks, folder / "log.txt", folder, NAMES, layouts)
+    return folder
+
+
+@pytest.mark.parametrize("saved", NAMES)
+def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(folder: Path, saved: str) -> None:
+    digest = (folder / saved / "digest").read_text()
+    for ranks, layouts in LAYOUTS.items():
+        loaded = json.loads((folder / f"loaded at {ranks}.json").read_text())
+        for layout in layouts:
+            assert loaded[f"{saved} in {layout}"] == digest, layout
+
+
+def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
+    crash_worker.base_config(tmp_path, {})
+    checkpoints, log = tmp_path / "run" / "checkpoint", tmp_path / "log.txt"
+
+    def train(**settings: int) -> list[int]:
+        run(
+            crash_worker.train,
+            1,
+            log,
+            tmp_path,
+            tmp_path / "run",
+            {k.replace("_", ".", 1): v for k, v in settings.items()},
+        )
+        return complete_steps(checkpoints)
+
+    assert train(training_steps=4) == [1, 2, 3, 4]
+    assert train(training_steps=6, checkpoint_keep_latest=3) == [4, 5, 6]
+    # Back at step 4, what is kept are the newest of the branch that the run is on.
+    (checkpoints / "step-5" / "mark").touch()
+    assert train(training_steps=5, checkpoint_keep_latest=2, checkpoint_load_step=4) == [4, 5]
+    assert not (checkpoints / "step-5" / "mark").exists()
+
+
+def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> None:
+    crash_worker.base_config(tmp_path, {})
+    dump, log = tmp_path / "run", tmp_path / "log.txt"
+    run(crash_worker.train, 1, log, tmp_path, dump, {"training.steps": 4})
+    run(
+        crash_worker.train,
+        1,
+        log,
+        tmp_path,
+        dump,
+        {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3},
+    )
+    rates = {
+        step: read_run_state(dump / "checkpoint" / f"step-{step}").config["optimizer"]["lr"]
+        for step in complete_steps(dump / "checkpoint")
+    }
+    assert rates == {1: 1e-3, 2: 5e-3, 3: 5e-3, 4: 1e-3}
+    assert [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_run_saved_before_its_first_update_resumes(tmp_path: Path) -> None:
+    crash_worker.base_config(tmp_path, {})
+    dump, log = tmp_path / "run", tmp_path / "log.txt"
+    run(crash_worker.save_without_update, 2, log, tmp_path, dump, {"parallelism.zero_stage": 1})
+    run(crash_worker.train, 1, log, tmp_path, dump, {})
+    assert json.loads((dump / "resumed.jsonl").read_text())["step"] == 1
+    assert "is not used" not in log.read_text()
+    assert complete_steps(dump / "checkpoint") == [1, 2, 3]

@@ -1,0 +1,181 @@
+"""A process killed at any instant leaves the last complete checkpoint, which loads and goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import crash_worker
+from tests.distributed.crash_worker import Death
+from tests.distributed.forked import Job, died, run
+from titan_like.checkpoint.manager import complete_steps
+
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1}}
+BACK = {"checkpoint.load_step": 1, "optimizer.lr": 5e-3}  # another branch of the run, with other weights
+LONG = {"training.steps": 40, "checkpoint.keep_latest": 2}
+NEVER = 10**9
+
+
+class Straight:
+    """Runs that nothing disturbed: a folder to start from, and the digests of every step."""
+
+    def __init__(self, root: Path, ranks: int) -> None:
+        self.root, self.ranks, self.settings = root, ranks, LAYOUTS[ranks]
+        self.log = root / "log.txt"
+        crash_worker.base_config(root, {})  # writes the text
+        run(crash_worker.train, ranks, self.log, root, root / "start", self.settings | {"training.steps": 2})
+        self.digests = self._reference("long", LONG)
+        self.copy("back", 1)
+        self.digests_back = self._reference("back", BACK)
+        assert self.digests_back["2"] != self.digests["2"]
+
+    def _reference(self, name: str, settings: dict[str, Any]) -> dict[str, str]:
+        path = self.root / f"{name}.json"
+        run(crash_worker.reference, self.ranks, self.log, self.root, path, self.settings | settings)
+        digests: dict[str, str] = json.loads(path.read_text())
+        return digests
+
+    def copy(self, name: str, *steps: int) -> Path:
+        """The folder of a run that stopped after two steps, with only the checkpoints named."""
+        dump = self.root / name
+        shutil.copytree(self.root / "start", dump)
+        for step in {1, 2} - set(steps):
+            shutil.rmtree(dump / "checkpoint" / f"step-{step}")
+        return dump
+
+    def kill(self, dump: Path, settings: dict[str, Any], death: Death) -> list[str]:
+        """Train in ``dump`` until death; the operations, if the process outlived them all."""
+        job = Job(crash_worker.train, self.ranks, self.log, self.root, dump, self.settings | settings, death)
+        codes = job.wait()
+        assert died(codes), f"{death}: exit codes {codes}\n{self.log.read_text()}"
+        listing = dump / "operations.json"
+        return json.loads(listing.read_text()) if listing.exists() else []
+
+    def resume(self, dumps: list[Path], settings: dict[str, Any]) -> list[dict[str, Any]]:
+        """What new processes find in the folders and make of them."""
+        run(crash_worker.resume_each, self.ranks, self.log, self.root, dumps, self.settings | settings)
+        return [json.loads((dump / "outcome.json").read_text()) for dump in dumps]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    return Straight(tmp_path_factory.mktemp("crash"), request.param)
+
+
+def logged_steps(dump: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def await_step(metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline, f"step {step} does not come"
+        time.sleep(0.01)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_instant_of_a_save_that_removes_the_one_before(straight: Straight) -> None:
+    """The run resumes from step 1 and dies while it saves step 2, which replaces step 1 as the one that is kept."""
+    settings = {"checkpoint.keep_latest": 1}
+    operations = straight.kill(straight.copy("outlived", 1), settings, Death(step=2, operation=NEVER))
+    arrival = operations.index("os.rename step-2.unfinished step-2")
+    assert operations[:2] == ["os.mkdir checkpoint", "os.mkdir step-2.unfinished"]
+    written = [operations.index(f"open {name}") for name in ("__0_0.distcp", ".metadata.tmp", "run.json")]
+    assert written == sorted(written) and written[-1] < arrival < operations.index("os.rename step-1 step-1.unfinished")
+    removed = [operations.index(f"os.remove {name}") for name in ("__0_0.distcp", ".metadata", "run.json")]
+    assert max(removed) < len(operations) - 1 == operations.index("os.rmdir step-1.unfinished")
+
+    chosen = range(len(operations)) if straight.ranks == 1 else (1, written[1], arrival, arrival + 1)
+    deaths = {f"before {i} {operations[i]}": Death(step=2, operation=i) for i in chosen}
+    whole = straight.root / "start" / "checkpoint" / "step-1"
+    for rank in range(straight.ranks):
+        tensors = f"__{rank}_0.distcp"
+        for size in (1, (whole / tensors).stat().st_size // 2):
+            deaths[f"{size} bytes into {tensors}"] = Death(step=2, file=tensors, size=size, rank=rank)
+    deaths["inside .metadata"] = Death(step=2, file=".metadata.tmp", size=(whole / ".metadata").stat().st_size // 2)
+    deaths["inside run.json"] = Death(step=2, file="run.json", size=(whole / "run.json").stat().st_size // 2)
+
+    dumps = {name: straight.copy(name, 1) for name in deaths}
+    for name, death in deaths.items():
+        straight.kill(dumps[name], settings, death)
+        arrived = death.operation is not None and death.operation > arrival
+        assert complete_steps(dumps[name] / "checkpoint")[-1] == (2 if arrived else 1), name
+        if death.file:
+            sizes = [
+                path.stat().st_size for path in (dumps[name] / "checkpoint" / "step-2.unfinished").glob(death.file)
+            ]
+            assert sizes == [death.size], name
+    for (name, death), outcome in zip(deaths.items(), straight.resume(list(dumps.values()), settings), strict=True):
+        step = 2 if death.operation is not None and death.operation > arrival else 1
+        assert (outcome["step"], outcome["digest"]) == (step, straight.digests[str(step)]), name
+        assert outcome["final"] == straight.digests["3"], name
+        assert logged_steps(dumps[name]) == [1, 2, 3], name
+        assert names(dumps[name] / "checkpoint") == ["step-3"], name
+
+
+def test_every_instant_of_replacing_a_step_after_going_back(straight: Straight) -> None:
+    operations = straight.kill(straight.copy("outlived back", 1, 2), BACK, Death(step=2, operation=NEVER))
+    gone, arrived = (
+        operations.index(f"os.rename {names}") for names in ("step-2 step-2.replaced", "step-2.unfinished step-2")
+    )
+    assert arrived == gone + 1 and operations[-1] == "os.rmdir step-2.replaced"
+    digests = [straight.digests["2"], straight.digests_back["2"]]
+    instants = range(gone - 1, len(operations)) if straight.ranks == 1 else (arrived, arrived + 1)
+    dumps = {i: straight.copy(f"went back {i}", 1, 2) for i in instants}
+    for i, dump in dumps.items():
+        straight.kill(dump, BACK, Death(step=2, operation=i))
+    assert "step-2" not in names(dumps[arrived] / "checkpoint")
+    for i, outcome in zip(instants, straight.resume(list(dumps.values()), {}), strict=True):
+        assert (outcome["step"], outcome["digest"]) == (2, digests[i > arrived]), operations[i]
+        assert logged_steps(dumps[i]) == [1, 2, 3], operations[i]
+        assert names(dumps[i] / "checkpoint") == ["step-1", "step-2", "step-3"], operations[i]
+
+
+def test_every_instant_of_sweeping_up_after_a_crash(straight: Straight) -> None:
+    def crashed(name: str) -> Path:
+        dump = straight.copy(name, 1, 2)
+        folder = dump / "checkpoint"
+        shutil.copytree(folder / "step-2", folder / "step-3.unfinished")
+        shutil.copytree(folder / "step-1", folder / "step-1.replaced")  # its removal was not reached
+        (folder / "step-2").rename(folder / "step-2.replaced")  # its replacement did not arrive
+        return dump
+
+    operations = straight.kill(crashed("swept"), {}, Death(step=0, operation=NEVER))
+    assert "os.rename step-2.replaced step-2" in operations
+    removals = [i for i, operation in enumerate(operations) if not operation.startswith("open")]
+    instants = removals if straight.ranks == 1 else removals[:2]
+    dumps = {i: crashed(f"swept {i}") for i in instants}
+    for i, dump in dumps.items():
+        straight.kill(dump, {}, Death(step=0, operation=i))
+    for i, outcome in zip(instants, straight.resume(list(dumps.values()), {}), strict=True):
+        assert (outcome["step"], outcome["final"]) == (2, straight.digests["3"]), operations[i]
+        assert names(dumps[i] / "checkpoint") == ["step-1", "step-2", "step-3"], operations[i]
+
+
+def test_kills_at_random_times_while_saving_after_every_step(straight: Straight) -> None:
+    dump, moments = straight.root / "random", random.Random(straight.ranks)
+    settings = straight.settings | LONG
+    for step in (3, 9, 15, 21, 27):
+        job = Job(crash_worker.train, straight.ranks, straight.log, straight.root, dump, settings)
+        await_step(dump / "metrics.jsonl", step)
+        time.sleep(moments.uniform(0, 0.06))  # a step and its save take about that long
+        job.kill()
+        assert died(job.wait())
+    run(crash_worker.train, straight.ranks, straight.log, straight.root, dump, settings)
+    starts = [json.loads(line) for line in (dump / "resumed.jsonl").read_text().splitlines()]
+    assert len(starts) == 5 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)
+    for start in starts:
+        assert start["digest"] == straight.digests[str(start["step"])], start["step"]
+    assert logged_steps(dump) == list(range(1, 41))
+    assert names(dump / "checkpoint") == ["step-39", "step-40"]
+    (outcome,) = straight.resume([dump], LONG)
+    assert outcome["digest"] == straight.digests["40"]

@@ -1,0 +1,95 @@
+"""A damaged newest checkpoint is named and the one before is used; a run with none that loads does not start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import crash_worker
+from tests.distributed.forked import run
+
+REPO = Path(__file__).parents[2]
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 3}}
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "tensor file cut": lambda path: halve(path / "__0_0.distcp"),
+    "tensor file deleted": lambda path: (path / "__0_0.distcp").unlink(),
+    "tensor file of zeros": lambda path: (path / "__0_0.distcp").write_bytes(bytes(100_000)),
+    "garbage .metadata": lambda path: (path / ".metadata").write_bytes(b"\x80\x04garbage"),
+    "empty .metadata": lambda path: (path / ".metadata").write_bytes(b""),
+    ".metadata cut": lambda path: halve(path / ".metadata"),
+    "no .metadata": lambda path: (path / ".metadata").unlink(),
+    "garbage run.json": lambda path: (path / "run.json").write_bytes(b"\xff{garbage"),
+    "run.json cut": lambda path: halve(path / "run.json"),
+    "run.json of something else": lambda path: (path / "run.json").write_text("[1, 2]"),
+    "no run.json": lambda path: (path / "run.json").unlink(),
+    "empty folder": empty,
+}
+OF_OTHER_RANKS: dict[str, Callable[[Path], object]] = {
+    "tensor file of rank 1 cut": lambda path: halve(path / "__1_0.distcp"),
+    "tensor file of rank 1 deleted": lambda path: (path / "__1_0.distcp").unlink(),
+}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_damaged_newest_is_reported_by_name_and_the_one_before_is_used(tmp_path: Path, ranks: int) -> None:
+    log, settings = tmp_path / "log.txt", LAYOUTS[ranks]
+    crash_worker.base_config(tmp_path, {})
+    run(crash_worker.train, ranks, log, tmp_path, tmp_path / "start", settings)
+    run(crash_worker.reference, ranks, log, tmp_path, tmp_path / "digests.json", settings)
+    digests = json.loads((tmp_path / "digests.json").read_text())
+    damages = DAMAGES | (OF_OTHER_RANKS if ranks > 1 else {})
+    dumps = {name: tmp_path / name for name in damages}
+    for name, damage in damages.items():
+        shutil.copytree(tmp_path / "start", dumps[name])
+        damage(dumps[name] / "checkpoint" / "step-3")
+    run(crash_worker.resume_each, ranks, log, tmp_path, list(dumps.values()), settings)
+    for name, dump in dumps.items():
+        outcome = json.loads((dump / "outcome.json").read_text())
+        (report,) = [line for line in outcome["printed"].splitlines() if "is not used" in line]
+        assert report.startswith(f"checkpoint {dump}/checkpoint/step-3 is damaged and is not used ("), name
+        assert (outcome["step"], outcome["digest"]) == (2, digests["2"]), name
+        assert outcome["final"] == digests["3"], name
+        assert [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+        assert sorted(path.name for path in (dump / "checkpoint").iterdir()) == ["step-1", "step-2", "step-3"]
+
+
+def test_none_that_loads_ends_the_run_with_one_sentence_and_leaves_everything(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 500)
+    command = [sys.executable, "train.py", "--training.steps=2", "--training.seq_len=32", "--checkpoint.enable"]
+    command += ["--data.dataset=text", f"--data.paths={tmp_path}/text.txt", f"--job.dump_folder={tmp_path}"]
+    for step in (1, 2):
+        folder = tmp_path / "checkpoint" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1:] == [
+        f"error: none of the checkpoints in {tmp_path}/checkpoint can be loaded; move them away to start anew"
+    ]
+    assert "Traceback" not in result.stderr
+    assert [f"checkpoint {tmp_path}/checkpoint/step-{step} is damaged" in result.stdout for step in (1, 2)] == [
+        True
+    ] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-2"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -1,0 +1,144 @@
+"""The metadata of a checkpoint is a pickle: nothing but descriptions of tensors may come out of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from titan_like.checkpoint.manager import _REPLACED, _UNFINISHED, complete_steps, sweep
+from titan_like.checkpoint.reader import TensorReader
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+class Call:
+    """Pickles to a call, as an attacker's object does."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.function, self.args
+
+
+def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    random = torch.randn(5, 3) * 100
+    saved = {"matrix": random.to(dtype), "scalar": torch.tensor(3, dtype=dtype), "empty": torch.empty(0, dtype=dtype)}
+    save(tmp_path, saved)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    load(tmp_path, loaded)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"capturable": False}], ids=str
+)
+def test_every_state_of_adamw_comes_back(tmp_path: Path, options: dict[str, bool]) -> None:
+    parameter = torch.nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.AdamW([parameter], **options)
+    parameter.grad = torch.randn(4, 4)
+    optimizer.step()
+    saved = dict(optimizer.state[parameter])
+    save(tmp_path, saved)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    load(tmp_path, loaded)
+    assert saved.keys() >= {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
+    return {
+        "os.system": (Call(os.system, f"touch {mark}"), "posix.system"),
+        "eval": (Call(eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
+        "exec": (Call(exec, f"open({str(mark)!r}, 'w')"), "builtins.exec"),
+        "getattr": (Call(getattr, Path, "touch"), "builtins.getattr"),
+        "write_text of a path": (Call(Path.write_text, mark, "text"), ""),
+        "torch.load": (Call(torch.load, str(mark)), "torch.serialization.load"),
+        "torch.save": (Call(torch.save, 1, str(mark)), "torch.serialization.save"),
+        "another class": (
+            Call(FileSystemWriter, str(mark)),
+            "torch.distributed.checkpoint.filesystem.FileSystemWriter",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", attacks(Path()))
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path: Path, name: str, protocol: int) -> None:
+    save(tmp_path, {"weight": torch.ones(2)})
+    metadata, mark = tmp_path / ".metadata", tmp_path / "mark"
+    attack, named = attacks(mark)[name]
+    harmless = pickle.loads(metadata.read_bytes())
+    harmless.planner_data = attack  # deep inside what is otherwise right
+    for content in (attack, harmless):
+        metadata.write_bytes(pickle.dumps(content, protocol=protocol))
+        with pytest.raises(pickle.UnpicklingError, match="no tensor metadata") as refusal:
+            TensorReader(tmp_path).read_metadata()
+        assert named in str(refusal.value).replace("__builtin__", "builtins")
+        metadata.rename(tmp_path / "__0.metadata")  # where torch looks next
+        with pytest.raises(CheckpointException, match="no tensor metadata"):
+            load(tmp_path, {"weight": torch.zeros(2)})
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["Size.__class__", "dtype", "load", "nn", "float32.__class__"])
+def test_torch_module_gives_its_types_of_elements_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".metadata").write_bytes(
+        b"\x80\x04\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+    )
+    with pytest.raises(pickle.UnpicklingError, match="no tensor metadata"):
+        TensorReader(tmp_path).read_metadata()
+
+
+def test_metadata_written_by_python_3_13_is_read(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2)})
+    metadata = tmp_path / ".metadata"
+    content = pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)
+    assert b"cpathlib\nPosixPath\n" in content
+    metadata.write_bytes(content.replace(b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n"))
+    loaded = {"weight": torch.zeros(2)}
+    load(tmp_path, loaded)
+    assert torch.equal(loaded["weight"], torch.ones(2))
+
+
+def test_sweep_touches_nothing_but_the_leftovers_of_saves(tmp_path: Path) -> None:
+    for folder in ("step-1", f"step-2{_REPLACED}", f"step-3{_UNFINISHED}", f"mine{_UNFINISHED}", f"mine{_REPLACED}"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").touch()
+    (tmp_path / f"metrics{_UNFINISHED}").touch()  # a crash leaves it where checkpoint.folder is job.dump_folder
+    sweep(tmp_path)
+    kept = {f"metrics{_UNFINISHED}", f"mine{_REPLACED}", f"mine{_UNFINISHED}", "step-1", "step-2"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert complete_steps(tmp_path) == [1, 2]
+    sweep(tmp_path / "absent")
