@@ -22,8 +22,11 @@ def main(argv: list[str]) -> int:
         print(describe(run))
         return 0
 
+    from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.trainer import Trainer, process_group
 
+    if run.device.type == "cpu":
+        keep_freed_memory()
     with process_group(run.device):
         Trainer(run).train()
     return 0

@@ -259,9 +259,16 @@ def test_folder_with_another_model_s_checkpoint(monkeypatch, capfd, folder):
     assert "saved" in out
     path = f"{folder}/out/checkpoint/step-1"
     for settings, words in [
-        (["--model.overrides.num_layers=2"], ["model num_layers = 2", f"{path} was saved with 1", "another folder"]),
-        (["--model.overrides.tied_embeddings=true"], ["model tied_embeddings = true", "was saved with False"]),
+        (
+            ["--model.overrides.num_layers=2"],
+            ["model.overrides.num_layers = 2", f"{path} was saved with 1", "another folder"],
+        ),
+        (
+            ["--model.overrides.tied_embeddings=true"],
+            ["model.overrides.tied_embeddings = true", "was saved with False"],
+        ),
         (["--model.family=llama"], ["model.family", '"llama"', f"{path} was saved with gpt", "another folder"]),
+        (["--optimizer.name=sgd"], ["optimizer.name", '"sgd"', "was saved with adamw", "another folder"]),
         (["--checkpoint.load_step=2"], ["checkpoint.load_step = 2", "no such checkpoint", "there are 1"]),
     ]:
         check_refusal(run_here(monkeypatch, capfd, arguments(folder, [*enable, *settings])), words)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from titan_like.checkpoint.compatible import check_compatible
 from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps, load_checkpoint
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -18,7 +19,8 @@ def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transfo
     """The run's model with the weights of its newest checkpoint, or of `checkpoint.load_step`, and where they lay.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or it is of another model.
+        RunError: the checkpoint is damaged.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
@@ -28,10 +30,15 @@ def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transfo
         problem = "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
         raise ConfigError("checkpoint.folder", str(folder), problem)
     path = checkpoint_path(folder, steps[-1] if wanted is None else wanted)
+    shape = model_config(config.model)
+    check_compatible(path, config, shape)
     with torch.device("meta"):
-        model = build_model(model_config(config.model), config.model.family)
+        model = build_model(shape, config.model.family)
     model.to_empty(device=device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
-        load_checkpoint(path, model)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+            load_checkpoint(path, model)
+    except Exception as error:  # whatever a damaged file raises
+        raise RunError(f"{path} cannot be loaded ({error}); choose another checkpoint.load_step") from error
     return model.eval(), path

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.config.errors import RunError
 from titan_like.config.schema import JobConfig
 
 _UNFINISHED = ".unfinished"
@@ -77,7 +78,10 @@ def save_checkpoint(
         unfinished.mkdir()
     dist.barrier()
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer) | rng_tensors()
-    dcp.save(tensors, storage_writer=FileSystemWriter(unfinished, sync_files=True))
+    try:
+        dcp.save(tensors, storage_writer=FileSystemWriter(unfinished, sync_files=True))
+    except CheckpointException as error:
+        raise RunError(f"{final} cannot be written ({_cause(error)}); the checkpoints before it are whole") from error
     if is_writer:
         _write_durably(unfinished / "run.json", json.dumps(asdict(run), indent=2))
         _flush_folder(unfinished)
@@ -129,11 +133,16 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # no Exception but a BaseException, raised on every rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"rank {rank}: {str(cause) or type(cause).__name__}") from error
+        raise RuntimeError(_cause(error)) from error
     if optimizer is not None:
         _restore_rng(tensors)
     return run
+
+
+def _cause(error: CheckpointException) -> str:
+    """The first rank's reason, in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
 
 
 def read_run_state(path: Path) -> RunState:

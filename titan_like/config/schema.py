@@ -169,7 +169,8 @@ class Metrics(Section):
     wandb: bool = Field(False, description="log to Weights & Biases")
     wandb_project: str = Field("titan_like", description="wandb project")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
-        "auto", description="auto is online when a wandb key is configured and offline otherwise"
+        "auto",
+        description="auto is what WANDB_MODE says, else online when a wandb key is configured and offline otherwise",
     )
 
 
@@ -178,8 +179,8 @@ class Health(Section):
 
     skip_nonfinite: bool = Field(
         True,
-        description="skip the update of a step whose gradient norm is not finite; false stops the run (float16's "
-        "loss scaling always skips)",
+        description="skip the update of a step whose gradient norm is not finite; false stops the run (gradients that "
+        "overflow float16 are always skipped)",
     )
 
 

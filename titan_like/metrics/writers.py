@@ -8,7 +8,7 @@ import netrc
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
@@ -111,8 +111,12 @@ class WandbWriter:
     def __init__(self, config: JobConfig, folder: Path) -> None:
         import wandb
 
-        mode = config.metrics.wandb_mode
-        if mode == "auto":
+        mode: Literal["online", "offline"] | None
+        if config.metrics.wandb_mode != "auto":
+            mode = config.metrics.wandb_mode
+        elif "WANDB_MODE" in os.environ:
+            mode = None  # wandb reads it itself
+        else:
             mode = "online" if _wandb_key_configured() else "offline"
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]

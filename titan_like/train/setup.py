@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps, read_run_state
+from titan_like.checkpoint.compatible import check_compatible
+from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
@@ -119,20 +120,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
     for step in steps[-1:] if wanted is None else [wanted]:
-        try:
-            state = read_run_state(checkpoint_path(folder, step))
-            saved, family = state.model, state.config["model"]["family"]
-        except (OSError, ValueError, TypeError, KeyError):  # damaged: the trainer reports it, uses the one before
-            continue
-        if family != config.model.family:
-            problem = f"{checkpoint_path(folder, step)} was saved with {family}; keep it or use another folder"
-            raise ConfigError("model.family", config.model.family, problem)
-        for field, value in model.model_dump(mode="json").items():
-            if saved.get(field) != value and field != "dropout":
-                problem = (
-                    f"{checkpoint_path(folder, step)} was saved with {saved.get(field)}; keep it or use another folder"
-                )
-                raise ConfigError(f"model {field}", value, problem)
+        check_compatible(checkpoint_path(folder, step), config, model)
 
 
 def _open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
