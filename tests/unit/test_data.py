@@ -229,14 +229,16 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def test_loader_yields_the_sampler_s_batches_and_ends():
-    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), num_workers=0, pin_memory=False)
+    loader = BackgroundLoader(
+        Numbers(), GlobalSampler(0, 2, 0, 1, last_sample=40), num_workers=0, device=torch.device("cpu")
+    )
     assert torch.cat(list(loader)).tolist() == list(range(40))
     assert list(loader) == []  # and stays ended
     loader.close()
 
 
 def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
-    loader = BackgroundLoader(Numbers(bad=5), GlobalSampler(0, 2, 0, 1), num_workers=0, pin_memory=False)
+    loader = BackgroundLoader(Numbers(bad=5), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"))
     assert next(loader).tolist() == [0, 1]
     assert next(loader).tolist() == [2, 3]
     for _ in range(2):  # asked again, it fails again instead of waiting for ever
@@ -247,7 +249,7 @@ def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
 
 def test_closing_a_full_loader_ends_its_thread():
     before = set(threading.enumerate())
-    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1), num_workers=0, pin_memory=False, depth=2)
+    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"), depth=2)
     assert next(loader).tolist() == [0, 1]
     assert set(threading.enumerate()) - before
     loader.close()

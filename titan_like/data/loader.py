@@ -40,15 +40,21 @@ class BackgroundLoader:
     """Iterates over microbatches [micro_batch, 2, seq] that a thread (or worker processes) prepares ahead."""
 
     def __init__(
-        self, dataset: Dataset[torch.Tensor], sampler: GlobalSampler, num_workers: int, pin_memory: bool, depth: int = 8
+        self,
+        dataset: Dataset[torch.Tensor],
+        sampler: GlobalSampler,
+        num_workers: int,
+        device: torch.device,
+        depth: int = 8,
     ) -> None:
+        self._device = device  # that batches will be copied to; a GPU copies faster from pinned memory
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
             self._loader = StatefulDataLoader(
                 dataset,
                 batch_sampler=sampler,
                 num_workers=num_workers,
-                pin_memory=pin_memory,
+                pin_memory=device.type == "cuda",
                 generator=torch.Generator(),  # it draws a seed, which must not come from the generator of dropout
             )
         self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
@@ -73,6 +79,8 @@ class BackgroundLoader:
 
     def _fill(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread begins on GPU 0, and pinning would start a context there
             for batch in self._loader:
                 if not self._put(batch):
                     return

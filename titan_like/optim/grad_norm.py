@@ -22,7 +22,7 @@ def global_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
 
 def count_zeros(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, over all ranks."""
-    return _sum_over_shards(parameters, lambda gs: sum(((g == 0).sum() for g in gs), torch.zeros(())).float())
+    return _sum_over_shards(parameters, lambda gradients: torch.stack([(g == 0).sum() for g in gradients]).sum())
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -189,7 +189,7 @@ class Trainer:
         sampler = GlobalSampler(
             0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
         )
-        data = BackgroundLoader(dataset, sampler, config.data.num_workers, self.run.device.type == "cuda")
+        data = BackgroundLoader(dataset, sampler, config.data.num_workers, self.run.device)
         total = torch.zeros(2, device=self.run.device)  # summed loss, valid tokens
         self.model.eval()
         for batch in data:
@@ -247,8 +247,7 @@ class Trainer:
     def _load_data(self) -> BackgroundLoader:
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
-        pin = self.run.device.type == "cuda"
-        return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, pin)
+        return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, self.run.device)
 
     def _sum_over_ranks(self, value: torch.Tensor) -> None:
         """Sum in place over the processes that see different samples."""
