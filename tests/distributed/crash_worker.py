@@ -124,9 +124,11 @@ def reference(rank: int, folder: Path, path: Path, settings: dict[str, Any]) -> 
 def train(rank: int, folder: Path, dump: Path, settings: dict[str, Any], death: Death | None = None) -> None:
     """Train (or resume) in ``dump``; append the step and the digest that the run starts from to resumed.jsonl."""
     if death and death.step == 0:
-        operations = die_in(dump / "checkpoint", death)
+        operations = die_in(dump / "checkpoint", death) if rank == death.rank else []
         build(folder, dump, settings)
-        survived(dump, operations)
+        if rank == death.rank:
+            survived(dump, operations)
+        signal.pause()  # until the job is killed with the rank that died
     trainer = build(folder, dump, settings, MortalTrainer)
     trainer.death = death
     if trainer.step:

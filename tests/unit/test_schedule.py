@@ -168,7 +168,7 @@ def check(*argv, data_parallel=1):
         ),
         (
             ["training.steps=9", "lr_scheduler.decay=wsd", "lr_scheduler.decay_steps=10"],
-            ["lr_scheduler.decay_steps = 10", "9 steps"],
+            ["lr_scheduler.decay_steps = 10", "at most 9"],
         ),
         (["training.steps=9", "optimizer.betas=[0.9, 1.0]"], ["optimizer.betas", "below 1"]),
     ],
