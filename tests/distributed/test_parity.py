@@ -1,9 +1,13 @@
 """Every layout computes the same training as one process.
 
 Held to account: the gradient norm before clipping, every parameter's gradient of the first step, and every weight
-after 20 steps. In float32 one process is itself 8e-7 away from a float64 run in its gradients; AdamW divides small
-gradients by their own size, so its weights after 20 steps are 5e-5 away, and plain SGD's 5e-7
+after 20 steps. In float32 one process is itself up to 8e-7 away from a float64 run in its gradients; AdamW divides
+small gradients by their own size, so its weights after 20 steps are 2e-5 away, and plain SGD's 5e-7
 (`test_tolerances_are_float32_rounding` measures both). Different summation orders may differ by as much.
+
+One thing is left out of the weights: the biases of GPT's keys. Softmax does not change when all its inputs move
+together, so their gradient is zero (`test_key_biases_have_no_gradient`, in float64), and what float32 computes is
+rounding, which AdamW scales up to whole steps.
 """
 
 from __future__ import annotations
@@ -105,6 +109,18 @@ def worst(values: dict[str, torch.Tensor], references: dict[str, torch.Tensor]) 
     return max((relative(values[name], references[name]), name) for name in references)
 
 
+def key_biases(qkv_bias: torch.Tensor) -> torch.Tensor:
+    """Of GPT's fused bias, ordered [head, (query, key, value), head_dim]; four heads in the debug model."""
+    return qkv_bias.view(4, 3, -1)[:, 1]
+
+
+def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: weight.view(4, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
+        for name, weight in weights.items()
+    }
+
+
 @pytest.mark.parametrize("case", [*ONE_PROCESS, *PARALLEL], ids=lambda case: case.name)
 def test_same_training_as_one_process(results: dict[str, Result], case: Case) -> None:
     result, reference = results[case.name], results[case.name.split(" | ")[0]]
@@ -112,7 +128,8 @@ def test_same_training_as_one_process(results: dict[str, Result], case: Case) ->
     assert result.losses == pytest.approx(reference.losses, rel=1e-6)
     assert result.grad_norms == pytest.approx(reference.grad_norms, rel=GRADIENT_TOLERANCE)
     assert worst(result.gradients, reference.gradients) <= (GRADIENT_TOLERANCE, "")
-    assert worst(result.weights, reference.weights) <= (WEIGHT_TOLERANCE[optimizer], "")
+    weights, expected = without_key_biases(result.weights), without_key_biases(reference.weights)
+    assert worst(weights, expected) <= (WEIGHT_TOLERANCE[optimizer], "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,9 +137,15 @@ def test_same_training_as_one_process(results: dict[str, Result], case: Case) ->
 def test_tolerances_are_float32_rounding(results: dict[str, Result], family: str, optimizer: str) -> None:
     single, exact = results[f"{family} {optimizer}"], results[f"{family} {optimizer} float64"]
     gradient_error, _ = worst(single.gradients, exact.gradients)
-    weight_error, _ = worst(single.weights, exact.weights)
+    weight_error, _ = worst(without_key_biases(single.weights), without_key_biases(exact.weights))
     assert 1e-8 < gradient_error < GRADIENT_TOLERANCE
     assert 1e-8 < weight_error < WEIGHT_TOLERANCE[optimizer]
+
+
+def test_key_biases_have_no_gradient(results: dict[str, Result]) -> None:
+    for name, gradient in results["gpt adamw float64"].gradients.items():
+        if name.endswith("qkv.bias"):
+            assert key_biases(gradient).norm() < 1e-12 * gradient.norm(), name
 
 
 def test_training_learned_something(results: dict[str, Result]) -> None:

@@ -199,3 +199,10 @@ def test_shard_degree_takes_what_the_other_degrees_leave(overrides, world_size, 
     layout = resolve_layout(parallelism, world_size)
     assert (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor) == expected
     assert layout.data_parallel == expected[1] * expected[2]
+
+
+def test_none_on_the_command_line_unsets_what_the_file_sets(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 5\n")
+    argv = [f"--job.config_file={tmp_path}/run.toml", "--training.steps", "none", "--training.tokens=4096"]
+    training = load_config(argv).training
+    assert (training.steps, training.tokens) == (None, 4096)

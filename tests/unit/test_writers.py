@@ -100,7 +100,8 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert path.read_text() == "".join(before[:start])  # byte for byte
     write_all(writer, [record(start + 1)])
     assert [line["step"] for line in read_lines(path)] == [*range(1, min(start, 5) + 1), start + 1]
-    assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
+    aside = ["metrics.previous.jsonl"] if start == 0 else []  # a run that starts anew loses nothing
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["metrics.jsonl", *aside]
 
 
 def test_whole_last_line_without_its_newline_is_torn(tmp_path):
@@ -196,7 +197,7 @@ def wandb_config(mode, **metrics):
 
 @pytest.mark.parametrize("mode", ["offline", "auto"])
 def test_wandb_has_the_same_keys_and_values_and_stays_offline(tmp_path, no_key, mode):
-    write_all(WandbWriter(wandb_config(mode), tmp_path))
+    write_all(WandbWriter(wandb_config(mode), tmp_path, 0))
     ids, found = wandb_history(tmp_path)
     assert len(ids) == 1
     assert list(found) == [1, 2, 3]
@@ -207,9 +208,9 @@ def test_wandb_has_the_same_keys_and_values_and_stays_offline(tmp_path, no_key, 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path, no_key):
     config = wandb_config("offline", wandb_project="elsewhere")
-    write_all(WandbWriter(config, tmp_path), [record(1), record(2)])
+    write_all(WandbWriter(config, tmp_path, 0), [record(1), record(2)])
     first_id = (tmp_path / "wandb_run_id").read_text()
-    write_all(WandbWriter(config, tmp_path), [record(3)])
+    write_all(WandbWriter(config, tmp_path, 2), [record(3)])
     ids, found = wandb_history(tmp_path)
     assert ids == {first_id}
     assert list(found) == [1, 2, 3]
@@ -237,7 +238,7 @@ def test_wandb_is_online_only_with_a_key(tmp_path, no_key, monkeypatch, key, mod
     monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["mode"]))
     config = wandb_config(mode)
     check_wandb(config.metrics)
-    WandbWriter(config, tmp_path)
+    WandbWriter(config, tmp_path, 0)
     assert asked == [expected]
 
 

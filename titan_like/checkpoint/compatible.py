@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from titan_like.checkpoint.manager import read_run_state
+from titan_like.checkpoint.manager import RunState, read_run_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 
 _MAY_CHANGE = {"dropout"}
+# The optimizer's state is of one kind, and the data cursor means the same samples only for the same data and order.
+_MUST_STAY = [
+    ("optimizer", "name"),
+    ("job", "seed"),
+    ("training", "seq_len"),
+    ("data", "dataset"),
+    ("data", "paths"),
+    ("data", "split"),
+    ("data", "tokenizer"),
+]
 
 
-def check_compatible(path: Path, config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a checkpoint of another model or another kind of optimizer. A damaged one passes: loading will tell.
+def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) -> None:
+    """Refuse a checkpoint of another model. A damaged one passes: loading will tell.
 
     Raises:
         ConfigError: the first difference.
     """
+    state = _readable_state(path)
+    if state is None:
+        return
+    _compare(path, [("model.family", config.model.family, state.config["model"]["family"])])
+    shape = model.model_dump(mode="json")
+    _compare(path, [(f"model.overrides.{k}", v, state.model.get(k)) for k, v in shape.items() if k not in _MAY_CHANGE])
+
+
+def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> None:
+    """Refuse to resume a checkpoint of another model, optimizer or data. A damaged one passes: loading will tell.
+
+    Raises:
+        ConfigError: the first difference.
+    """
+    check_same_model(path, config, model)
+    state = _readable_state(path)
+    if state is not None:
+        now, then = config.model_dump(mode="json"), state.config
+        _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
+
+
+def _readable_state(path: Path) -> RunState | None:
     try:
         state = read_run_state(path)
-        saved_shape = dict(state.model)
-        differences = [
-            ("model.family", config.model.family, state.config["model"]["family"]),
-            ("optimizer.name", config.optimizer.name, state.config["optimizer"]["name"]),
+        tables = [
+            state.model,
+            *(state.config[section] for section in ("model", "job", "data", "training", "optimizer")),
         ]
     except (OSError, ValueError, TypeError, KeyError):
-        return
-    shape = model.model_dump(mode="json")
-    differences[1:1] = [
-        (f"model.overrides.{field}", value, saved_shape.get(field))
-        for field, value in shape.items()
-        if field not in _MAY_CHANGE
-    ]
+        return None
+    return state if all(isinstance(table, dict) for table in tables) and "family" in state.config["model"] else None
+
+
+def _compare(path: Path, differences: list[tuple[str, Any, Any]]) -> None:
     for key, value, saved in differences:
         if value != saved:
             raise ConfigError(key, value, f"{path} was saved with {saved}; keep that, or name another folder")

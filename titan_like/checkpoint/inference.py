@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.compatible import check_compatible
+from titan_like.checkpoint.compatible import check_same_model
 from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps, load_checkpoint
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
@@ -31,7 +31,7 @@ def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transfo
         raise ConfigError("checkpoint.folder", str(folder), problem)
     path = checkpoint_path(folder, steps[-1] if wanted is None else wanted)
     shape = model_config(config.model)
-    check_compatible(path, config, shape)
+    check_same_model(path, config, shape)
     with torch.device("meta"):
         model = build_model(shape, config.model.family)
     model.to_empty(device=device)

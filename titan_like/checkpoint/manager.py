@@ -122,9 +122,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """
     run = read_run_state(path)
     reader = TensorReader(path)
+    stored = reader.read_metadata().state_dict_metadata  # here, for its own error: torch's loading hides it
     tensors = model_tensors(model)
     if optimizer is not None:
-        stored = reader.read_metadata().state_dict_metadata
         optimizer.state.clear()
         if run.step > run.skipped_steps:  # before the first update there is no state
             materialise_optimizer_state(optimizer)
@@ -137,6 +137,16 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     if optimizer is not None:
         _restore_rng(tensors)
     return run
+
+
+def unreadable(path: Path) -> str | None:
+    """Why this process cannot read what describes a checkpoint; None where it can. Tensors are not read."""
+    try:
+        read_run_state(path)
+        TensorReader(path).read_metadata()
+    except Exception as error:  # whatever a damaged file raises
+        return str(error).strip() or type(error).__name__
+    return None
 
 
 def _cause(error: CheckpointException) -> str:

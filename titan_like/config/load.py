@@ -55,6 +55,9 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """
     try:
         code = command(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
     except (ConfigError, RunError) as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
@@ -87,7 +90,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
     """``--section.key value`` and ``--section.key=value`` → {"section.key": value}.
 
     Values are read as TOML where they are TOML (numbers, booleans, lists, tables) and as plain strings elsewhere.
-    A key without a value is true; several values make a list.
+    A key without a value is true; several values make a list; none unsets a key that has no value by default.
 
     Raises:
         ConfigError: a word that belongs to no key, a malformed or an unknown key.
@@ -96,6 +99,9 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
     for dotted, values in _grouped(argv):
         annotation = _annotation_of(dotted, values)
         wants_text = annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
+        if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
+            overrides[dotted] = None
+            continue
         parsed = [value if wants_text and not value.startswith("[") else _parse_value(value) for value in values]
         overrides[dotted] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
     return overrides

@@ -36,7 +36,7 @@ def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
     if config.metrics.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
     if config.metrics.wandb:
-        writers.append(WandbWriter(config, folder))
+        writers.append(WandbWriter(config, folder, start_step))
     return writers
 
 
@@ -52,9 +52,14 @@ def check_wandb(metrics: Metrics) -> None:
 
 
 class JsonLinesWriter:
-    """One JSON object a line; not-a-number and infinity, which JSON lacks, become null."""
+    """One JSON object a line; not-a-number and infinity, which JSON lacks, become null.
+
+    A run that starts anew puts an earlier run's file aside as metrics.previous.jsonl.
+    """
 
     def __init__(self, path: Path, start_step: int) -> None:
+        if start_step == 0 and path.exists():  # another run's
+            os.replace(path, path.with_name("metrics.previous.jsonl"))
         kept = _lines_up_to(path, start_step) if path.exists() else []
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text("".join(kept), encoding="utf-8")
@@ -108,7 +113,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """One wandb run per dump folder; a resumed job goes on in the same run."""
 
-    def __init__(self, config: JobConfig, folder: Path) -> None:
+    def __init__(self, config: JobConfig, folder: Path, start_step: int) -> None:
         import wandb
 
         mode: Literal["online", "offline"] | None
@@ -119,7 +124,7 @@ class WandbWriter:
         else:
             mode = "online" if _wandb_key_configured() else "offline"
         id_file = folder / "wandb_run_id"
-        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
+        run_id = id_file.read_text() if start_step and id_file.exists() else uuid.uuid4().hex[:8]
         id_file.write_text(run_id)
         self._run = wandb.init(
             project=config.metrics.wandb_project,

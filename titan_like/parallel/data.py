@@ -4,7 +4,7 @@ Each transformer layer is one unit of communication; what is outside the layers 
 
 | stage | a rank keeps | per microbatch | per step |
 |---|---|---|---|
-| 0 | everything | | all-reduce gradients |
+| 0 | everything | | all-reduce gradients (in place in float32; through `replicate` below, which keeps a master copy) |
 | 1 | shards of parameters and optimizer state | | all-gather parameters, reduce-scatter gradients |
 | 2 | the same | reduce-scatter gradients | all-gather parameters |
 | 3 | the same | all-gather parameters twice, reduce-scatter gradients | |

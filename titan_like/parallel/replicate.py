@@ -7,7 +7,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 class GradientAllReduce:
@@ -33,9 +32,8 @@ class GradientAllReduce:
         if self._missing[number]:
             return
         gradients = [parameter.grad for parameter in self._units[number] if parameter.grad is not None]
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         with dist._coalescing_manager(self._group, async_ops=True) as unit_in_flight:
-            for gradient in local:
+            for gradient in gradients:
                 dist.all_reduce(gradient, group=self._group)
         self._in_flight.append(unit_in_flight)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.compatible import check_compatible
+from titan_like.checkpoint.compatible import check_same_run
 from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
@@ -55,6 +55,9 @@ def prepare_run(config: JobConfig) -> Run:
     if config.checkpoint.enable:
         _check_writable("checkpoint.folder", folder)
         _check_checkpoints(config, model, folder)
+    elif config.checkpoint.load_step is not None:
+        problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
+        raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
     return Run(
         config=config,
         model=model,
@@ -120,7 +123,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
     for step in steps[-1:] if wanted is None else [wanted]:
-        check_compatible(checkpoint_path(folder, step), config, model)
+        check_same_run(checkpoint_path(folder, step), config, model)
 
 
 def _open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:

@@ -22,6 +22,7 @@ from titan_like.checkpoint.manager import (
     load_checkpoint,
     save_checkpoint,
     sweep,
+    unreadable,
 )
 from titan_like.config.errors import RunError
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -220,13 +221,16 @@ class Trainer:
     def _resume(self) -> None:
         """Go on from the newest checkpoint that loads, naming any that does not."""
         folder, wanted = self.run.checkpoint_folder, self.config.checkpoint.load_step
+        found: list[list[int]] = [[]]
         if dist.get_rank() == 0:
             sweep(folder)
-        dist.barrier()
-        steps = complete_steps(folder) if wanted is None else [wanted]
+            found = [complete_steps(folder) if wanted is None else [wanted]]
+        dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
+        steps = found[0]
         for step in reversed(steps):
             path = checkpoint_path(folder, step)
             try:
+                self._agree(unreadable(path))  # or some would wait for the others in the collective load
                 state = load_checkpoint(path, self.model, self.optimizer)
             except Exception as error:  # whatever a damaged file raises
                 if dist.get_rank() == 0:
@@ -243,6 +247,14 @@ class Trainer:
             if wanted is not None:
                 raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step")
             raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
+
+    def _agree(self, problem: str | None) -> None:
+        """Raise on every rank what any rank found."""
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise RuntimeError(f"rank {rank}: {text}")
 
     def _load_data(self) -> BackgroundLoader:
         config = self.config
@@ -268,10 +280,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
