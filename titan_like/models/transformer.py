@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,37 +10,88 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.init import fill_normal
 
 
+class TiedOutput(nn.Module):
+    """The output matrix of a model whose embedding table it is."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
+        return F.linear(x, table)
+
+
+class PaddingMask(nn.Module):
+    """Logits of tokens that only pad the vocabulary become -inf."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, padded vocab], changed in place."""
+        # Written outside autograd: the gradient of a padding logit is its probability, which is then exactly zero.
+        logits.detach()[..., self.vocab_size :] = float("-inf")
+        return logits
+
+
 class Transformer(nn.Module):
     """Base of the families: embedding → layers → norm → logits over the padded vocabulary.
 
-    Layers live in a ModuleDict, so that a layer keeps its name whichever process holds it.
+    Layers live in a ModuleDict, so that a layer keeps its name whichever process holds it. `keep_stage` makes it one
+    stage of a pipeline.
     """
 
     residual_outputs: tuple[str, ...]  # matrices that write to the residual stream, by the end of their names
+    entry: tuple[str, ...] = ("embedding",)  # modules before the layers
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        self.is_first = self.is_last = True  # whether this part takes tokens, and whether it gives logits
+        self.sequence_shards = 1  # equal parts in which sequences lie between layers, this process holding one
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict()
         self.norm: nn.Module = nn.Identity()
-        untied = not config.tied_embeddings
-        self.output = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False) if untied else None
+        self.output: nn.Module = (
+            TiedOutput()
+            if config.tied_embeddings
+            else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        )
+        self.mask_padding = PaddingMask(config.vocab_size)
 
-    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """tokens [batch, seq] → (hidden states [batch, seq, hidden], what every layer takes besides them)."""
+    def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
+        """Drop what other stages of a pipeline hold. Both ends hold a tied embedding table."""
+        self.is_first, self.is_last = is_first, is_last
+        for name in [name for name in self.layers if int(name) not in layers]:
+            del self.layers[name]
+        keeps_table = is_last and self.config.tied_embeddings
+        for name in () if is_first else self.entry:
+            if name != "embedding" or not keeps_table:
+                delattr(self, name)
+        if not is_last:
+            del self.norm, self.output, self.mask_padding
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
         raise NotImplementedError
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → logits [batch, seq, padded vocab]; padding entries are -inf."""
-        x, extra = self.embed(tokens)
+    def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What every layer takes besides the hidden states."""
+        return ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] → logits [batch, seq, padded vocab]; padding entries are -inf.
+
+        A stage that is not first takes hidden states [batch, seq, hidden], one that is not last gives them.
+        """
+        if self.is_first:
+            x = self.embed(x)
+        inputs = self.layer_inputs(x.shape[1] * self.sequence_shards, x.device)
         for layer in self.layers.values():
-            x = layer(x, *extra)
+            x = layer(x, *inputs)
+        if not self.is_last:
+            return x
         x = self.norm(x)
-        logits = F.linear(x, self.embedding.weight) if self.output is None else self.output(x)
-        # Written outside autograd: the gradient of a padding logit is its probability, which is then exactly zero.
-        logits.detach()[..., self.config.vocab_size :] = float("-inf")
-        return logits
+        logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
+        return self.mask_padding(logits)
 
     def init_weights(self, seed: int) -> None:
         """N(0, init_std); matrices that write to the residual stream are scaled by 1/√(2·layers) (GPT-2);

@@ -70,7 +70,7 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dt
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     units: list[nn.Module] = list(model.layers.values())
-    if model.output is not None:  # a table that only the first layer needs is freed after it
+    if not model.config.tied_embeddings and model.is_first:  # a table that only the first layer needs is freed after it
         units.insert(0, model.embedding)
     for unit in (*units, model):
         if zero_stage == 0:

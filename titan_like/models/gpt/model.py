@@ -36,6 +36,7 @@ class GPT(Transformer):
     """The GPT model."""
 
     residual_outputs = ("attention.proj", "mlp.fc2")
+    entry = ("embedding", "position_embedding")
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -44,10 +45,11 @@ class GPT(Transformer):
         self.layers.update({str(i): GPTLayer(config) for i in range(config.num_layers)})
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
-        x = self.embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]
-        return F.dropout(x, self.dropout, self.training), ()
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position_embedding(positions)
+        return F.dropout(x, self.dropout, self.training)
 
 
 def build(config: GPTConfig) -> GPT:

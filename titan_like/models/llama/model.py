@@ -40,11 +40,15 @@ class Llama(Transformer):
         self.layers.update({str(i): LlamaLayer(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 
-    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden] and the rotary (cos, sin)."""
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
+        return self.embedding(tokens)
+
+    def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The rotary (cos, sin), each [seq, head_dim / 2]."""
         config = self.config
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
-        return self.embedding(tokens), rope_cos_sin(tokens.shape[1], frequencies)
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, device)
+        return rope_cos_sin(seq_len, frequencies)
 
 
 def build(config: LlamaConfig) -> Llama:
