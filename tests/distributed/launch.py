@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +29,6 @@ class Case:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    double: bool = False  # train in float64 (one process only)
 
 
 @dataclass
@@ -64,14 +64,23 @@ def base_config(folder: Path, settings: dict[str, Any]) -> JobConfig:
 
 
 class RecordingTrainer(Trainer):
-    """Keeps the full gradients of the first update."""
+    """Keeps the full gradients of the first update, those of this pipeline rank's stages."""
 
     gradients: dict[str, torch.Tensor] | None = None
 
     def _update(self, grad_norm: float, lr: float) -> None:
         if self.gradients is None:
-            self.gradients = {name: full(p.grad) for name, p in self.model.named_parameters()}
+            self.gradients = by_name((name, p.grad) for name, p in self.model.named_parameters())
         super()._update(grad_norm, lr)
+
+
+def by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole tensors by name. One that is there twice must be the same twice."""
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        value = full(tensor)
+        assert torch.equal(whole.setdefault(name, value), value), f"the copies of {name} differ"
+    return whole
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,17 +88,24 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of every pipeline rank."""
+    group = trainer.mesh["pp"].get_group()
+    stages: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(stages, tensors, group=group)
+    return by_name(item for stage in stages for item in stage.items())
+
+
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
     trainer = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
-    if case.double:
-        trainer.model.double()
     data = trainer._load_data()
     records = [trainer.train_step(data) for _ in range(trainer.run.total_steps)]
     data.close()
     assert trainer.gradients is not None
-    weights = {name: full(p) for name, p in trainer.model.named_parameters()}
-    return Result([r.loss for r in records], [r.grad_norm for r in records], trainer.gradients, weights)
+    weights = by_name(trainer.model.named_parameters())
+    gradients, weights = all_stages(trainer, trainer.gradients), all_stages(trainer, weights)
+    return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)
 
 
 def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Result]:

@@ -35,7 +35,10 @@ def settings(family: str, optimizer: str, **more: object) -> dict[str, object]:
 
 REFERENCES = [
     Case(
-        f"{family} {optimizer}{' float64' * double}", settings(family, optimizer, training__micro_batch_size=16), double
+        f"{family} {optimizer}{' float64' * double}",
+        settings(
+            family, optimizer, training__micro_batch_size=16, training__dtype="float64" if double else "float32"
+        ),
     )
     for family in FAMILIES
     for optimizer in ("adamw", "sgd")

@@ -70,7 +70,7 @@ def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: boo
     data = trainer._load_data()
     records = [trainer.train_step(data).as_dict()]
     before = weights_of(trainer)
-    norm = trainer.model.norm.weight
+    norm = trainer.model.stages[0].module.norm.weight
     element = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()[-1:]
     value = element.clone()
     if rank == trainer.dp_size - 1:

@@ -56,24 +56,25 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> None:
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     trainer = Trainer(prepare_run(base_config(folder, case.settings)))
+    (stage,) = trainer.model.stages
     data = trainer._load_data()
     trainer.train_step(data)  # the optimizer's state exists from here on
-    between = sum(held_bytes(trainer.model, trainer.optimizer).values())
+    between = sum(held_bytes(stage.module, trainer.optimizer).values())
     seen = [between]
 
     def sample(*_: Any) -> None:
-        seen.append(sum(held_bytes(trainer.model, trainer.optimizer).values()))
+        seen.append(sum(held_bytes(stage.module, trainer.optimizer).values()))
 
     def sample_before_reduction(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         # The gradient of a unit's input is complete when its weights' are, and before they are reduced.
         inputs[0].register_hook(sample)
 
-    for layer in trainer.model.layers.values():
+    for layer in stage.module.layers.values():
         layer.register_forward_pre_hook(sample_before_reduction)
         layer.register_forward_hook(sample)
-    for state_changer in ("before_microbatch", "after_backward"):
-        original = getattr(trainer.data_parallel, state_changer)
-        setattr(trainer.data_parallel, state_changer, lambda *a, f=original, **k: (sample(), f(*a, **k)))
+    for state_changer in ("before_backward", "finish"):
+        original = getattr(stage.data_parallel, state_changer)
+        setattr(stage.data_parallel, state_changer, lambda *a, f=original, **k: (sample(), f(*a, **k)))
     trainer.train_step(data)
     with CountCollectives() as collectives:
         trainer.train_step(data)

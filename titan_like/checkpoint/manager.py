@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.config.errors import RunError
 from titan_like.config.schema import JobConfig
+from titan_like.parallel.model import ParallelModel
 
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
@@ -63,7 +64,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: RunState, keep_latest: int = 0
+    folder: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, run: RunState, keep_latest: int = 0
 ) -> Path:
     """Write a checkpoint. Every rank calls it; when it returns, the checkpoint is on disk.
 
@@ -114,7 +115,9 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> RunState:
+def load_checkpoint(
+    path: Path, model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> RunState:
     """Read a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
 
     Random generators are restored where the checkpoint holds this rank's state. Without an optimizer only weights are
@@ -134,9 +137,21 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # no Exception but a BaseException, raised on every rank
         raise RuntimeError(_cause(error)) from error
+    if isinstance(model, ParallelModel):
+        _update_copies(model, optimizer)
     if optimizer is not None:
         _restore_rng(tensors)
     return run
+
+
+@torch.no_grad()
+def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
+    """A table that this process holds twice was read once."""
+    for copy, original in model.copies():
+        copy.copy_(original)
+        if optimizer is not None:
+            for key, value in optimizer.state.get(original, {}).items():
+                optimizer.state[copy][key].copy_(value)
 
 
 def unreadable(path: Path) -> str | None:
@@ -160,18 +175,26 @@ def read_run_state(path: Path) -> RunState:
     return RunState(**json.loads((path / "run.json").read_text(encoding="utf-8")))
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
     """Weights by name; a sharded weight is a DTensor that knows its place in the whole."""
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return {f"model.{name}": parameter.detach() for name, parameter in _by_name(model).items()}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Optimizer state by the name of its parameter."""
     return {
         f"optimizer.{name}.{key}": value
-        for name, parameter in model.named_parameters()
+        for name, parameter in _by_name(model).items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name; of a table's copies the first."""
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        parameters.setdefault(name, parameter)
+    return parameters
 
 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout
+from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 from titan_like.train.batch_size import rampup_batch_sizes, total_steps
 
 
@@ -20,7 +21,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_length(config)
     _check_batches(config, layout)
     _check_sequence(config, model, layout)
-    _check_tensor_parallel(model, layout)
+    _check_tensor_parallel(config, model, layout)
     _check_pipeline(config, model, layout)
     _check_precision(config)
     _check_available(config)
@@ -94,60 +95,62 @@ def _check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout)
         raise ConfigError("training.seq_len", seq_len, f"{problem}; use a multiple of it")
 
 
-def _check_tensor_parallel(model: TransformerConfig, layout: Layout) -> None:
+def _check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
         "ffn_hidden_size": model.ffn_hidden_size,
-        "padded vocab_size": model.padded_vocab_size,
     }
     for name, size in sizes.items():
         if size % layout.tensor:
             problem = f"does not divide the model's {name} ({size}); use a divisor of it"
             raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    if config.parallelism.sequence_parallel and layout.tensor == 1:
+        problem = "shards activations over tensor-parallel processes, and there is one; raise tensor_parallel_degree"
+        raise ConfigError("parallelism.sequence_parallel", True, problem)
 
 
 def _check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    parallelism, pipeline = config.parallelism, layout.pipeline
-    schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
-    single_stage = schedule in ("gpipe", "1f1b")
-    if virtual > 1 and (single_stage or pipeline == 1):
+    section, pipeline = config.parallelism, layout.pipeline
+    schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
+    if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
         problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
         raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
     if pipeline == 1:
+        if section.pipeline_layers is not None:
+            problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
+            raise ConfigError("parallelism.pipeline_layers", section.pipeline_layers, problem)
         return
-    if not single_stage and virtual == 1:
+    if virtual == 1 and schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
         problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
         raise ConfigError("parallelism.pipeline_schedule", schedule, problem)
-    stages = pipeline * virtual
+    if virtual > 2 and schedule in ("zbv_zero_bubble", "dualpipe_v"):
+        problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
+        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
+    stages = pipeline * stages_per_rank(schedule, virtual)
     if stages > model.num_layers:
         problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
         raise ConfigError("parallelism.pipeline_parallel_degree", pipeline, problem)
+    counts = section.pipeline_layers
+    if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
+        problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
+        raise ConfigError("parallelism.pipeline_layers", counts, problem)
     for size in rampup_batch_sizes(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
-        if schedule == "interleaved_1f1b" and microbatches % pipeline:
-            problem = (
-                f"{microbatches} microbatches per step, not a multiple of pipeline_parallel_degree ({pipeline}), "
-                "which interleaved_1f1b needs; change it or micro_batch_size"
-            )
-            raise ConfigError("training.global_batch_size", size, problem)
+        refusal = check_schedule(schedule, pipeline, virtual, microbatches)
+        if refusal is not None:
+            raise ConfigError("training.global_batch_size", size, refusal)
 
 
 def _check_precision(config: JobConfig) -> None:
-    if config.training.dtype == "float32" and config.training.reduce_dtype != "float32":
-        problem = 'gradients of float32 training are summed in float32; set it to "float32" or change training.dtype'
+    dtype = config.training.dtype
+    if dtype in ("float32", "float64") and config.training.reduce_dtype != "float32":
+        problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
         raise ConfigError("training.reduce_dtype", config.training.reduce_dtype, problem)
 
 
 def _check_available(config: JobConfig) -> None:
     """Degrees that the configuration knows and this version cannot run yet."""
-    for key in (
-        "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "expert_parallel_degree",
-    ):
+    for key in ("context_parallel_degree", "expert_parallel_degree"):
         if getattr(config.parallelism, key) > 1:
             raise ConfigError(f"parallelism.{key}", getattr(config.parallelism, key), "not available yet; use 1")
-    if config.parallelism.sequence_parallel:
-        raise ConfigError("parallelism.sequence_parallel", True, "not available yet; use false")

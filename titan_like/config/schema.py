@@ -78,8 +78,10 @@ class Training(Section):
         "global_batch_size over this many samples",
     )
     max_norm: float = Field(1.0, ge=0, description="gradient norm to clip at; 0 does not clip")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="type of compute and of gathered weights; master weights are always float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        "float32",
+        description="type of compute and of gathered weights; master weights are float32. float64, in everything, is "
+        "for exact comparisons",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="type in which gradients are summed over ranks and microbatches"
@@ -122,9 +124,16 @@ class Parallelism(Section):
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
     pipeline_parallel_degree: int = Field(1, gt=0, description="groups of processes that hold consecutive layers")
     pipeline_schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
     ] = Field("1f1b", description="order of the pipeline's forward and backward passes")
-    virtual_stages_per_rank: int = Field(1, gt=0, description="model chunks per pipeline rank (interleaving)")
+    virtual_stages_per_rank: int = Field(
+        1,
+        gt=0,
+        description="stages per pipeline rank, for interleaved schedules; zbv_zero_bubble and dualpipe_v have 2",
+    )
+    pipeline_layers: list[int] | None = Field(
+        None, description="layers of each stage, first to last (default: balanced, the output matrix counted in)"
+    )
     context_parallel_degree: int = Field(1, gt=0, description="processes that share each sequence")
     expert_parallel_degree: int = Field(1, gt=0, description="processes that share a layer's experts")
     data_parallel_replicate_degree: int = Field(1, gt=0, description="full replicas of the ZeRO-sharded group")

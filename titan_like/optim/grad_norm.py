@@ -9,20 +9,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of every gradient, as plain tensors that share its memory."""
     gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def global_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank."""
-    return _sum_over_shards(parameters, _sum_of_squares).sqrt()
+def global_grad_norm(parameters: Iterable[torch.Tensor], pipeline: dist.ProcessGroup) -> torch.Tensor:
+    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank.
+
+    ``parameters`` of all ranks of the ``pipeline`` group together have each parameter of the model once.
+    """
+    return _sum_over_shards(parameters, pipeline, _sum_of_squares).sqrt()
 
 
-def count_zeros(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+def count_zeros(parameters: Iterable[torch.Tensor], pipeline: dist.ProcessGroup) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, over all ranks."""
-    return _sum_over_shards(parameters, lambda gradients: torch.stack([(g == 0).sum() for g in gradients]).sum())
+    return _sum_over_shards(parameters, pipeline, lambda parts: torch.stack([(g == 0).sum() for g in parts]).sum())
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -30,17 +33,24 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_over_shards(
-    parameters: Iterable[torch.nn.Parameter], reduce_local: Callable[[list[torch.Tensor]], torch.Tensor]
+    parameters: Iterable[torch.Tensor],
+    pipeline: dist.ProcessGroup,
+    reduce_local: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> torch.Tensor:
-    """Reduce the local gradients, then sum over exactly those process groups that they are sharded over."""
+    """Reduce the local gradients, sum over exactly those process groups that they are sharded over, then over stages.
+
+    The groups are summed in an order that is equal on all ranks.
+    """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:
-            continue
+        assert gradient is not None, "a parameter received no gradient"
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
+            assert isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements, (
+                "a gradient is split unlike its parameter"
+            )
             groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
             gradient = gradient.to_local()
         by_groups.setdefault(groups, []).append(gradient)
@@ -51,4 +61,6 @@ def _sum_over_shards(
             dist.all_reduce(part, group=group)
         total = part if total is None else total + part
     assert total is not None, "no parameter has a gradient"
+    if dist.get_world_size(pipeline) > 1:
+        dist.all_reduce(total, group=pipeline)
     return total

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
     """AdamW or plain SGD; weight decay applies to matrices and embeddings, not to biases and norms."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

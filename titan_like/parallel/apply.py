@@ -1,4 +1,8 @@
-"""One recipe from configuration to a model ready to train."""
+"""One recipe from configuration to a model ready to train.
+
+In this order: cut into pipeline stages, split tensors, activation checkpointing, compile, data parallelism, allocate
+this process's part, initialise it.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,81 @@ from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.model import ParallelModel, Stage
+from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
+
+
+def build_pipeline(
+    config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
+) -> Pipeline:
+    """This process's stages, initialised, and the schedule that runs them."""
+    shape = pipeline_shape(config)
+    model = build_parallel_model(config, model_config, mesh, device)
+    model.init_weights(config.job.seed)
+    training, parallelism = config.training, config.parallelism
+    sequence_shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
+    hidden_shape = training.micro_batch_size, training.seq_len // sequence_shards, model_config.hidden_size
+    return Pipeline(model, shape, mesh["pp"].get_group(), hidden_shape, getattr(torch, training.dtype), device)
+
+
+def pipeline_shape(config: JobConfig) -> PipelineShape:
+    """The schedule that a configuration asks for; one process runs each microbatch through at once."""
+    section = config.parallelism
+    if section.pipeline_parallel_degree == 1:
+        return PipelineShape("1f1b", 1, 1)
+    return PipelineShape(section.pipeline_schedule, section.pipeline_parallel_degree, section.virtual_stages_per_rank)
 
 
 def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
-) -> tuple[Transformer, DataParallel]:
-    """Build on the meta device, apply every parallelism in order, allocate this rank's part, initialise it."""
+) -> ParallelModel:
+    """This process's stages, allocated and not yet initialised."""
+    ranks = pipeline_shape(config).ranks
+    here = mesh["pp"].get_local_rank()
+    splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
+    stages = [
+        build_stage(config, model_config, mesh, device, index, splits[index])
+        for index, rank in enumerate(ranks)
+        if rank == here
+    ]
+    return ParallelModel(stages)
+
+
+def build_stage(
+    config: JobConfig,
+    model_config: TransformerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    index: int,
+    split: StageLayers,
+) -> Stage:
+    """Build one stage on the meta device, apply every parallelism in order, allocate this process's part of it."""
+    section = config.parallelism
+    dtype = getattr(torch, config.training.dtype)
+    # Master weights are float32; float64 training, for exact comparisons, has them in float64.
     with torch.device("meta"):
-        model = build_model(model_config, config.model.family)
-    apply_activation_checkpoint(model, config.activation_checkpoint)
+        module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
+    module.keep_stage(split.layers, split.is_first, split.is_last)
+    if section.tensor_parallel_degree > 1:
+        from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
+
+        apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
+    apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
-        for layer in model.layers.values():  # whole layers: communication hooks stay outside the graph
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
-    if config.parallelism.zero_stage == 0:  # hooks on parameters: those must exist
-        model.to_empty(device=device)
-    dtypes = getattr(torch, config.training.dtype), getattr(torch, config.training.reduce_dtype)
-    data_parallel = DataParallel(model, mesh, config.parallelism.zero_stage, *dtypes)
-    if config.parallelism.zero_stage > 0:  # only this rank's shards are ever allocated
-        model.to_empty(device=device)
-    model.init_weights(config.job.seed)
-    return model, data_parallel
+        compile_layers(module)
+        if section.tensor_parallel_degree > 1 and device.type == "cuda":
+            enable_async_tensor_parallel(mesh["tp"])
+    if section.zero_stage == 0:  # hooks on parameters: those must exist
+        module.to_empty(device=device)
+    reduce_dtype = getattr(torch, config.training.reduce_dtype)
+    data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
+    if section.zero_stage > 0:  # only this process's shards are ever allocated
+        module.to_empty(device=device)
+    return Stage(index, module, data_parallel)
+
+
+def compile_layers(module: Transformer) -> None:
+    """Compile whole layers: communication hooks of data parallelism stay outside the graph."""
+    for layer in module.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -24,10 +24,10 @@ from titan_like.parallel.replicate import GradientAllReduce
 
 
 class DataParallel:
-    """A model whose gradients become sums over the data-parallel ranks. Changes the model in place.
+    """A model, or one stage of it, whose gradients become sums over data-parallel ranks. Changes the model in place.
 
     With more than one rank or a compute type below float32, master weights stay float32 and gradients are summed in
-    ``reduce_dtype``. One process in float32 needs nothing and is left as it is.
+    ``reduce_dtype``. One process in float32 (or float64) needs nothing and is left as it is.
     """
 
     def __init__(
@@ -36,26 +36,59 @@ class DataParallel:
         self.model = model
         self.zero_stage = zero_stage
         self._all_reduce: GradientAllReduce | None = None
-        if dtype != torch.float32 or (zero_stage > 0 and mesh.size() > 1):
-            _wrap(model, mesh, zero_stage, dtype, reduce_dtype)
-        elif mesh.size() > 1:
+        size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+        full_precision = dtype in (torch.float32, torch.float64)
+        if not full_precision or (zero_stage > 0 and size > 1):
+            policy = MixedPrecisionPolicy(
+                param_dtype=None if full_precision else dtype,
+                reduce_dtype=None if full_precision else reduce_dtype,
+                cast_forward_inputs=False,  # a rotary table or a mask is float32 on purpose
+            )
+            _wrap(model, mesh, zero_stage, policy)
+        elif size > 1:
             units = [list(unit.parameters()) for unit in model.layers.values()]
             in_layers = {id(parameter) for unit in units for parameter in unit}
-            units.append([parameter for parameter in model.parameters() if id(parameter) not in in_layers])
+            outside = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
+            units += [outside] if outside else []
             self._all_reduce = GradientAllReduce(units, data_parallel_mesh(mesh).get_group())
 
-    def before_microbatch(self, is_last: bool) -> None:
-        """Say, before a microbatch's forward pass, what its backward pass communicates and frees."""
+    def before_backward(self, is_last: bool) -> None:
+        """Say, before a microbatch's backward pass, what it communicates and frees; ``is_last`` of the step."""
         if self._all_reduce is not None:
             self._all_reduce.enabled = is_last
-        if isinstance(self.model, FSDPModule):
-            self.model.set_is_last_backward(is_last)
-            self.model.set_requires_gradient_sync(is_last or self.zero_stage >= 2)
-            self.model.set_requires_all_reduce(is_last)  # replicas are summed once per step
-            self.model.set_reshard_after_backward(is_last or self.zero_stage == 3)
+        self._set(
+            is_last=is_last,
+            reduces=is_last or self.zero_stage >= 2,
+            frees=is_last or self.zero_stage == 3,
+        )
 
-    def after_backward(self) -> None:
-        """After the last microbatch: gradients are complete when this returns."""
+    def before_split_backward(self) -> None:
+        """Before a backward pass for inputs only, or one for weights only: gather weights, communicate nothing.
+
+        FSDP2 takes the end of the first for the end of the whole, so `reduce_gradients` does its part after the second.
+        """
+        if self._all_reduce is not None:
+            self._all_reduce.enabled = False
+        self._set(is_last=False, reduces=False, frees=False)
+        for module in sharded_modules(self.model):
+            module.unshard()
+
+    def reduce_gradients(self, is_last: bool) -> None:
+        """After a backward pass for weights only."""
+        if self._all_reduce is not None and is_last:
+            self._all_reduce.start_all()
+        if not isinstance(self.model, FSDPModule):
+            return
+        self.before_backward(is_last)
+        composable = replicate if isinstance(self.model, ReplicateModule) else fully_shard
+        state = composable.state(self.model)  # type: ignore[attr-defined]
+        for module_state in state._state_ctx.all_states:
+            for group in _parameter_groups(module_state):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def finish(self) -> None:
+        """After the last backward pass of a step: gradients are complete when this returns."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
@@ -64,13 +97,19 @@ class DataParallel:
         for module in sharded_modules(self.model):
             module.reshard()
 
+    def _set(self, is_last: bool, reduces: bool, frees: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(is_last)
+            self.model.set_requires_gradient_sync(reduces)
+            self.model.set_requires_all_reduce(is_last)  # replicas are summed once per step
+            self.model.set_reshard_after_backward(frees)
 
-def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    # Inputs are not cast: a rotary table or a mask is float32 on purpose.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPrecisionPolicy) -> None:
+    replicated = mesh["dp_replicate"].size() > 1
+    shard_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
     units: list[nn.Module] = list(model.layers.values())
-    if not model.config.tied_embeddings and model.is_first:  # a table that only the first layer needs is freed after it
+    if model.is_first and not model.config.tied_embeddings:  # a table that only the first layer needs is freed after it
         units.insert(0, model.embedding)
     for unit in (*units, model):
         if zero_stage == 0:
@@ -88,3 +127,11 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dt
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The units of communication of a wrapped model, root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _parameter_groups(state: object) -> list:
+    """The groups of one unit: torch 2.11 has at most one, later versions a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # type: ignore[attr-defined]
+    return [] if group is None else [group]

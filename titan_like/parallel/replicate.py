@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class GradientAllReduce:
@@ -29,12 +30,21 @@ class GradientAllReduce:
         if not self.enabled:
             return
         self._missing[number] -= 1
-        if self._missing[number]:
-            return
-        gradients = [parameter.grad for parameter in self._units[number] if parameter.grad is not None]
+        if self._missing[number] == 0:
+            self._start(number)
+
+    def start_all(self) -> None:
+        """Sum every unit now, where gradients did not come from a backward pass that runs hooks."""
+        for number in reversed(range(len(self._units))):
+            self._missing[number] = 0
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        gradients = [parameter.grad for parameter in self._units[number]]
         with dist._coalescing_manager(self._group, async_ops=True) as unit_in_flight:
             for gradient in gradients:
-                dist.all_reduce(gradient, group=self._group)
+                assert gradient is not None
+                dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._group)
         self._in_flight.append(unit_in_flight)
 
     def wait(self) -> None:

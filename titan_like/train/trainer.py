@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.manager import (
     RunState,
@@ -25,6 +26,7 @@ from titan_like.checkpoint.manager import (
     unreadable,
 )
 from titan_like.config.errors import RunError
+from titan_like.config.schema import Parallelism
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -35,8 +37,9 @@ from titan_like.optim.grad_norm import count_zeros, global_grad_norm, local_grad
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import lr_factor
-from titan_like.parallel.apply import build_parallel_model
+from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.tied import sum_table_gradients
 from titan_like.train.batch_size import global_batch_size_at
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
 from titan_like.train.setup import Run
@@ -48,13 +51,15 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = config = run.config
-        self.mesh = build_mesh(run.layout, run.device.type)
-        dp_mesh = data_parallel_mesh(self.mesh)
+        self.mesh = mesh = build_mesh(run.layout, run.device.type)
+        dp_mesh = data_parallel_mesh(mesh)
         self.dp_group, self.dp_rank, self.dp_size = dp_mesh.get_group(), dp_mesh.get_local_rank(), dp_mesh.size()
 
-        seed_everything(config.job.seed + self.dp_rank, config.job.deterministic)  # dropout differs between ranks
-        self.model, self.data_parallel = build_parallel_model(config, run.model, self.mesh, run.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
+        self.pipeline = build_pipeline(config, run.model, mesh, run.device)
+        self.model = self.pipeline.model
+        self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.scaler = LossScaler() if config.training.dtype == "float16" else LossScaler(scale=1.0)
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         if config.checkpoint.enable:
@@ -113,21 +118,24 @@ class Trainer:
 
         # The loss is the mean over the valid tokens of the global batch: count them first, divide once.
         num_tokens = torch.stack([(batch[:, 1] != IGNORED_LABEL).sum() for batch in batches]).sum()
-        self._sum_over_ranks(num_tokens)
+        if self.dp_size > 1:
+            dist.all_reduce(num_tokens, group=self.dp_group)
 
-        loss = torch.zeros((), device=device)
-        for i, batch in enumerate(batches):
-            tokens, labels = batch.unbind(1)  # each [micro_batch, seq]
-            self.data_parallel.before_microbatch(is_last=i == num_microbatches - 1)
-            micro_loss = summed_cross_entropy(self.model(tokens), labels) / num_tokens
-            (micro_loss * self.scaler.scale).backward()
-            loss += micro_loss.detach()
-        self.data_parallel.after_backward()
-        self._sum_over_ranks(loss)
+        loss = torch.zeros((), device=device, dtype=self.loss_dtype)
 
-        grad_norm = global_grad_norm(self.model.parameters()) / self.scaler.scale
+        def scaled_loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            micro_loss = summed_cross_entropy(logits, batches[microbatch][:, 1]) / num_tokens
+            loss.add_(micro_loss.detach())
+            return micro_loss * self.scaler.scale
+
+        self.pipeline.forward_backward([batch[:, 0] for batch in batches], scaled_loss)
+        self._sum_table_gradients()
+        self._sum_over_samples(loss)
+
+        pipeline_group = self.mesh["pp"].get_group()
+        grad_norm = global_grad_norm(self.model.counted_parameters(), pipeline_group) / self.scaler.scale
         logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
-        num_zeros = count_zeros(self.model.parameters()).item() if logs else None
+        num_zeros = count_zeros(self.model.counted_parameters(), pipeline_group).item() if logs else None
         loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
 
         lr = config.optimizer.lr * lr_factor(
@@ -191,16 +199,22 @@ class Trainer:
             0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
         )
         data = BackgroundLoader(dataset, sampler, config.data.num_workers, self.run.device)
-        total = torch.zeros(2, device=self.run.device)  # summed loss, valid tokens
-        self.model.eval()
-        for batch in data:
-            tokens, labels = batch.to(self.run.device, non_blocking=True).unbind(1)
-            total[0] += summed_cross_entropy(self.model(tokens), labels)
-            total[1] += (labels != IGNORED_LABEL).sum()
+        total = torch.zeros(2, device=self.run.device, dtype=self.loss_dtype)  # summed loss, valid tokens
+        self.model.train(False)
+        microbatches = config.training.global_batch_size // unit
+        while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+
+            def add_loss(logits: torch.Tensor, microbatch: int, batches: list[torch.Tensor] = batches) -> torch.Tensor:
+                labels = batches[microbatch][:, 1]
+                total[0] += summed_cross_entropy(logits, labels)
+                total[1] += (labels != IGNORED_LABEL).sum()
+                return total[0]
+
+            self.pipeline.forward([batch[:, 0] for batch in batches], add_loss)
         data.close()
         self.model.train()
-        self.data_parallel.free_gathered_parameters()
-        self._sum_over_ranks(total)
+        self.model.free_gathered_parameters()
+        self._sum_over_samples(total)
         return (total[0] / total[1]).item()
 
     def save(self) -> Path:
@@ -261,10 +275,16 @@ class Trainer:
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
         return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, self.run.device)
 
-    def _sum_over_ranks(self, value: torch.Tensor) -> None:
-        """Sum in place over the processes that see different samples."""
+    def _sum_over_samples(self, value: torch.Tensor) -> None:
+        """Sum in place over the processes that see different samples; those of the last stage have the values."""
         if self.dp_size > 1:
             dist.all_reduce(value, group=self.dp_group)
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(value, group=self.mesh["pp"].get_group())
+
+    def _sum_table_gradients(self) -> None:
+        ranks = self.pipeline.shape.ranks
+        sum_table_gradients(self.model, self.mesh["pp"].get_group(), ranks[0], ranks[-1])
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
@@ -284,11 +304,24 @@ def process_group(device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
 
 
-def seed_everything(seed: int, deterministic: bool) -> None:
+def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
+    """Number of the random stream that this process draws dropout from.
+
+    Processes that hold different activations draw differently. Tensor-parallel processes hold the same ones between
+    layers, except under sequence parallelism.
+    """
+    sharded = ["pp", "dp_replicate", "dp_shard", *(["tp"] if parallelism.sequence_parallel else [])]
+    stream = 0
+    for name in sharded:
+        stream = stream * mesh[name].size() + mesh[name].get_local_rank()
+    return stream
+
+
+def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
     """Seed every generator, and choose deterministic kernels if asked."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    random.seed(seed + stream)
+    np.random.seed((seed + stream) % 2**32)
+    torch.manual_seed(seed + stream)
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -1,0 +1,73 @@
+"""What one process holds of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.data import DataParallel
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage; the whole model without pipelining."""
+
+    index: int
+    module: Transformer
+    data_parallel: DataParallel
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """The stages of one process, first to last."""
+
+    stages: list[Stage]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter here. A process with both ends of a pipeline has a tied table twice, under one name."""
+        for stage in self.stages:
+            yield from stage.module.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter here."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def counted_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters such that all stages together have each exactly once: without a last stage's copy of a table."""
+        for stage in self.stages:
+            copy = stage.module.embedding.weight if has_copy_of_table(stage) else None
+            yield from (parameter for parameter in stage.module.parameters() if parameter is not copy)
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on (or off)."""
+        for stage in self.stages:
+            stage.module.train(mode)
+
+    def free_gathered_parameters(self) -> None:
+        """After forward passes that no backward pass follows: keep only the shards."""
+        for stage in self.stages:
+            stage.data_parallel.free_gathered_parameters()
+
+    def init_weights(self, seed: int) -> None:
+        """The same initial weights in every layout."""
+        for stage in self.stages:
+            stage.module.init_weights(seed)
+
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(copy, original) of a tied table that this process holds twice."""
+        tables = [stage.module.embedding.weight for stage in self.stages if holds_tied_table(stage)]
+        return [(copy, tables[0]) for copy in tables[1:]]
+
+
+def holds_tied_table(stage: Stage) -> bool:
+    """Whether the stage has an embedding table that is also the output matrix."""
+    return stage.module.config.tied_embeddings and (stage.module.is_first or stage.module.is_last)
+
+
+def has_copy_of_table(stage: Stage) -> bool:
+    """Whether the stage has the table only as its output matrix."""
+    return holds_tied_table(stage) and not stage.module.is_first

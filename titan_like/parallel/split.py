@@ -1,0 +1,58 @@
+"""Which layers each pipeline stage holds. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """One stage: a run of layers, with the embedding before the first and the output after the last."""
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: int) -> list[int]:
+    """Layers of every stage: as configured, else balanced."""
+    given = config.parallelism.pipeline_layers
+    return given or balanced_layers(model.num_layers, num_stages, output_cost(model, config.training.seq_len))
+
+
+def output_cost(model: TransformerConfig, seq_len: int) -> float:
+    """Products of the output matrix in units of one layer's products.
+
+    The embedding is a lookup and costs none.
+    """
+    layer = model.attention_weights + model.mlp_weights + 2 * seq_len * model.hidden_size
+    return model.padded_vocab_size * model.hidden_size / layer
+
+
+def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list[int]:
+    """Layers per stage such that the slowest stage is as fast as can be.
+
+    Every layer costs 1 and the last stage ``last_extra`` more. Among stages that would be equally slow the middle of
+    the pipeline takes a layer first: the ends also embed, or hold the output matrix.
+    """
+    counts = [1] * num_stages
+    extra = [0.0] * (num_stages - 1) + [last_extra]
+
+    def cost_with_one_more(stage: int) -> tuple[float, bool, int]:
+        return counts[stage] + 1 + extra[stage], stage in (0, num_stages - 1), stage
+
+    for _ in range(num_layers - num_stages):
+        counts[min(range(num_stages), key=cost_with_one_more)] += 1
+    return counts
+
+
+def split_layers(counts: list[int]) -> list[StageLayers]:
+    """Stages that hold so many layers each, in order."""
+    stages, first = [], 0
+    for index, count in enumerate(counts):
+        stages.append(StageLayers(range(first, first + count), index == 0, index == len(counts) - 1))
+        first += count
+    return stages
