@@ -1,0 +1,129 @@
+"""How long a pipeline schedule takes and how much it holds, found without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from titan_like.parallel.schedules.actions import Action, Table, inputs, outcome
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
+
+
+class Event(NamedTuple):
+    """An action of a rank with its times, in the unit of the durations."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def unit_time(action: Action) -> float:
+    """The durations of the papers' figures: both halves of the backward pass take as long as the forward pass."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float], transfer: float = 0.0) -> list[Event]:
+    """Run each rank's list in order, every action as soon as its rank is free and its inputs have arrived.
+
+    Args:
+        table: per rank, its actions.
+        ranks: the rank of each stage.
+        duration: time of an action.
+        transfer: time from an action's end until another rank has its result.
+
+    Returns:
+        All actions by start, then rank.
+
+    Raises:
+        ValueError: ranks wait for each other or for an action that no list holds; names those that can not start.
+    """
+    ends: dict[Action, float] = {}
+    waiting: dict[Action, list[int]] = {}  # ranks whose next action needs an outcome
+    position = [0] * len(table)
+    free = [0.0] * len(table)
+    events = []
+    ready = list(range(len(table)))
+    while ready:
+        rank = ready.pop()
+        if position[rank] == len(table[rank]):
+            continue
+        action = table[rank][position[rank]]
+        needed = inputs(action, len(ranks))
+        missing = next((other for other in needed if other not in ends), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(rank)
+            continue
+        arrivals = (ends[other] + (transfer if ranks[other.stage] != rank else 0.0) for other in needed)
+        start = max([free[rank], *arrivals])
+        free[rank] = ends[outcome(action)] = start + duration(action)
+        position[rank] += 1
+        events.append(Event(rank, action, start, free[rank]))
+        ready += [rank, *waiting.pop(outcome(action), [])]
+    stuck = [
+        f"rank {rank} at {actions[done]}"
+        for rank, (actions, done) in enumerate(zip(table, position, strict=True))
+        if done < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"the schedule can not go on: {'; '.join(stuck)}")
+    return sorted(events, key=lambda event: (event.start, event.rank))
+
+
+def step_time(events: list[Event]) -> float:
+    """When the last rank is done."""
+    return max(event.end for event in events)
+
+
+def bubble_fraction(events: list[Event], num_ranks: int) -> float:
+    """Idle time of the busiest rank over its compute time, as in arXiv 2104.04473."""
+    compute = [0.0] * num_ranks
+    for event in events:
+        compute[event.rank] += event.end - event.start
+    return (step_time(events) - max(compute)) / max(compute)
+
+
+def ideal_bubble(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> float:
+    """The bubble fraction without transfer times, where F, I and W take equally long and B takes twice that.
+
+    With p ranks, v stages per rank and m microbatches:
+
+    - gpipe, 1f1b: (p-1)/m, and interleaved_1f1b: (p-1)/vm (arXiv 2104.04473, sections 2.2.1 and 2.2.2).
+    - looped_bfs: (p-1)/vm (arXiv 2211.05953) for m of at least p. A smaller m does not fill the first v-1 rounds
+      through the ranks: (p-1 + (v-1)(p-m))/vm.
+    - The schedules with a split backward pass: a lower bound. Each rank has 3vm to do, and the last one starts after
+      p-1 forward passes: (p-1)/3vm. ZB-H1 of arXiv 2401.10241 has this bubble (v = 1). The paper's ZB-V has none, and
+      DeepSeek's DualPipeV (arXiv 2412.19437) another one, where ranks may end at different times; a step here ends for
+      all of them together. With m below p, the last stage can be the bound: it waits for the vp-1 others, does m F and
+      m I, and the last of these goes back through the others; with W of stage 0, that makes a step of 2m + 2vp - 1.
+    """
+    degree, stages = pipeline_degree, stages_per_rank(schedule, virtual_stages)
+    chunks = stages * num_microbatches
+    if schedule in SPLIT_BACKWARD:
+        last_stage = 2 * num_microbatches + 2 * stages * degree - 1
+        return max(degree - 1, last_stage - 3 * chunks) / (3 * chunks)
+    idle = degree - 1
+    if schedule == "looped_bfs":
+        idle += (stages - 1) * max(degree - num_microbatches, 0)
+    return idle / chunks
+
+
+def max_in_flight(table: Table, size: Callable[[int], float] = lambda stage: 1) -> list[float]:
+    """Per rank, the most chunks (a microbatch in a stage) whose forward is done and whose B, or W, is not.
+
+    Args:
+        table: per rank, its actions.
+        size: what a chunk of a stage counts, such as the bytes of its activations.
+    """
+    peaks = []
+    for actions in table:
+        held: float = 0
+        peak: float = 0
+        for action in actions:
+            if action.kind == "F":
+                held += size(action.stage)
+                peak = max(peak, held)
+            elif action.kind in ("B", "W"):
+                held -= size(action.stage)
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,164 @@
+"""The order of forward and backward passes on each pipeline rank, by the name of the schedule.
+
+With p ranks, v stages on each, m microbatches, and times of 1 for F, I and W and 2 for B:
+
+=======================  =========  ==============  ============================================================
+schedule                 placement  idle / compute  chunks held by a rank at most (and never more than vm)
+=======================  =========  ==============  ============================================================
+gpipe                    loop       (p-1)/m         m
+1f1b                     loop       (p-1)/m         p - rank
+interleaved_1f1b         loop       (p-1)/vm        (v-1)p + 2(p - rank) - 1; as 1f1b where v = 1
+looped_bfs               loop       (p-1)/vm        vm
+interleaved_zero_bubble  loop       (p-1)/3vm       vp
+zbv_zero_bubble          V (v = 2)  (p-1)/6m        2p
+dualpipe_v               V (v = 2)  (p-1)/6m        2p + 1
+=======================  =========  ==============  ============================================================
+
+A chunk is one microbatch in one stage. It holds activations from F until B or W. With v stages per rank a stage is the
+v-th part of what it is with one, so v chunks take the memory of one chunk of 1f1b. `simulate.ideal_bubble` says where
+m is too small for these figures.
+"""
+
+from __future__ import annotations
+
+from titan_like.parallel.schedules.actions import Action, Table
+from titan_like.parallel.schedules.zero_bubble import dualpipe_v, with_delayed_weights, zbv_zero_bubble
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipe_v",
+)
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")  # their tables hold I and W
+_SINGLE = ("gpipe", "1f1b")  # one stage per rank
+_V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")  # two stages per rank
+_IN_GROUPS = ("interleaved_1f1b", "interleaved_zero_bubble")  # p microbatches pass a rank's stages together
+
+
+def stages_per_rank(schedule: str, virtual_stages: int) -> int:
+    """Stages on each rank: what the schedule prescribes, else ``virtual_stages``."""
+    if schedule in _SINGLE:
+        return 1
+    return 2 if schedule in _V_SHAPED else virtual_stages
+
+
+def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> list[int]:
+    """Rank of each stage: round and round, or to the last rank and back (V).
+
+    In a V the last rank's two stages are neighbours, and rank 0 holds the first and the last stage.
+    """
+    num_stages = pipeline_degree * stages_per_rank(schedule, virtual_stages)
+    if schedule in _V_SHAPED:
+        return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
+    return [stage % pipeline_degree for stage in range(num_stages)]
+
+
+def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> str | None:
+    """Why the schedule can not run, as one clause that says what would be valid; None if it can."""
+    if schedule not in SCHEDULES:
+        return f"{schedule} is not a pipeline schedule; use one of {', '.join(SCHEDULES)}"
+    if num_microbatches < 1:
+        return f"{schedule} needs at least 1 microbatch per step, not {num_microbatches}"
+    if schedule in _SINGLE and virtual_stages != 1:
+        return f"{schedule} has 1 stage per rank, not {virtual_stages}; use 1, or interleaved_1f1b"
+    if schedule in _V_SHAPED and virtual_stages not in (1, 2):  # 1 is the setting's default
+        return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
+    if virtual_stages < 1:
+        return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"
+    # A last group that is not full would take as long as a full one.
+    if schedule in _IN_GROUPS and virtual_stages > 1 and num_microbatches % pipeline_degree:
+        below = num_microbatches // pipeline_degree * pipeline_degree
+        nearest = f"{below} or {below + pipeline_degree}" if below else f"{pipeline_degree}"
+        return (
+            f"{schedule} needs microbatches in multiples of pipeline_parallel_degree ({pipeline_degree}), not the "
+            f"{num_microbatches} per step that are left for each data-parallel rank; use {nearest}, or a schedule "
+            "that takes any number, such as 1f1b"
+        )
+    return None
+
+
+def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
+    """What each rank computes in one step, in order.
+
+    A stage's forward passes visit the microbatches as 0, 1, 2, …, and so do its backward passes.
+
+    Raises:
+        ValueError: the reason of `check_schedule`.
+    """
+    problem = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
+    if problem is not None:
+        raise ValueError(problem)
+    degree, stages = pipeline_degree, stages_per_rank(schedule, virtual_stages)
+    if schedule in ("gpipe", "looped_bfs"):
+        return _all_forward_all_backward(degree, stages, num_microbatches)
+    if schedule in ("1f1b", "interleaved_1f1b"):
+        # With several stages, two forwards for each hop to the last rank: one on the way out, one on the way back.
+        hop = 2 if stages > 1 else 1
+        return [_one_forward_one_backward(rank, degree, stages, num_microbatches, hop, "B") for rank in range(degree)]
+    if schedule == "interleaved_zero_bubble":
+        # Only I is on the way back, so that one forward for each hop suffices. Rank r is r forwards late and can
+        # leave r weight gradients for the end: all ranks hold equally much, and all finish together.
+        table = [_one_forward_one_backward(rank, degree, stages, num_microbatches, 1, "I") for rank in range(degree)]
+        return [with_delayed_weights(actions, delay=rank) for rank, actions in enumerate(table)]
+    if schedule == "zbv_zero_bubble":
+        return zbv_zero_bubble(degree, num_microbatches)
+    return dualpipe_v(degree, num_microbatches)
+
+
+def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
+    """The forward passes of `schedule_table` alone, for validation; any number of microbatches will do."""
+    padded = num_microbatches
+    if schedule in _IN_GROUPS:
+        padded += -num_microbatches % pipeline_degree
+    table = schedule_table(schedule, pipeline_degree, virtual_stages, padded)
+    return [
+        [action for action in actions if action.kind == "F" and action.microbatch < num_microbatches]
+        for actions in table
+    ]
+
+
+def _all_forward_all_backward(degree: int, stages: int, num_microbatches: int) -> Table:
+    """GPipe (arXiv 1811.06965) and, with several stages per rank, breadth-first (arXiv 2211.05953).
+
+    All microbatches pass one stage before the rank turns to its next, so that a stage's parameters are gathered, and
+    its gradients reduced, only once per pass.
+    """
+    microbatches = range(num_microbatches)
+    table = []
+    for rank in range(degree):
+        local = range(rank, degree * stages, degree)
+        forwards = [Action("F", stage, microbatch) for stage in local for microbatch in microbatches]
+        backwards = [Action("B", stage, microbatch) for stage in reversed(local) for microbatch in microbatches]
+        table.append(forwards + backwards)
+    return table
+
+
+def _one_forward_one_backward(
+    rank: int, degree: int, stages: int, num_microbatches: int, forwards_per_hop: int, backward: str
+) -> list[Action]:
+    """One rank's list: warm-up forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    From arXiv 2104.04473, section 2.2: microbatches go in groups of p through the rank's first stage, then through its
+    second, and so on; backwards the other way round. Before its first backward a rank does (v-1)p forwards for the
+    rounds of the first group, and ``forwards_per_hop`` for each hop to the last rank.
+    """
+    local = range(rank, degree * stages, degree)
+    forwards = _in_groups("F", local, degree, num_microbatches)
+    backwards = _in_groups(backward, local[::-1], degree, num_microbatches)
+    warm_up = min(forwards_per_hop * (degree - 1 - rank) + (stages - 1) * degree, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return forwards[:warm_up] + [action for pair in pairs for action in pair] + backwards[steady:]
+
+
+def _in_groups(kind: str, local: range, size: int, num_microbatches: int) -> list[Action]:
+    return [
+        Action(kind, stage, microbatch)
+        for first in range(0, num_microbatches, size)
+        for stage in local
+        for microbatch in range(first, min(first + size, num_microbatches))
+    ]
