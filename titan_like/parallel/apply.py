@@ -17,7 +17,9 @@ from titan_like.parallel.activation_checkpoint import apply_activation_checkpoin
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
+from titan_like.parallel.weight_gradients import put_off_weight_gradients
 
 
 def build_pipeline(
@@ -75,6 +77,9 @@ def build_stage(
         from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
         apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
+    # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
+    splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
+    weight_gradients = put_off_weight_gradients(module) if splits_backward else None
     apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
         compile_layers(module)
@@ -86,7 +91,7 @@ def build_stage(
     data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
     if section.zero_stage > 0:  # only this process's shards are ever allocated
         module.to_empty(device=device)
-    return Stage(index, module, data_parallel)
+    return Stage(index, module, data_parallel, weight_gradients)
 
 
 def compile_layers(module: Transformer) -> None:

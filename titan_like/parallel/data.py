@@ -63,18 +63,13 @@ class DataParallel:
         )
 
     def before_split_backward(self) -> None:
-        """Before a backward pass for inputs only, or one for weights only: gather weights, communicate nothing.
-
-        FSDP2 takes the end of the first for the end of the whole, so `reduce_gradients` does its part after the second.
-        """
+        """Before a backward pass that puts off weights' gradients: sum nothing, as FSDP2 would at its end."""
         if self._all_reduce is not None:
             self._all_reduce.enabled = False
-        self._set(is_last=False, reduces=False, frees=False)
-        for module in sharded_modules(self.model):
-            module.unshard()
+        self._set(is_last=False, reduces=False, frees=self.zero_stage == 3)
 
     def reduce_gradients(self, is_last: bool) -> None:
-        """After a backward pass for weights only."""
+        """After the part of a split backward pass that completes the weights' gradients; ``is_last`` of the step."""
         if self._all_reduce is not None and is_last:
             self._all_reduce.start_all()
         if not isinstance(self.model, FSDPModule):

@@ -10,6 +10,7 @@ from torch import nn
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Stage:
     index: int
     module: Transformer
     data_parallel: DataParallel
+    weight_gradients: WeightGradients | None = None  # set where backward passes put off those of matrices
 
 
 @dataclass(frozen=True)

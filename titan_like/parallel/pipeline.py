@@ -4,9 +4,10 @@ Every process runs its own list of steps, made by `titan_like.parallel.schedules
 microbatch in one stage, and the sends and receives between them. Without pipelining the list is forward, backward,
 forward, backward, and nothing is sent.
 
-torch.distributed.pipelining's runtime is not used, only its split of a backward pass in two: it allocates a receive
-buffer for every microbatch at the start and holds every tensor it sends to the end of the step, so that its 1F1B needs
-memory for all microbatches of a step, where here it is for those in flight.
+torch.distributed.pipelining has these schedules too. Its runtime is not used: it allocates a receive buffer for every
+microbatch at the start and holds every tensor it sends to the end of the step, so that its 1F1B needs memory for all
+microbatches of a step, where here it is for those in flight; and its split of a backward pass in two gives wrong
+gradients under ZeRO 3 and fails under selective recomputation.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from titan_like.metrics.timeline import Timeline
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.communication import Step, add_communication
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, forward_table, schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import forward_table, schedule_table, stage_ranks
+from titan_like.parallel.weight_gradients import Product, WeightGradients
 
 # Sends that may be on their way before one is waited for. gloo cannot say whether one has arrived without waiting.
 _MAX_PENDING_SENDS = 8
@@ -56,9 +57,7 @@ class _InFlight:
     """What a stage keeps of a microbatch between its passes."""
 
     stage_input: torch.Tensor
-    output: torch.Tensor | GradientEdge  # the loss in the last stage
-    weight_groups: list | None = None  # between the two parts of a split backward pass
-    output_gradient: torch.Tensor | None = None
+    output: GradientEdge  # of the loss in the last stage; the output itself can be freed once it is sent
 
 
 @dataclass
@@ -92,6 +91,7 @@ class Pipeline:
         self._steps: dict[tuple[int, bool], list[Step]] = {}
         self._hidden_shape, self._dtype, self._device = tuple(hidden_shape), dtype, device
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._products: dict[tuple[int, int], list[Product]] = {}  # of a split backward pass, between its parts
         self._remaining: dict[int, int] = {}  # backward passes that a stage still has to finish in this step
         self._traffic = _Traffic()
         self._loss_function: LossFunction | None = None
@@ -125,7 +125,8 @@ class Pipeline:
         traffic = self._traffic
         while traffic.pending_sends:
             traffic.pending_sends.popleft()[0].wait()
-        assert not (traffic.arriving or traffic.leaving or self._in_flight), "the schedule left something undone"
+        undone = traffic.arriving or traffic.leaving or self._in_flight or self._products
+        assert not undone, "the schedule left something undone"
         self._tokens, self._loss_function = (), None
 
     def _compute(self, step: Step, backward: bool) -> None:
@@ -139,12 +140,15 @@ class Pipeline:
             self.timeline.start(step)
         if step.kind == "F":
             self._forward(stage, microbatch, incoming, backward)
-        elif step.kind == "B":
-            self._backward(stage, microbatch, incoming)
-        elif step.kind == "I":
-            self._backward_for_input(stage, microbatch, incoming)
+        elif stage.weight_gradients is None:
+            # The layers' gradients are not put off: the whole pass is where others wait for its first part.
+            if step.kind != "W":
+                self._backward(stage, microbatch, incoming)
         else:
-            self._backward_for_weights(stage, microbatch)
+            if step.kind != "W":
+                self._backward_for_input(stage, stage.weight_gradients, microbatch, incoming)
+            if step.kind != "I":
+                self._backward_for_weights(stage, microbatch)
         if self.timeline is not None:
             self.timeline.stop(step)
 
@@ -158,44 +162,32 @@ class Pipeline:
             self._give("F", stage.index + 1, microbatch, output.detach())
         if not backward:
             return
-        splits = self.shape.schedule in SPLIT_BACKWARD
-        # The graph is enough for a whole backward pass: the output itself can be freed once it is sent.
-        self._in_flight[stage.index, microbatch] = _InFlight(x, output if splits else get_gradient_edge(output))
+        self._in_flight[stage.index, microbatch] = _InFlight(x, get_gradient_edge(output))
         in_flight = sum(index == stage.index for index, _ in self._in_flight)
         self.peak_in_flight[stage.index] = max(self.peak_in_flight[stage.index], in_flight)
 
     def _backward(self, stage: Stage, microbatch: int, gradient: torch.Tensor | None) -> None:
-        held = self._in_flight.pop((stage.index, microbatch))
         stage.data_parallel.before_backward(is_last=self._is_last_backward(stage))
+        self._run_backward(stage, microbatch, gradient)
+
+    def _backward_for_input(
+        self, stage: Stage, weight_gradients: WeightGradients, microbatch: int, gradient: torch.Tensor | None
+    ) -> None:
+        stage.data_parallel.before_split_backward()
+        self._run_backward(stage, microbatch, gradient)
+        self._products[stage.index, microbatch] = weight_gradients.take()
+
+    def _backward_for_weights(self, stage: Stage, microbatch: int) -> None:
+        for product in self._products.pop((stage.index, microbatch)):
+            product.add()
+        stage.data_parallel.reduce_gradients(is_last=self._is_last_backward(stage))
+
+    def _run_backward(self, stage: Stage, microbatch: int, gradient: torch.Tensor | None) -> None:
+        held = self._in_flight.pop((stage.index, microbatch))
         torch.autograd.backward(held.output, gradient)
         if not stage.module.is_first:
             assert held.stage_input.grad is not None
             self._give("B", stage.index - 1, microbatch, held.stage_input.grad)
-
-    def _backward_for_input(self, stage: Stage, microbatch: int, gradient: torch.Tensor | None) -> None:
-        held = self._in_flight[stage.index, microbatch]
-        held.output_gradient = gradient
-        if stage.module.is_first:  # nothing waits for its input's gradient: all is left to the second part
-            return
-        stage.data_parallel.before_split_backward()
-        gradients, held.weight_groups = stage_backward_input(
-            [held.output],  # type: ignore[list-item]
-            None if gradient is None else [gradient],
-            [held.stage_input],
-            stage.module.parameters(),
-        )
-        held.stage_input.grad = None
-        assert gradients[0] is not None
-        self._give("B", stage.index - 1, microbatch, gradients[0])
-
-    def _backward_for_weights(self, stage: Stage, microbatch: int) -> None:
-        held = self._in_flight.pop((stage.index, microbatch))
-        stage.data_parallel.before_split_backward()
-        if held.weight_groups is None:
-            torch.autograd.backward(held.output, held.output_gradient)
-        else:
-            stage_backward_weight(stage.module.parameters(), held.weight_groups)
-        stage.data_parallel.reduce_gradients(is_last=self._is_last_backward(stage))
 
     def _is_last_backward(self, stage: Stage) -> bool:
         """Count down the backward passes of a stage in this step."""
