@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
 
 def _as_list(value: Any) -> Any:
@@ -13,6 +13,7 @@ def _as_list(value: Any) -> Any:
 
 
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
+StepList = Annotated[list[PositiveInt], BeforeValidator(_as_list)]
 
 
 class Section(BaseModel):
@@ -193,6 +194,21 @@ class Health(Section):
     )
 
 
+class Profiling(Section):
+    """Where the time of single steps goes."""
+
+    timeline_steps: StepList = Field(
+        default_factory=list,
+        description="steps whose passes are timed on every pipeline rank, for bubble, slowest stage and exposed "
+        "communication, and <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
+    )
+    timeline_interval: int = Field(0, ge=0, description="time the passes of every so many steps too; 0 does not")
+    trace_steps: StepList = Field(
+        default_factory=list,
+        description="steps to record with torch.profiler, as <job.dump_folder>/trace/step-N-rank-R.json",
+    )
+
+
 class Evaluation(Section):
     """Validation on held-out data."""
 
@@ -223,5 +239,6 @@ class JobConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     metrics: Metrics = Field(default_factory=Metrics)
     health: Health = Field(default_factory=Health)
+    profiling: Profiling = Field(default_factory=Profiling)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     cluster: Cluster = Field(default_factory=Cluster)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titan_like.metrics.throughput import Throughput
@@ -28,12 +28,12 @@ class StepRecord:
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
     validation_loss: float | None = None  # on steps that were followed by a validation
+    profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps whose passes were timed
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in the order of the file; optional values only where they are known."""
-        flat = asdict(self)
-        flat = {
-            k: v for key, value in flat.items() for k, v in (value.items() if key == "throughput" else [(key, value)])
-        }
+        flat: dict[str, Any] = {}
+        for key, value in asdict(self).items():
+            flat |= value if isinstance(value, dict) else {key: value}
         optional = ("num_zeros", "loss_scale", "validation_loss")
         return {key: value for key, value in flat.items() if value is not None or key not in optional}

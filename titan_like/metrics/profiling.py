@@ -1,0 +1,99 @@
+"""Steps that [profiling] asks to look into: the timeline of their passes, and torch.profiler's traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_like.config.schema import JobConfig
+from titan_like.metrics.record import StepRecord
+from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulated, measured
+from titan_like.metrics.timeline import Timeline
+from titan_like.metrics.timeline_plot import can_draw, draw
+from titan_like.metrics.timeline_report import figures, report
+from titan_like.metrics.timeline_trace import chrome_trace
+from titan_like.parallel.pipeline import Pipeline
+
+
+class StepProfiler:
+    """Looks into one pipeline, that of global rank 0: processes with its data-parallel and tensor-parallel rank."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        mesh: DeviceMesh,
+        pipeline: Pipeline,
+        device: torch.device,
+        show: Callable[[str], None],
+    ) -> None:
+        """``show`` receives what is to be printed, on global rank 0."""
+        self._section, self._folder = config.profiling, Path(config.job.dump_folder)
+        self._pipeline, self._device, self._show = pipeline, device, show
+        self._group, self._rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+        others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+        self._takes_part = all(mesh[name].get_local_rank() == 0 for name in others)
+        self._trace: torch.profiler.profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Directly before a step."""
+        if not self._takes_part:
+            return
+        if step in self._section.trace_steps:
+            self._trace = torch.profiler.profile()
+            self._trace.start()
+        interval = self._section.timeline_interval
+        if step in self._section.timeline_steps or (interval and step % interval == 0):
+            self._pipeline.timeline = Timeline(self._device, self._group)
+
+    def mark(self, phase: str) -> None:
+        """In a step after its passes: what the time since them, or since the last mark, was for."""
+        if self._pipeline.timeline is not None:
+            self._pipeline.timeline.mark(phase)
+
+    def end(self, record: StepRecord) -> None:
+        """After the step: write what was seen, print it, and add the figures to the record on global rank 0."""
+        timeline, self._pipeline.timeline = self._pipeline.timeline, None
+        trace, self._trace = self._trace, None
+        times = timeline.finish() if timeline is not None else None
+        if trace is not None:
+            trace.stop()
+            folder = self._folder / "trace"
+            folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(folder / f"step-{record.step}-rank-{dist.get_rank()}.json"))
+        if times is not None:
+            step = self._gather(times)
+            if step is not None:
+                record.profile = figures(step).as_metrics()
+                self._show(write_timeline(step, record.step, self._folder / "timeline"))
+
+    def _gather(self, times: RankTimes) -> StepTimeline | None:
+        """The whole pipeline's times, on its first rank."""
+        ranks: list[RankTimes | None] | None = None
+        if self._rank == 0:
+            ranks = [None] * dist.get_world_size(self._group)
+        dist.gather_object(times, ranks, group=self._group, group_dst=0)
+        if ranks is None:
+            return None
+        shape = self._pipeline.shape
+        found = [of_rank for of_rank in ranks if of_rank is not None]
+        return measured(shape.schedule, shape.degree, shape.virtual_stages, found)
+
+
+def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:
+    """Write step-N.json, .txt and, where matplotlib is installed, .png. Returns what to print."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report(timeline, f"timeline of step {step}")
+    path = folder / f"step-{step}.json"
+    path.write_text(json.dumps(chrome_trace(timeline)) + "\n", encoding="utf-8")
+    path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    if not can_draw():
+        cure = "a picture needs matplotlib: pip install 'titan_like[plot]'"
+        return f"{text}\nsaved {path} and .txt ({cure})"
+    steps = [(f"step {step}, measured", timeline), ("its passes without messages and gaps", as_simulated(timeline))]
+    draw(steps, path.with_suffix(".png"))
+    return f"{text}\nsaved {path}, .txt and .png"
