@@ -135,6 +135,8 @@ class Pipeline:
         takes_input = step.kind == "F" and not stage.module.is_first
         takes_gradient = step.kind in ("B", "I") and not stage.module.is_last
         if takes_input or takes_gradient:
+            if self.timeline is not None:
+                self.timeline.waiting(step)
             incoming = self._take("F" if takes_input else "B", stage.index, microbatch)
         if self.timeline is not None:
             self.timeline.start(step)
