@@ -30,6 +30,7 @@ from titan_like.config.schema import Parallelism
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
+from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.metrics.writers import Writer, build_writers
@@ -68,6 +69,7 @@ class Trainer:
 
         is_writer = dist.get_rank() == 0
         self.console = Console(is_writer, run.total_steps)
+        self.profiler = StepProfiler(config, mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if is_writer else []
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
@@ -84,7 +86,9 @@ class Trainer:
             self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
         try:
             while self.step < total:
+                self.profiler.begin(self.step + 1)
                 record = self.train_step(data)
+                self.profiler.end(record)
                 unlogged.append(record)
                 is_last = self.step == total
                 if config.evaluation.interval and (self.step % config.evaluation.interval == 0 or is_last):
@@ -130,6 +134,7 @@ class Trainer:
 
         self.pipeline.forward_backward([batch[:, 0] for batch in batches], scaled_loss)
         self._sum_table_gradients()
+        self.profiler.mark("gradient reduction")
         self._sum_over_samples(loss)
 
         pipeline_group = self.mesh["pp"].get_group()
@@ -137,6 +142,7 @@ class Trainer:
         logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
         num_zeros = count_zeros(self.model.counted_parameters(), pipeline_group).item() if logs else None
         loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+        self.profiler.mark("gradient norm")
 
         lr = config.optimizer.lr * lr_factor(
             config.lr_scheduler, self.step + 1 - self.skipped_steps, self.run.total_steps
@@ -146,6 +152,7 @@ class Trainer:
         if finite:
             self._update(norm_value, lr)
         self.optimizer.zero_grad(set_to_none=True)
+        self.profiler.mark("optimizer")
         scales_loss = config.training.dtype == "float16"
         if scales_loss:
             self.scaler.update(overflowed=not finite)
