@@ -1,0 +1,1 @@
+"""Proof that a parallel layout computes the same training as one process."""

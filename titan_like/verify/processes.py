@@ -1,0 +1,142 @@
+"""Runs jobs in processes of their own and returns what they yield."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.errors import RunError
+from titan_like.verify.server import Batch, Job, Place
+
+Prepare = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generator function by name (``module:function``), with the arguments that follow its `Place`."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    prepare: Prepare | None = None  # makes a context manager in the process, within which the function runs
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one process."""
+
+    rank: int
+    results: list[Any]  # what it yielded
+    ending: str  # done, failed, or stopped: killed because another failed, or by the timeout
+    failure: str | None  # traceback of a failed one
+
+
+class Processes:
+    """Processes on this machine, without its GPUs. A context manager."""
+
+    def __init__(self, folder: Path, timeout: float = 120.0) -> None:
+        """``folder`` receives files of the batches; a batch may take ``timeout`` seconds."""
+        self.folder, self.timeout = folder, timeout
+        self._batches = 0
+        self._server = Server(cpu_environment())
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.close()
+
+    def run(self, task: Task, world_size: int) -> list[Outcome]:
+        """Run one task on every rank of a group."""
+        folder = self._new_folder()
+        return self._run([make_job(task, Place(rank, world_size, folder)) for rank in range(world_size)], folder)
+
+    def _run(self, jobs: list[Job], folder: Path) -> list[Outcome]:
+        endings = self._server.run(Batch(jobs, self.timeout, folder / "cancel"))
+        outcomes = [read_outcome(job.place, endings[job.place.rank]) for job in jobs]
+        shutil.rmtree(folder, ignore_errors=True)
+        return outcomes
+
+    def _new_folder(self) -> Path:
+        self._batches += 1
+        folder = self.folder / f"batch-{self._batches}"
+        folder.mkdir(parents=True)
+        return folder
+
+
+class Server:
+    """The process that forks the others."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "titan_like.verify.server", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._is_ready = False
+
+    def run(self, batch: Batch) -> dict[int, str]:
+        """How each rank's job ended."""
+        try:
+            if not self._is_ready:
+                self._connection.recv()
+                self._is_ready = True
+            self._connection.send(batch)
+            return self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise RunError("the process that starts the others has died; see its message above") from None
+
+    def close(self) -> None:
+        """End it, and whatever it runs."""
+        self._connection.close()
+        self._process.wait()
+
+
+def make_job(task: Task, place: Place) -> Job:
+    """A task at its place, pickled."""
+    prepare = None if task.prepare is None else pickle.dumps(task.prepare)
+    return Job(task.function, place, pickle.dumps(task.arguments), prepare)
+
+
+def read_outcome(place: Place, ending: str) -> Outcome:
+    """Collect what a job left in its folder."""
+    results = []
+    if place.result.exists():
+        with open(place.result, "rb") as file:
+            while True:
+                try:
+                    results.append(pickle.load(file))
+                except (EOFError, pickle.UnpicklingError):  # the end, or where the process was killed
+                    break
+    failure = None
+    if ending == "failed":  # without a traceback a signal ended it: then its last words
+        source = place.failure if place.failure.exists() else place.log
+        failure = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
+    return Outcome(place.rank, results, ending, failure)
+
+
+def cpu_environment() -> dict[str, str]:
+    """Environment of processes that leave GPUs alone and compute with one thread each."""
+    environment = child_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    if Path("/sys/class/net/lo").exists():
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine need not know its own host name
+    return environment
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, for one that imports the same code. No library may start threads before a fork."""
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+    return dict(os.environ) | threads | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

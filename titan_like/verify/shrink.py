@@ -1,0 +1,265 @@
+"""A small run in which the same bugs show: of any configuration, one that a few CPU processes train in a second.
+
+Pure functions. What stays: the model's family, ties, ratio of query to key heads, kind of vocabulary (padded or not,
+divisible by the tensor-parallel degree or not); every degree above 1; ZeRO stage, schedule, recomputation, compilation,
+optimizer, shape of the learning rate, ramp-up of the batch. What shrinks: sizes, degrees, numbers of microbatches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.rules import check_rules
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.schedules import check_schedule, stages_per_rank
+from titan_like.train.batch_size import rampup_batch_sizes
+
+MOST_PROCESSES = 8
+FLAVOR = "verify"
+_DEGREES = ("pipeline", "tensor", "shard", "replicate", "context")  # those that keep more than 2 the longest come first
+_LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next one
+_LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run to verify. One reference serves all its layouts."""
+
+    config: JobConfig  # in the first of the layouts
+    layouts: list[Layout]  # each of at most `MOST_PROCESSES`; together they are the layout that was asked for
+    dropout: float | None  # to use where dropout is looked at; None: the family has none
+
+
+def edit(config: JobConfig, values: dict[str, Any]) -> JobConfig:
+    """A configuration with some keys (``section.key``) changed."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    )
+
+
+def resolve(config: JobConfig, processes: int | None) -> Layout:
+    """The layout that a configuration means, checked against all rules.
+
+    A shard degree of -1 takes whatever the job's processes leave. Where their number is not given, it is 2 if that is
+    valid, since data parallelism is then at work, and else the smallest that is.
+
+    Raises:
+        ConfigError: no number of processes makes the configuration valid; the reason for one process per shard.
+    """
+    model, section = model_config(config.model), config.parallelism
+    others = section.tensor_parallel_degree * section.pipeline_parallel_degree * section.context_parallel_degree
+    others *= section.data_parallel_replicate_degree
+    if processes is not None:
+        worlds = [processes]
+    elif section.data_parallel_shard_degree > 0:
+        worlds = [others * section.data_parallel_shard_degree]
+    else:
+        worlds = [others * shard for shard in (2, 1, 3, 4, 5, 6, 7, 8)]
+    problems = []
+    for world in worlds:
+        try:
+            layout = resolve_layout(section, world)
+            check_rules(config, model, layout)
+            return layout
+        except ConfigError as error:
+            problems.append(error)
+    raise problems[1] if len(problems) > 1 else problems[0]
+
+
+def shrink(
+    config: JobConfig, layout: Layout, steps: int, *, full_size: bool = False, keep_layout: bool = False
+) -> Small:
+    """The small run of ``steps`` updates.
+
+    With ``full_size`` the model, sequences and microbatches keep their sizes, with ``keep_layout`` the degrees theirs.
+    """
+    section, training, model = config.parallelism, config.training, model_config(config.model)
+    degrees = layout if keep_layout else shrink_degrees(layout)
+    virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 2)
+    stages = degrees.pipeline * stages_per_rank(section.pipeline_schedule, virtual) if degrees.pipeline > 1 else 1
+    fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
+    per_stage = section.pipeline_layers if full_size and keep_layout else None
+    if not full_size:
+        seq_len, micro_batch = sequence_length(degrees), min(micro_batch, 2)
+        per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
+        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
+        fields["num_layers"] = sum(per_stage) if per_stage else stages + 1
+    dropout = fields.get("dropout")
+    if dropout is not None:
+        fields["dropout"] = 0.0
+    batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
+    ramps = training.batch_size_rampup is not None
+    values: dict[str, Any] = {
+        "model.flavor": FLAVOR,
+        "model.flavors": {FLAVOR: fields},
+        "model.overrides": {},
+        "training.seq_len": seq_len,
+        "training.micro_batch_size": micro_batch,
+        "training.global_batch_size": 2 * batch if ramps else batch,
+        "training.batch_size_rampup": [batch, batch, batch] if ramps else None,  # the second batch is the full one
+        "training.steps": steps + 2,  # so that no decay of the learning rate has reached its end
+        "training.samples": None,
+        "training.tokens": None,
+        "optimizer.lr": _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE),
+        "lr_scheduler.warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
+        "lr_scheduler.decay_steps": steps if config.lr_scheduler.decay == "wsd" else None,
+        "parallelism.virtual_stages_per_rank": virtual,
+        "parallelism.pipeline_layers": per_stage,
+        "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
+        "data.num_workers": min(config.data.num_workers, 1),
+        "evaluation.interval": 1,
+        "evaluation.steps": 2,
+        "checkpoint.enable": False,
+        "checkpoint.load_step": None,
+        "metrics.log_interval": 1,
+        "metrics.tensorboard": False,
+        "metrics.wandb": False,
+        "health.skip_nonfinite": True,
+        "job.deterministic": False,
+    }
+    layouts = [degrees] if keep_layout else parts(degrees)
+    return Small(in_layout(edit(config, values), layouts[0]), layouts, dropout)
+
+
+def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
+    """The configuration with these degrees, and without the settings of degrees that are 1."""
+    values: dict[str, Any] = {
+        "parallelism.pipeline_parallel_degree": layout.pipeline,
+        "parallelism.tensor_parallel_degree": layout.tensor,
+        "parallelism.context_parallel_degree": layout.context,
+        "parallelism.data_parallel_replicate_degree": layout.replicate,
+        "parallelism.data_parallel_shard_degree": layout.shard,
+    }
+    if layout.tensor == 1:
+        values["parallelism.sequence_parallel"] = False
+    if layout.pipeline == 1:
+        values |= {
+            "parallelism.pipeline_schedule": "1f1b",
+            "parallelism.virtual_stages_per_rank": 1,
+            "parallelism.pipeline_layers": None,
+        }
+    return edit(config, values)
+
+
+def shrink_degrees(layout: Layout, most: int = MOST_PROCESSES) -> Layout:
+    """Degrees of which any that was above 1 still is.
+
+    Each becomes its largest divisor up to 4. While more than ``most`` processes would be needed, the last in the order
+    pipeline, tensor, shard, replicate, context that is above its smallest becomes that: a pipeline of 2 has no stage in
+    the middle, while groups of 2 show most bugs of the others. More than three degrees above 1 need more processes
+    even so; see `parts`.
+    """
+    smallest = {name: min((d for d in (2, 3, 4) if getattr(layout, name) % d == 0), default=2) for name in _DEGREES}
+    degrees = {}
+    for name in _DEGREES:
+        given = getattr(layout, name)
+        fitting = [d for d in (2, 3, 4) if given % d == 0]
+        degrees[name] = 1 if given == 1 else max(fitting, default=2)
+    for name in reversed(_DEGREES):
+        if math.prod(degrees.values()) > most and degrees[name] > 1:
+            degrees[name] = smallest[name]
+    return Layout(**degrees)
+
+
+def parts(layout: Layout, most: int = MOST_PROCESSES) -> list[Layout]:
+    """The layout itself where it needs few enough processes, else several that together have every two axes at once.
+
+    Each part has 1 for the degrees that it leaves out.
+    """
+    axes = [name for name in _DEGREES if getattr(layout, name) > 1]
+    choices = [
+        kept
+        for size in range(len(axes), 0, -1)
+        for kept in itertools.combinations(axes, size)
+        if math.prod(getattr(layout, name) for name in kept) <= most
+    ]
+    if not axes or choices[0] == tuple(axes):
+        return [layout]
+    pairs = set(itertools.combinations(axes, 2))
+    found = []
+    while pairs:
+        best = max(choices, key=lambda kept: len(pairs & set(itertools.combinations(kept, 2))))
+        pairs -= set(itertools.combinations(best, 2))
+        found.append(Layout(**{name: getattr(layout, name) if name in best else 1 for name in _DEGREES}))
+    return found
+
+
+def shrink_stages(counts: list[int], stages: int) -> list[int]:
+    """Layers per stage: 2 where the original has more than its least, else 1; stages are picked evenly."""
+    picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
+    return [2 if count > min(counts) else 1 for count in picked]
+
+
+def sequence_length(layout: Layout) -> int:
+    """Tokens per sample: several for each process that holds a part of the sequence."""
+    parts = layout.tensor * 2 * layout.context
+    return parts * max(2, 16 // parts)
+
+
+def small_fields(
+    model: TransformerConfig, original_tensor: int, tensor: int, original_seq_len: int, seq_len: int
+) -> dict[str, Any]:
+    """Fields of the small model.
+
+    Every tensor-parallel process gets two groups of heads, since their order within a process can be wrong. Weights
+    are drawn wider by √(hidden size): activations then have the size that they have in the original.
+    """
+    queries = model.num_attention_heads // model.num_kv_heads
+    kv_heads = 1 if model.num_kv_heads == 1 else 2 * tensor
+    heads = kv_heads * min(queries, 2 if kv_heads > 1 else 4)
+    head_dim = 8 if heads <= 8 else 4
+    hidden = heads * head_dim
+    ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tensor)) * tensor
+    vocab, multiple = small_vocabulary(model, original_tensor)
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        "vocab_multiple": multiple,
+        "max_seq_len": seq_len + 3 if model.max_seq_len > original_seq_len else seq_len,
+        "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
+    }
+    scaling = model.model_dump().get("rope_scaling")
+    if scaling:
+        fields["rope_scaling"] = scaling | {"original_max_seq_len": seq_len // 2}
+    return fields
+
+
+def small_vocabulary(model: TransformerConfig, tensor: int) -> tuple[int, int]:
+    """(vocabulary, multiple that it is padded to), padded and even over the tensor-parallel processes as the model."""
+    is_padded = model.padded_vocab_size != model.vocab_size
+    if model.padded_vocab_size % (2 * tensor):
+        return (61, 7) if is_padded else (61, 1)  # 63 or 61 rows
+    return (57, 64) if is_padded else (64, 64)
+
+
+def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, virtual: int) -> int:
+    """Microbatches of a step: at least 2, enough for the schedule's steady state if the original reaches it."""
+    training, schedule = config.training, config.parallelism.pipeline_schedule
+    had = min(rampup_batch_sizes(training)) // (training.micro_batch_size * original.data_parallel)
+    pipeline = layout.pipeline
+    if pipeline == 1:
+        wanted = 3
+    elif schedule in ("zbv_zero_bubble", "dualpipe_v"):
+        wanted = 2 * pipeline + 1
+    else:
+        wanted = pipeline + 1
+    if had < original.pipeline:
+        wanted = min(wanted, pipeline)
+    microbatches = max(2, min(had, wanted))
+    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, microbatches) is not None:
+        microbatches += 1
+    return microbatches
