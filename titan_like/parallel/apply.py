@@ -19,6 +19,7 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline, PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
+from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 from titan_like.parallel.weight_gradients import put_off_weight_gradients
 
 
@@ -74,8 +75,6 @@ def build_stage(
         module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
     if section.tensor_parallel_degree > 1:
-        from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
-
         apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
     # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_like.parallel.collectives import Group, all_gather
 
 IGNORED_LABEL = -100  # positions that carry no loss
 
@@ -12,7 +18,43 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     """Sum of token losses in nats, at least float32. logits [batch, seq, vocab], labels [batch, seq].
 
     A sum, not a mean: the caller divides once by the number of valid tokens in the global batch, so that every
-    layout and accumulation count computes the same quantity.
+    layout and accumulation count computes the same quantity. Logits may be a DTensor split by the vocabulary: each
+    rank then has the same loss, a plain tensor, and the gradient of its own logits.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    if not isinstance(logits, DTensor):
+        logits = logits.to(_accumulator(logits))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
+    group = Group.of(logits.device_mesh)
+    return _SplitCrossEntropy.apply(logits.to_local().flatten(0, 1), labels.flatten(), offset[2], group)
+
+
+def _accumulator(logits: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits whose vocabulary is split over a group: one small all-gather, and none backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Group) -> torch.Tensor:
+        """logits [positions, tokens of this rank], of which the first is token ``first``; labels [positions]."""
+        valid = labels != IGNORED_LABEL
+        columns = labels - first
+        here = (columns >= 0) & (columns < logits.shape[1])
+        columns = columns.masked_fill(~here, 0)[:, None]
+        values = logits.to(_accumulator(logits))
+        target = values.gather(1, columns)[:, 0].masked_fill(~here, 0)
+        # Of every rank: the logarithm of its share of the softmax's denominator, and the label's logit if it has it.
+        parts = all_gather(torch.stack((values.logsumexp(1), target))[None], 0, group)  # [ranks, 2, positions]
+        denominator, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        ctx.save_for_backward(logits, columns, here, valid, denominator)
+        return (denominator - target).masked_fill(~valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Probability, less one at the label."""
+        logits, columns, here, valid, denominator = ctx.saved_tensors
+        probability = (logits.to(denominator.dtype) - denominator[:, None]).exp_()
+        probability.scatter_add_(1, columns, -here.to(probability.dtype)[:, None])
+        return probability.mul_((gradient * valid)[:, None]).to(logits.dtype), None, None, None

@@ -40,6 +40,7 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
 from titan_like.train.batch_size import global_batch_size_at
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
@@ -133,7 +134,7 @@ class Trainer:
             return micro_loss * self.scaler.scale
 
         self.pipeline.forward_backward([batch[:, 0] for batch in batches], scaled_loss)
-        self._sum_table_gradients()
+        self._complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(loss)
 
@@ -289,7 +290,10 @@ class Trainer:
         if self.mesh["pp"].size() > 1:
             dist.all_reduce(value, group=self.mesh["pp"].get_group())
 
-    def _sum_table_gradients(self) -> None:
+    def _complete_gradients(self) -> None:
+        """Sum what the backward passes left on several processes, besides what data parallelism sums."""
+        for stage in self.model.stages:
+            sum_partial_gradients(stage.module)
         ranks = self.pipeline.shape.ranks
         sum_table_gradients(self.model, self.mesh["pp"].get_group(), ranks[0], ranks[-1])
 

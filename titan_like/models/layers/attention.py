@@ -9,8 +9,27 @@ from torch import nn
 from titan_like.models.layers.rope import apply_rope
 
 
+class AttentionCore(nn.Module):
+    """Causal softmax attention of given queries, keys and values; without parameters."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [batch, heads, seq, head_dim]; k and v have as many heads or a divisor of it. Like q."""
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+
 class CausalSelfAttention(nn.Module):
-    """Multi-head or grouped-query causal attention through ``scaled_dot_product_attention``.
+    """Multi-head or grouped-query causal attention.
 
     Rows of the fused projection are ordered by key-value head, [kv_heads, queries per kv head + 2, head_dim], so that
     a contiguous slice of whole groups is itself a smaller attention layer.
@@ -22,8 +41,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_dim = hidden_size // num_attention_heads
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
-        self.dropout = dropout
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.core = AttentionCore(dropout)
         self.proj = nn.Linear(hidden_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
@@ -35,12 +54,5 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=group > 1,
-        )  # [batch, heads, seq, head_dim]
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.proj(attended.transpose(1, 2).flatten(2, 3))

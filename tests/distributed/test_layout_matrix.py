@@ -1,0 +1,158 @@
+"""Pipeline schedules × tensor and sequence parallelism × ZeRO × data parallelism × recomputation × microbatches.
+
+Every layout is held to one process by the gradient norm before clipping, every parameter's gradient of the first step
+and every weight after 10 steps of SGD and 10 of AdamW, in float32 (tolerances: `test_parity`), and by the same in
+float64, where summation order leaves less than 1e-10. A set that covers all pairs of choices runs here;
+``pytest -m exhaustive`` runs all of them in float64 (an hour) and writes benchmarks/results/layout_matrix_cpu.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import Case, Result, run_cases
+from tests.distributed.layouts import GLOBAL_BATCH, ParallelLayout, covering_set, full_product
+from tests.distributed.test_parity import GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, without_key_biases, worst
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
+RUNS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "training.steps": 10},
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "training.steps": 10},
+    "float64": {"optimizer.name": "sgd", "optimizer.lr": 0.1, "training.steps": 2, "training.dtype": "float64"},
+}
+FLOAT64_TOLERANCE = 1e-10
+COVERING = covering_set(full_product())
+
+MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the product has not: ranks and settings
+    "gpt 4 stages": (4, {"parallelism.pipeline_parallel_degree": 4}),
+    "gpt 4 stages of 6 layers, balanced": (
+        4,
+        {"parallelism.pipeline_parallel_degree": 4, "model.overrides": {"num_layers": 6}},
+    ),
+    "gpt 1 and 3 layers": (
+        2,
+        {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_layers": [1, 3]},
+    ),
+    "llama tied, 4 stages": (
+        4,
+        {
+            "model.family": "llama",
+            "model.overrides": {"tied_embeddings": True},
+            "parallelism.pipeline_parallel_degree": 4,
+            "parallelism.pipeline_schedule": "gpipe",
+        },
+    ),
+    "llama tied, both ends on one rank, shards": (
+        4,
+        {
+            "model.family": "llama",
+            "model.overrides": {"tied_embeddings": True},
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_schedule": "zbv_zero_bubble",
+            "parallelism.zero_stage": 3,
+        },
+    ),
+    "gpt uneven vocabulary over 2, 2 stages": (
+        4,
+        {
+            "model.overrides": {"vocab_multiple": 1},
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.sequence_parallel": True,
+            "parallelism.pipeline_parallel_degree": 2,
+        },
+    ),
+}
+
+
+def settings(choices: dict[str, Any], run: str) -> dict[str, Any]:
+    common = {"training.seq_len": 32, "training.global_batch_size": GLOBAL_BATCH, "training.micro_batch_size": 2}
+    return common | choices | RUNS[run]
+
+
+def reference(choices: dict[str, Any], run: str) -> Case:
+    """The same model on one process, each global batch in one piece."""
+    model = {key: value for key, value in choices.items() if key.startswith("model.")}
+    label = json.dumps(model | {"run": run}, sort_keys=True)
+    return Case(label, settings(model, run) | {"training.micro_batch_size": GLOBAL_BATCH})
+
+
+ALL: dict[str, tuple[int, dict[str, Any]]] = {
+    layout.name: (layout.ranks, layout.settings()) for layout in COVERING
+} | MORE
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("matrix")
+    references = {case.name: case for _, choices in ALL.values() for case in (reference(choices, run) for run in RUNS)}
+    found = run_cases(list(references.values()), 1, folder)
+    for ranks in (2, 4, 8):
+        cases = [
+            Case(f"{name} | {run}", settings(choices, run))
+            for name, (size, choices) in ALL.items()
+            if size == ranks
+            for run in RUNS
+        ]
+        found |= run_cases(cases, ranks, folder)
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", ALL)
+def test_same_training_as_one_process(results: dict[str, Result], name: str, run: str) -> None:
+    result, expected = results[f"{name} | {run}"], results[reference(ALL[name][1], run).name]
+    exact = run == "float64"
+    gradient_tolerance = FLOAT64_TOLERANCE if exact else GRADIENT_TOLERANCE
+    weight_tolerance = FLOAT64_TOLERANCE if exact else WEIGHT_TOLERANCE[run]
+    assert result.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=gradient_tolerance)
+    assert worst(result.gradients, expected.gradients) <= (gradient_tolerance, "")
+    weights, expected_weights = without_key_biases(result.weights), without_key_biases(expected.weights)
+    assert worst(weights, expected_weights) <= (weight_tolerance, "")
+    assert result.losses == pytest.approx(expected.losses, rel=FLOAT64_TOLERANCE if exact else 1e-6)
+
+
+def test_covering_set_covers_and_stays_small() -> None:
+    assert 30 <= len(COVERING) <= 45
+    assert {layout.schedule for layout in COVERING} == {layout.schedule for layout in full_product()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_every_layout(tmp_path: Path) -> None:
+    """All of the product in float64; writes what it found."""
+    layouts = full_product()
+    found = run_cases([reference(layout.settings(), "float64") for layout in layouts[:1] + layouts[-1:]], 1, tmp_path)
+    worst_of: dict[str, float] = {}
+    for ranks in (2, 4, 8):
+        here = [layout for layout in layouts if layout.ranks == ranks]
+        for start in range(0, len(here), 100):  # results of one launch are held in memory
+            some = here[start : start + 100]
+            launched = run_cases([Case(x.name, settings(x.settings(), "float64")) for x in some], ranks, tmp_path)
+            worst_of |= {layout.name: difference(layout, launched[layout.name], found) for layout in some}
+            print(f"{len(worst_of)} of {len(layouts)} layouts, worst {max(worst_of.values()):.1e}", flush=True)
+    result = {
+        "layouts": len(worst_of),
+        "worst_relative_difference": max(worst_of.values()),
+        "compared": "gradient norm, every gradient of step 1, every weight after 2 SGD steps, losses; float64",
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "by_layout": worst_of,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    assert max(worst_of.values()) < FLOAT64_TOLERANCE
+
+
+def difference(layout: ParallelLayout, result: Result, references: dict[str, Result]) -> float:
+    expected = references[reference(layout.settings(), "float64").name]
+    numbers = zip(result.grad_norms + result.losses, expected.grad_norms + expected.losses, strict=True)
+    return max(
+        worst(result.gradients, expected.gradients)[0],
+        worst(result.weights, expected.weights)[0],
+        *(abs(value / wanted - 1) for value, wanted in numbers),
+    )

@@ -1,0 +1,160 @@
+"""Tensor parallelism beside parity (`test_layout_matrix`): collectives, dropout, plans that do not fit, logits."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.launch import launch
+from titan_like.config.schema import Model
+from titan_like.models.registry import build_model, model_config
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.tensor import apply_tensor_parallel, family_plan, full_logits
+from titan_like.parallel.tensor_splits import norm
+from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts calls of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            self.counts[func._schema.name.removeprefix("_c10d_functional::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def build(family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, **overrides: Any) -> Transformer:
+    with torch.device("meta"):
+        model = build_model(model_config(Model(family=family, overrides=overrides)), family)
+    if mesh is not None:
+        apply_tensor_parallel(model, mesh, sequence_parallel)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    return model
+
+
+def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(256, (2, 32), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[0, 5:] = IGNORED_LABEL
+    return tokens, labels
+
+
+def measure(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {"collectives": {}, "errors": {}, "loss": {}}
+    tokens, labels = tokens_and_labels()
+    for family in ("gpt", "llama"):
+        whole = build(family, None)
+        expected = summed_cross_entropy(whole(tokens), labels)
+        for sequence_parallel in (False, True):
+            model = build(family, mesh, sequence_parallel)
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            counts = []
+            for layers in (4, 3):
+                model.keep_stage(range(layers), True, True)
+                with CountCollectives() as forward:
+                    loss = summed_cross_entropy(model(tokens), labels)
+                with CountCollectives() as backward:
+                    loss.backward()
+                counts.append((dict(forward.counts), dict(backward.counts)))
+                if layers == 4:
+                    found["loss"][f"{family} {sequence_parallel}"] = abs(loss.item() / expected.item() - 1)
+                    for name, parameter in model.named_parameters():
+                        assert parameter.grad.placements == parameter.placements, name
+            # What one layer adds.
+            found["collectives"][f"{family} {sequence_parallel}"] = [
+                {kind: counts[0][i][kind] - counts[1][i].get(kind, 0) for kind in counts[0][i]} for i in (0, 1)
+            ]
+        with torch.no_grad():
+            # Logits are whole only where they are asked for.
+            logits = build(family, mesh, True).eval()(tokens)
+            assert logits.to_local().shape[-1] == whole.config.padded_vocab_size // 2
+            last = full_logits(logits, slice(-1, None))
+            torch.testing.assert_close(last, whole.eval()(tokens)[:, -1:])
+    found["dropout"] = dropout_draws(mesh)
+    for name, change in {
+        "no such module": lambda plan: plan | {"layers.*.attention_nrom": norm},
+        "parameter left out": lambda plan: {key: value for key, value in plan.items() if key != "norm"},
+    }.items():
+        with torch.device("meta"):
+            model = build_model(model_config(Model()), "gpt")
+        with pytest.raises(ValueError) as refused:
+            apply_tensor_parallel(model, mesh, False, change(family_plan(model)))
+        found["errors"][name] = str(refused.value)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        torch.save(everyone, folder / "found.pt")
+
+
+def dropout_draws(mesh: DeviceMesh) -> dict[str, list[float]]:
+    """What one layer's dropouts give on this rank, for the same input and seed on all ranks."""
+    layer = build("gpt", mesh, dropout=0.5).layers["0"]
+    core = layer.attention.core
+    inputs = [torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    torch.manual_seed(5)
+    attention = core(*inputs)
+    residual = F.dropout(torch.ones(64), 0.5)
+    torch.manual_seed(5)
+    recomputed = checkpoint(core, *inputs, use_reentrant=False)
+    kept = recomputed.detach().clone()
+    torch.manual_seed(6)
+    gradient = torch.autograd.grad(recomputed.sum(), inputs[2])[0]
+    expected = torch.autograd.grad(attention.sum(), inputs[2])[0]
+    draws = {"attention": attention, "residual": residual, "again": kept, "gradient": gradient, "expected": expected}
+    return {name: value.flatten().tolist() for name, value in draws.items()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tensor")
+    launch(measure, 2, folder)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_collectives_of_one_layer_are_the_papers(found: list[dict[str, Any]], family: str) -> None:
+    plain, sequence = (found[0]["collectives"][f"{family} {sp}"] for sp in (False, True))
+    assert [sum(part.values()) for part in plain] == [2, 2], os.linesep.join(map(str, plain))
+    assert [sum(part.values()) for part in sequence] == [4, 4], os.linesep.join(map(str, sequence))
+    assert all("reduce" in kind for part in plain for kind, count in part.items() if count)
+
+
+def test_loss_is_the_whole_models(found: list[dict[str, Any]]) -> None:
+    assert max(found[0]["loss"].values()) < 1e-6
+    assert found[0]["loss"] == found[1]["loss"]
+
+
+def test_attention_dropout_differs_between_ranks_and_residual_dropout_does_not(found: list[dict[str, Any]]) -> None:
+    first, second = (rank["dropout"] for rank in found)
+    assert first["attention"] != second["attention"]
+    assert first["residual"] == second["residual"]
+    assert 0 < sum(first["residual"]) < 128
+
+
+def test_recomputation_draws_the_same_dropout(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["dropout"]["again"] == rank["dropout"]["attention"]
+        assert rank["dropout"]["gradient"] == rank["dropout"]["expected"]
+
+
+def test_plans_that_do_not_fit_are_errors(found: list[dict[str, Any]]) -> None:
+    assert "attention_nrom" in found[0]["errors"]["no such module"]
+    assert "norm.weight" in found[0]["errors"]["parameter left out"]

@@ -1,0 +1,123 @@
+"""Tensor parallelism: several processes share each layer (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
+
+Which modules are split, and how, is data beside each model: `titan_like.models.<family>.sharding`.
+
+| | between layers | forward, per layer | backward, per layer |
+|---|---|---|---|
+| | whole activations | 2 all-reduces | 2 all-reduces |
+| sequence parallelism | 1/tp of the sequence | 2 all-gathers, 2 reduce-scatters | 2 reduce-scatters, 2 all-gathers |
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.tensor_splits import Plan, TensorParallel
+
+
+def apply_tensor_parallel(
+    model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, plan: Plan | None = None
+) -> None:
+    """Split a model, or a pipeline stage of it, over a one-dimensional mesh, by its family's plan unless one is given.
+
+    Every parameter becomes a DTensor. Comes before activation checkpointing, compilation and data parallelism, on the
+    meta device or with equal weights on all ranks. Logits are then DTensors split by the vocabulary.
+
+    Raises:
+        ValueError: the plan and the model do not fit each other, or sizes do not divide.
+    """
+    config = model.config
+    for name in ("num_kv_heads", "ffn_hidden_size"):
+        if getattr(config, name) % mesh.size():
+            raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
+    tp = TensorParallel(mesh, sequence_parallel, config.padded_vocab_size)
+    modules = dict(model.named_modules())
+    for pattern, split in (family_plan(model) if plan is None else plan).items():
+        names = [name for name in modules if matches(pattern, name)]
+        if not names and pattern not in absent_modules(model):
+            raise ValueError(f"the tensor-parallel plan's {pattern} is no module of {type(model).__name__}")
+        for name in names:
+            split(modules[name], tp)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out the parameter {name}")
+    model.sequence_shards = mesh.size() if sequence_parallel else 1
+
+
+def family_plan(model: Transformer) -> Plan:
+    """The plan beside the model."""
+    package = type(model).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.sharding").TENSOR_PARALLEL_PLAN
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module's name has the pattern's form, part by part."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def absent_modules(model: Transformer) -> set[str]:
+    """Modules that another pipeline stage may have in this one's place."""
+    absent = set() if model.is_first else set(model.entry)
+    return absent if model.is_last else absent | {"norm", "output", "mask_padding"}
+
+
+@torch.no_grad()
+def sum_partial_gradients(model: Transformer) -> None:
+    """Complete the gradients that sequence parallelism leaves partial: of norms, positions and biases after a sum.
+
+    After a step's last backward pass and before gradients are read. Sums commute: over data-parallel ranks they may
+    have been summed before.
+    """
+    gradients, group = [], None
+    for module in model.modules():
+        for name in getattr(module, "partial_gradients", ()):
+            parameter = getattr(module, name, None)
+            if parameter is None or parameter.grad is None:
+                continue
+            group = parameter.device_mesh["tp"].get_group()
+            gradients.append(parameter.grad.to_local())
+    if group is None:
+        return
+    with dist._coalescing_manager(group):
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+
+
+def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
+    """Logits [batch, positions, padded vocab] at some positions of the sequence, whole on every rank.
+
+    For generation: training never has them. Without tensor parallelism this only takes the positions.
+    """
+    if not isinstance(logits, DTensor):
+        return logits[:, positions]
+    part = logits.to_local()[:, positions]
+    batch, seq, vocab = *part.shape[:2], logits.shape[2]
+    shape, stride = torch.Size((batch, seq, vocab)), (seq * vocab, vocab, 1)
+    return DTensor.from_local(
+        part.contiguous(), logits.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Let the compiler overlap matrix products with the collectives beside them, piece by piece. CUDA only.
+
+    Takes effect with sequence parallelism, where the pairs are all-gather then product, product then reduce-scatter.
+    """
+    if mesh.device_type != "cuda":
+        return
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():  # later versions call it deprecated, and their compiler asks for it still
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
