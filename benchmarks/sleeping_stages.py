@@ -1,0 +1,204 @@
+"""Pipeline stages that sleep instead of computing: the time of a step is the schedule's and the runtime's alone.
+
+Processes, messages and autograd are real; four busy stages need no core. A stage adds a number to its input. Its
+forward pass sleeps, and so do the two parts of its backward pass: the gradient of its input, which the stage before
+waits for, and that of its weight.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from titan_like.parallel.model import ParallelModel, Stage
+from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.schedules import schedule_table, stages_per_rank
+from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.weight_gradients import Product, WeightGradients
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that one microbatch's passes through one stage take."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    def __truediv__(self, stages: int) -> Times:
+        return Times(self.forward / stages, self.input_gradient / stages, self.weight_gradient / stages)
+
+    def of(self, action: Action) -> float:
+        """Time of a pass."""
+        backward = {"I": self.input_gradient, "W": self.weight_gradient}
+        return backward.get(action.kind, sum(backward.values()) if action.kind == "B" else self.forward)
+
+
+class SleepingStage(nn.Module):
+    """x + weight, [batch, seq, hidden]. ``later`` receives the weight's part of the backward pass, as layers do."""
+
+    def __init__(self, times: Times, is_first: bool, is_last: bool, later: WeightGradients | None = None) -> None:
+        super().__init__()
+        self.times, self.is_first, self.is_last, self.later = times, is_first, is_last, later
+        self.weight = nn.Parameter(torch.zeros(1))
+        if is_first:  # like an embedding table: what comes after it has a gradient
+            self.entry = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As long as ``times`` says."""
+        if self.is_first:
+            x = x + self.entry
+        x = _Sleep.apply(x, self.times, self.weight, self.later)
+        return x if self.later is not None else x + _SleepForWeight.apply(self.weight, self.times)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, times: Times, weight: nn.Parameter, later: WeightGradients | None) -> Any:
+        time.sleep(times.forward)
+        ctx.save_for_backward(x)  # as layers do
+        ctx.times, ctx.weight, ctx.later = times, weight, later
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        time.sleep(ctx.times.input_gradient)
+        if ctx.later is not None:
+            ctx.later.put_off(ctx.weight, x, gradient)
+        return gradient * 1, None, None, None
+
+
+class _SleepForWeight(torch.autograd.Function):
+    """A node of its own: torch's split of a backward pass runs a node whole or not at all."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, times: Times) -> Any:
+        ctx.times = times
+        return weight * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.times.weight_gradient)
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class _SleepingProduct(Product):
+    seconds: float = 0.0
+
+    def add(self) -> None:
+        time.sleep(self.seconds)
+        value = self.gradient.sum().reshape(1)
+        self.weight.grad = value if self.weight.grad is None else self.weight.grad + value
+
+
+class SleepingWeightGradients(WeightGradients):
+    """Products that take their time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def take(self) -> list[Product]:
+        """The products noted since the last call."""
+        return [_SleepingProduct(p.weight, p.x, p.gradient, self._seconds) for p in super().take()]
+
+
+class _NoDataParallel:
+    """One replica: nothing to sum."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+class OwnRuntime:
+    """This project's `Pipeline` over sleeping stages."""
+
+    def __init__(self, schedule: str, degree: int, virtual: int, times: Times, hidden_shape: Sequence[int]) -> None:
+        self.shape = PipelineShape(schedule, degree, virtual)
+        times, ranks = times / stages_per_rank(schedule, virtual), self.shape.ranks
+        table = schedule_table(schedule, degree, virtual, 4 * degree)
+        splits = any(action.kind == "W" for action in table[0])
+        stages = []
+        for index in (stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()):
+            later = SleepingWeightGradients(times.weight_gradient) if splits else None
+            module = SleepingStage(times, index == 0, index == len(ranks) - 1, later)
+            stages.append(Stage(index, module, _NoDataParallel(), later))  # type: ignore[arg-type]
+        group = dist.group.WORLD
+        assert group is not None
+        device = torch.device("cpu")
+        self.pipeline = Pipeline(ParallelModel(stages), self.shape, group, hidden_shape, torch.float32, device)
+
+    def step(self, microbatches: list[torch.Tensor]) -> None:
+        """One step over [batch, seq, hidden] each."""
+        self.pipeline.forward_backward(microbatches, lambda output, _: output.sum())
+
+
+class TorchRuntime:
+    """torch.distributed.pipelining over sleeping stages."""
+
+    def __init__(self, schedule: str, degree: int, virtual: int, times: Times, microbatches: int) -> None:
+        from torch.distributed import pipelining
+
+        kind = getattr(pipelining, TORCH_SCHEDULES[schedule])
+        shape = PipelineShape(schedule, degree, virtual)
+        times, ranks, rank = times / stages_per_rank(schedule, virtual), shape.ranks, dist.get_rank()
+        stages = []
+        for index in (stage for stage, of in enumerate(ranks) if of == rank):
+            module = SleepingStage(times, index == 0, index == len(ranks) - 1)
+            stages.append(pipelining.PipelineStage(module, index, len(ranks), torch.device("cpu")))
+        held = stages[0] if stages_per_rank(schedule, virtual) == 1 else stages
+        self.schedule = kind(held, microbatches, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+        self._is_first, self._is_last = rank == ranks[0], rank == ranks[-1]
+
+    def step(self, microbatches: list[torch.Tensor]) -> None:
+        """One step over [batch, seq, hidden] each."""
+        whole = torch.cat(microbatches) if self._is_first or self._is_last else None
+        self.schedule.step(
+            *([whole] if self._is_first else []),
+            target=whole if self._is_last else None,
+            losses=[],
+            return_outputs=False,
+        )
+
+
+TORCH_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+
+
+def launch(function: Callable[..., None], world_size: int, *arguments: Any) -> None:
+    """Call ``function(rank, *arguments)`` on every rank of a fresh gloo process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_worker, (world_size, port, function, arguments), nprocs=world_size, start_method="spawn")
+
+
+def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    dist.init_process_group("gloo")
+    function(rank, *arguments)
+    dist.destroy_process_group()
