@@ -1,0 +1,116 @@
+"""How many microbatches' activations a real step holds at once."""
+
+import json
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.distributed.launch import launch
+from titan_like.parallel.model import ParallelModel, Stage
+from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.schedules import max_in_flight, schedule_table
+
+DEGREE, MICROBATCHES, HIDDEN = 4, 8, (2, 3, 8)
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
+
+
+class Saved:
+    """A tensor that autograd keeps for a backward pass, and drops after it."""
+
+    def __init__(self, tensor, stage, microbatch):
+        self.tensor, self.stage, self.microbatch = tensor, stage, microbatch
+
+
+class WatchedStage(nn.Module):
+    """A layer that notes which microbatches' tensors autograd holds, without asking the pipeline."""
+
+    def __init__(self, index, num_stages, alive, peaks):
+        super().__init__()
+        self.index, self.alive, self.peaks = index, alive, peaks
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.layer = nn.Linear(HIDDEN[-1], HIDDEN[-1])
+        self.done = 0
+
+    def forward(self, x):
+        microbatch, self.done = self.done, self.done + 1
+
+        def pack(tensor):
+            saved = Saved(tensor, self.index, microbatch)
+            self.alive.add(saved)
+            return saved
+
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            output = torch.tanh(self.layer(x))
+        held = {(saved.stage, saved.microbatch) for saved in self.alive}
+        own = sum(stage == self.index for stage, _ in held)
+        self.peaks["rank"] = max(self.peaks["rank"], len(held))
+        self.peaks[self.index] = max(self.peaks[self.index], own)
+        return output
+
+
+class OneReplica:
+    def before_backward(self, is_last):
+        pass
+
+    def finish(self):
+        pass
+
+
+def count(rank, folder):
+    results = {}
+    for schedule, virtual in SCHEDULES.items():
+        shape = PipelineShape(schedule, DEGREE, virtual)
+        local = [stage for stage, of in enumerate(shape.ranks) if of == rank]
+        alive, peaks = weakref.WeakSet(), dict.fromkeys([*local, "rank"], 0)
+        modules = [WatchedStage(stage, len(shape.ranks), alive, peaks) for stage in local]
+        model = ParallelModel([Stage(module.index, module, OneReplica()) for module in modules])
+        pipeline = Pipeline(model, shape, dist.group.WORLD, HIDDEN, torch.float32, torch.device("cpu"))
+        batch = [torch.randn(HIDDEN) for _ in range(MICROBATCHES)]
+        pipeline.forward_backward(batch, lambda output, _: output.sum())
+        assert all(module.layer.weight.grad is not None for module in modules)
+        results[schedule] = {
+            "told": [pipeline.peak_in_flight[stage] for stage in local],
+            "seen": [peaks[stage] for stage in local],
+            "seen_on_rank": peaks["rank"],
+            "left": len(alive),
+        }
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """Per rank, per schedule: what one real step held."""
+    folder = tmp_path_factory.mktemp("in_flight")
+    launch(count, DEGREE, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(DEGREE)]
+
+
+def in_theory(schedule, rank):
+    """Microbatches in a stage that a rank holds at once, arXiv 2104.04473, sections 2.2.1 and 2.2.2."""
+    if schedule == "gpipe":
+        return MICROBATCHES
+    if schedule == "1f1b":
+        return min(DEGREE - rank, MICROBATCHES)
+    virtual = SCHEDULES[schedule]
+    warm_up = 2 * (DEGREE - rank - 1) + (virtual - 1) * DEGREE
+    return min(warm_up + 1, virtual * MICROBATCHES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_step_holds_as_many_microbatches_as_the_paper_says(counts, schedule):
+    expected = [in_theory(schedule, rank) for rank in range(DEGREE)]
+    assert [of_rank[schedule]["seen_on_rank"] for of_rank in counts] == expected
+    assert max_in_flight(schedule_table(schedule, DEGREE, SCHEDULES[schedule], MICROBATCHES)) == expected
+    assert [of_rank[schedule]["left"] for of_rank in counts] == [0] * DEGREE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipeline_counts_what_autograd_holds(counts, schedule):
+    told = [of_rank[schedule]["told"] for of_rank in counts]
+    assert told == [of_rank[schedule]["seen"] for of_rank in counts]
+    if SCHEDULES[schedule] == 1:
+        assert told == [[in_theory(schedule, rank)] for rank in range(DEGREE)]
