@@ -1,0 +1,243 @@
+import json
+
+import pytest
+import torch.distributed as dist
+from torch import device
+
+from titan_like.metrics.step_timeline import (
+    Phase,
+    RankTimes,
+    StepTimeline,
+    as_simulated,
+    clock_offset,
+    measured,
+    simulated,
+)
+from titan_like.metrics.timeline import Timeline
+from titan_like.metrics.timeline_report import figures, rank_shares, report
+from titan_like.metrics.timeline_trace import chrome_trace
+from titan_like.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Event,
+    Step,
+    bubble_fraction,
+    ideal_bubble,
+    schedule_table,
+    simulate,
+    stage_ranks,
+    unit_time,
+)
+
+VIRTUAL = {"gpipe": 1, "1f1b": 1}
+
+
+def unit_step(schedule="1f1b", degree=4, microbatches=8, transfer=0.0):
+    return simulated(schedule, degree, VIRTUAL.get(schedule, 2), microbatches, unit_time, transfer)
+
+
+def seen_by_ranks(step, offsets):
+    """What each rank would have seen of a step, on a clock of its own."""
+    return [
+        RankTimes(
+            [
+                event._replace(rank=0, start=event.start + o, end=event.end + o)
+                for event in step.passes
+                if event.rank == r
+            ],
+            [wait._replace(rank=0, start=wait.start + o, end=wait.end + o) for wait in step.waits if wait.rank == r],
+            [Phase(0, "optimizer", step.seconds + o, step.seconds + 3 + o)],
+            [(-2.0 + o, -1.99 + o), (-1.0 + o, -0.999 + o)],
+        )
+        for r, o in enumerate(offsets)
+    ]
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_bubble_fraction_is_that_of_the_simulated_schedule(schedule, microbatches):
+    virtual = VIRTUAL.get(schedule, 2)
+    table = schedule_table(schedule, 4, virtual, microbatches)
+    expected = bubble_fraction(simulate(table, stage_ranks(schedule, 4, virtual), unit_time), 4)
+    found = figures(unit_step(schedule, microbatches=microbatches))
+    assert found.bubble == pytest.approx(expected)
+    assert found.bubble_simulated == pytest.approx(expected)
+    assert found.bubble_ideal == ideal_bubble(schedule, 4, virtual, microbatches)
+    assert found.exposed_communication == pytest.approx(0)
+
+
+def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
+    quick, slow = figures(unit_step()), figures(unit_step(transfer=0.5))
+    assert slow.bubble > quick.bubble
+    assert slow.bubble_simulated == pytest.approx(quick.bubble)
+    assert slow.exposed_communication > 0.01
+
+
+@pytest.mark.parametrize("transfer", [0.0, 0.25])
+def test_shares_of_a_rank_sum_to_the_step(transfer):
+    step = unit_step("interleaved_1f1b", transfer=transfer)
+    for share in rank_shares(step):
+        assert share.compute == pytest.approx(8 * 2 * 3)
+        assert share.compute + share.bubble + share.exposed_communication + share.other == pytest.approx(step.seconds)
+        assert share.other == pytest.approx(0)
+
+
+def test_slowest_stage():
+    step = simulated("1f1b", 4, 1, 8, lambda action: unit_time(action) * (1.5 if action.stage == 2 else 1))
+    found = figures(step)
+    assert found.slowest_stage == 2
+    assert found.stage_seconds == pytest.approx([3, 3, 4.5, 3])
+    assert found.slowest_stage_excess == pytest.approx(4.5 / 3.375 - 1)
+
+
+def test_wait_is_bubble_until_the_message_is_made_and_exposed_from_there():
+    passes = [
+        Event(0, Action("F", 0, 0), 0.0, 1.0),
+        Event(1, Action("F", 1, 0), 1.4, 2.4),
+        Event(1, Action("B", 1, 0), 2.5, 4.5),
+        Event(0, Action("B", 0, 0), 4.6, 6.6),
+    ]
+    waits = [Event(1, Action("F", 1, 0), 0.0, 1.4), Event(0, Action("B", 0, 0), 1.0, 4.6)]
+    first, second = rank_shares(StepTimeline("1f1b", 2, 1, passes, waits))
+    assert (first.compute, first.bubble, first.exposed_communication, first.other) == pytest.approx((3, 3.5, 0.1, 0))
+    assert (second.compute, second.bubble, second.exposed_communication) == pytest.approx((3, 1 + 2.1, 0.4))
+    assert second.other == pytest.approx(0.1)  # between its passes, without a wait
+
+
+# ---- clocks
+
+
+def test_ranks_with_different_clocks_come_onto_one():
+    step = unit_step()
+    found = measured("1f1b", 4, 1, seen_by_ranks(step, [5.0, 1000.0, -40.0, 7.5]))
+    key = lambda event: (event.rank, event.start)  # noqa: E731
+    for got, expected in zip(sorted(found.passes, key=key), sorted(step.passes, key=key), strict=True):
+        assert (got.rank, got.action) == (expected.rank, expected.action)
+        assert (got.start, got.end) == pytest.approx((expected.start, expected.end), abs=found.clock_error + 1e-9)
+    assert found.clock_error == pytest.approx(0.001)
+    assert {phase.rank for phase in found.phases} == set(range(4))
+
+
+def test_clock_offset_lies_within_its_bounds():
+    reference = [(0.0, 1.0), (2.0, 2.5)]
+    offset, error = clock_offset(reference, [(100.2, 101.1), (102.1, 102.4)])
+    assert offset == pytest.approx(100, abs=error)
+    assert 0 < error <= 0.5
+
+
+def test_one_clock_has_no_offset():
+    assert clock_offset([(0.0, 1.0)], [(0.5, 1.0)])[0] == 0
+
+
+def test_as_simulated_drops_gaps_and_keeps_passes():
+    step = unit_step(transfer=1.0)
+    assert as_simulated(step).seconds == pytest.approx(unit_step().seconds)
+    assert as_simulated(step).mean_seconds() == pytest.approx(step.mean_seconds())
+
+
+def test_timeline_notes_passes_waits_and_phases(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        timeline = Timeline(device("cpu"), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    timeline.start(Step("F", 0, 0))
+    timeline.stop(Step("F", 0, 0))
+    timeline.waiting(Step("B", 0, 0))
+    timeline.start(Step("B", 0, 0))
+    timeline.stop(Step("B", 0, 0))
+    timeline.mark("gradient norm")
+    timeline.mark("optimizer")
+    times = timeline.finish()
+    assert [event.action for event in times.passes] == [Action("F", 0, 0), Action("B", 0, 0)]
+    (wait,), (forward, backward) = times.waits, times.passes
+    assert wait.action == backward.action
+    assert forward.start <= forward.end <= wait.start <= wait.end == backward.start <= backward.end
+    assert [phase.name for phase in times.phases] == ["gradient norm", "optimizer"]
+    assert times.phases[0].start == backward.end
+    assert times.phases[0].end == times.phases[1].start
+    assert times.error == 0
+
+
+# ---- report
+
+
+def test_report_says_what_the_figures_are():
+    step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
+    lines = report(step, "timeline of step 7").splitlines()
+    assert lines[0] == (
+        "timeline of step 7: 1f1b, 4 pipeline ranks, 8 microbatches, 33000.00 ms from first to last pass"
+    )
+    text = "\n".join(lines)
+    assert "bubble fraction (idle / compute): 0.375 measured, 0.375 with these passes alone, 0.375 ideal" in text
+    assert "slowest stage: 0, 0.0% over the mean" in text
+    assert "exposed communication: 0.00% of the ranks' time" in text
+    assert "after the last pass: optimizer 3000.00 ms" in text
+    assert all(len(line) <= 110 for line in lines)
+
+
+def test_report_of_one_rank_compares_no_clocks():
+    text = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
+    assert "1 pipeline rank, 1 microbatch," in text
+    assert "compare within" not in text
+
+
+# ---- trace
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+def test_trace_keeps_to_the_trace_event_format(schedule):
+    step = unit_step(schedule)
+    trace = json.loads(json.dumps(chrome_trace(step)))
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] == "ms"
+    required = {"M": {"args"}, "X": {"cat", "tid", "ts", "dur"}, "s": {"cat", "id", "tid", "ts"}}
+    required["f"] = required["s"] | {"bp"}
+    for event in trace["traceEvents"]:
+        assert {"name", "ph", "pid"} | required[event["ph"]] <= set(event)
+        assert event["pid"] in range(4)
+        assert event.get("dur", 0) >= 0
+
+    passes = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
+    assert len(passes) == len(step.passes)
+    for found, expected in zip(passes, step.passes, strict=True):
+        assert found["pid"] == expected.rank
+        assert (found["ts"], found["dur"]) == pytest.approx(
+            (1e6 * expected.start, 1e6 * (expected.end - expected.start))
+        )
+        assert (found["args"]["stage"], found["args"]["microbatch"]) == expected.action[1:]
+
+
+def test_arrows_of_a_trace_join_passes_of_two_ranks():
+    events = chrome_trace(unit_step())["traceEvents"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 2 * 3 * 8  # forward and backward over three borders
+    slices = [e for e in events if e["ph"] == "X" and "args" in e]
+
+    def around(arrow):
+        return [
+            e
+            for e in slices
+            if e["pid"] == arrow["pid"] and e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+        ]
+
+    for number, start in starts.items():
+        (maker,), (taker,) = around(start), around(ends[number])
+        assert abs(maker["pid"] - taker["pid"]) == 1
+        assert maker["args"]["microbatch"] == taker["args"]["microbatch"]
+        assert maker["args"]["pass"] == taker["args"]["pass"]
+        assert start["ts"] <= ends[number]["ts"]
+
+
+def test_rows_of_a_trace_have_names():
+    step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
+    events = chrome_trace(step)["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names[3, None] == "pipeline rank 3"
+    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "phase"} == {"rest of the step"}
+    assert {names[e["pid"], e["tid"]] for e in events if e.get("cat") == "waiting"} == {"waiting"}
