@@ -24,6 +24,7 @@ from titan_like.verify.server import Place
 
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients, and overflows nowhere
 _CLIPPED_SHARE = 0.1  # of the first gradient norm, that gradients are clipped at: every step is clipped
+_LARGE = 1_000_000  # parameters
 _ROUNDING = 1e-12  # of a gradient's largest element: smaller ones are zero but for float64's rounding
 
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +44,8 @@ class Trace:
 
 def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str], folder: str) -> Iterator[Truth]:
     """Train in float64, then in each of ``dtypes`` to see how far their rounding leads away from it."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if model_config(config.model).num_parameters() > _LARGE:  # threads only slow a small model down
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = torch.device(place.device_type, place.local_rank) if place.device_type == "cuda" else torch.device("cpu")
     micro_batch = config.training.micro_batch_size
     training = config.training
