@@ -49,18 +49,19 @@ def check_run(config: JobConfig, truth: Truth, runs: list[RunSeen]) -> list[Chec
         _samples(config, truth, runs),
         _counters(config, truth, runs),
         _missing_gradients(truth, runs),
-        _losses(truth, runs),
-        _equal_on_ranks(runs),
-        _gradients(truth, runs, "gradients of step 1", range(1)),
+        _losses(truth, runs, range(1)),
+        _gradients(truth, runs, range(1)),
     ]
     if kind in ("bfloat16", "float16") and rounds_as_one_process(config):
         checks.append(_same_type(truth, runs))
+    checks.append(_equal_on_ranks(runs))
+    if len(truth.steps) > 1:
+        checks.append(_losses(truth, runs, range(1, len(truth.steps))))
     checks.append(_grad_norms(truth, runs))
     if kind == "float64":
         checks.append(_zeros(truth, runs))
     if len(truth.steps) > 1:
-        name = "gradients of step 2" if len(truth.steps) == 2 else f"gradients of steps 2 to {len(truth.steps)}"
-        checks.append(_gradients(truth, runs, name, range(1, len(truth.steps))))
+        checks.append(_gradients(truth, runs, range(1, len(truth.steps))))
     checks += [
         _weights(truth, runs),
         _replicas(truth, runs, "weights equal on replicas", [run.digests for run in runs]),
@@ -232,11 +233,23 @@ def _scalars(
     )  # fmt: skip
 
 
-def _losses(truth: Truth, runs: list[RunSeen]) -> Check:
+def _losses(truth: Truth, runs: list[RunSeen], steps: range) -> Check:
+    part = slice(steps.start, steps.stop)
     return _scalars(
-        "loss", truth, runs, lambda run: [step.loss for step in run.steps], [step.loss for step in truth.steps],
-        truth.errors[runs[0].kind].loss, REPORTED, lambda i: f"in step {i + 1}",
-    )  # fmt: skip
+        f"loss of {_titled(steps)}",
+        truth,
+        runs,
+        lambda run: [step.loss for step in run.steps[part]],
+        [step.loss for step in truth.steps[part]],
+        truth.errors[runs[0].kind].loss[part],
+        REPORTED,
+        lambda i: f"in step {steps[i] + 1}",
+    )
+
+
+def _titled(steps: range) -> str:
+    """Steps by their numbers, which begin at 1."""
+    return f"step {steps.stop}" if len(steps) == 1 else f"steps {steps.start + 1} to {steps.stop}"
 
 
 def _grad_norms(truth: Truth, runs: list[RunSeen]) -> Check:
@@ -270,7 +283,7 @@ def _equal_on_ranks(runs: list[RunSeen]) -> Check:
     return _wrong("losses and norms equal on all ranks", problems)
 
 
-def _gradients(truth: Truth, runs: list[RunSeen], title: str, steps: range) -> Check:
+def _gradients(truth: Truth, runs: list[RunSeen], steps: range) -> Check:
     kind = runs[0].kind
 
     def differences() -> Iterable[tuple[float, float, str | None, str]]:
@@ -284,7 +297,7 @@ def _gradients(truth: Truth, runs: list[RunSeen], title: str, steps: range) -> C
                     if distance is not None:
                         yield distance / size, tolerance, name, f"in step {index + 1} on rank {run.rank}"
 
-    return _worst_of(title, differences())
+    return _worst_of(f"gradients of {_titled(steps)}", differences())
 
 
 def _same_type(truth: Truth, runs: list[RunSeen]) -> Check:
