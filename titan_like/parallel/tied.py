@@ -9,6 +9,7 @@ from titan_like.optim.grad_norm import local_gradients
 from titan_like.parallel.model import ParallelModel, holds_tied_table
 
 
+@torch.no_grad()
 def sum_table_gradients(model: ParallelModel, group: dist.ProcessGroup, first_rank: int, last_rank: int) -> None:
     """Make the gradients of the table's two copies their sum.
 
