@@ -31,7 +31,15 @@ class Job(Section):
     seed: int = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
     deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
     dry_run: bool = Field(
-        False, description="check the configuration, print the model's size and stop before any process group starts"
+        False,
+        description="check everything, print what one process of the job would hold, send and compute, and stop; "
+        "nothing is allocated. With --json PATH it is also written there",
+    )
+    dry_run_rank: int = Field(
+        0,
+        ge=0,
+        description="the process that a dry run describes, of cluster.nodes × cluster.gpus_per_node ones (else "
+        "WORLD_SIZE, else the product of the degrees)",
     )
 
 
@@ -222,6 +230,8 @@ class Cluster(Section):
     gpu: str | None = Field(
         None, description='GPU whose peak MFU is measured against, for example "A100" (default: the one found)'
     )
+    gpus_per_node: int | None = Field(None, gt=0, description="GPUs in one node, one process each")
+    nodes: int | None = Field(None, gt=0, description="nodes that a dry run describes")
 
 
 class JobConfig(Section):

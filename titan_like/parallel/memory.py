@@ -1,12 +1,53 @@
-"""Bytes of parameters, gradients and optimizer state per rank under each ZeRO stage. Pure formulas."""
+"""Bytes of parameters, gradients and optimizer state on one process under each ZeRO stage. Pure formulas."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 
 from titan_like.models.config import TransformerConfig
+from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.shapes import ParameterShape, Part, Split, Unit, stage_units
+from titan_like.parallel.split import StageLayers
 
-_MASTER = 4  # bytes of float32, the type of master weights, summed gradients and moments
+_FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
+
+
+@dataclass(frozen=True)
+class Storage:
+    """In what types and parts training state is kept. Sizes of types in bytes."""
+
+    zero_stage: int
+    split: Split = field(default_factory=Split)
+    data_parallel: int = 1  # processes that see different samples, sharded over or not
+    master: int = _FLOAT32
+    compute: int = _FLOAT32
+    reduce: int = _FLOAT32
+    moments: int = 2  # AdamW; plain SGD has none
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether weights are gathered, or copied to the compute type, before they are used (FSDP2, `replicate`)."""
+        return self.compute < self.master or (self.zero_stage > 0 and self.data_parallel > 1)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes on one process between the backward pass and the optimizer's update, without padding of uneven shards."""
+
+    num_parameters: int
+    parameters: int
+    gradients: int  # freed after the update
+    optimizer: int
+
+
+def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
+    """What one process holds of some units."""
+    count = sum(prod(storage.split.here(parameter)) for unit in units for parameter in unit.parameters)
+    weights = storage.master * count
+    return RankState(count, weights, weights, storage.moments * weights)
 
 
 @dataclass(frozen=True)
@@ -20,7 +61,7 @@ class StateBytes:
 def state_bytes(
     model: TransformerConfig, zero_stage: int, shard_degree: int, compute_bytes: int = 4, moments: int = 2
 ) -> StateBytes:
-    """Size of training state for shards of equal size.
+    """Training state of a model that is not cut into stages, on the first process of the group that shards it.
 
     With P parameters, N ranks to shard over, and float32 throughout:
 
@@ -36,25 +77,83 @@ def state_bytes(
     ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients that much smaller; stage 0
     then also keeps a float32 master copy beside the compute copy. ``moments`` is 2 for AdamW and 0 for plain SGD.
     """
-    total, layer = model.num_parameters(), model.layer_parameters
-    entry, head = model.entry_parameters, model.head_parameters
-    ranks = shard_degree if zero_stage else 1
-    shards = _MASTER * (1 + moments) * total // ranks
-    if zero_stage == 0 and compute_bytes == _MASTER:
-        return StateBytes(shards, shards + _MASTER * total)
+    units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
+    split = Split(shard=Part(shard_degree if zero_stage else 1))
+    storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, moments=moments)
+    state = rank_state(units, storage)
+    two_microbatches = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
+    return StateBytes(state.parameters + state.optimizer, peak_state({0: units}, two_microbatches, storage))
 
+
+def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], storage: Storage) -> int:
+    """Most bytes of state at any moment of a step, for one process's stages and its passes in order.
+
+    Exact where shards are equal and backward passes are whole; else close. At the end of a stage's last backward pass
+    its summed gradients take the place of what was added up and gathered.
+    """
+    sizes = {index: _stage_sizes(units, storage) for index, units in stages.items()}
+    left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
+    several = {index for index, count in left.items() if count > 1}
+    held = dict.fromkeys(stages, 0)  # besides weights and moments, by stage
+    summed = dict.fromkeys(stages, 0)  # of this, gradients
+    peak = 0
+    for kind, stage, _ in actions:
+        size = sizes[stage]
+        if kind == "F":
+            held[stage] = summed[stage] + size.kept_gathered
+            peak = max(peak, sum(held.values()) + size.layer_gathered)
+            continue
+        summed[stage] = size.added_up if stage in several else size.gradients
+        held[stage] = summed[stage] + size.kept_gathered
+        transient = size.in_backward if storage.zero_stage != 1 or stage in several else size.fresh
+        peak = max(peak, sum(held.values()) + transient)
+        if storage.zero_stage == 3:
+            held[stage] = summed[stage]
+        left[stage] -= kind in ("B", "W")
+        if left[stage] == 0:
+            held[stage] = summed[stage] = size.gradients
+    peak = max(peak, sum(held.values()))
+    return peak + sum(size.shards for size in sizes.values())
+
+
+@dataclass(frozen=True)
+class _StageSizes:
+    """Bytes of one stage."""
+
+    shards: int  # weights and moments, always there
+    gradients: int  # summed over processes
+    kept_gathered: int  # from a forward pass to the end of the backward pass
+    layer_gathered: int  # while one layer's forward pass runs
+    added_up: int  # gradients between microbatches
+    fresh: int  # gradients of one backward pass before they are reduced or added
+    in_backward: int  # most that one backward pass needs besides what is kept
+
+
+def _stage_sizes(units: list[Unit], storage: Storage) -> _StageSizes:
+    state = rank_state(units, storage)
+    shards = state.parameters + state.optimizer
+    if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
+        return _StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0)
+
+    whole = [_whole(unit.parameters, storage) for unit in units]
+    total, in_root = sum(whole), whole[-1]
+    layers = [size for unit, size in zip(units, whole, strict=True) if unit.name.startswith("layers.")]
+    layer, entry = max(layers), total - in_root - sum(layers)
     # The head's gradients come first and are reduced last, with the root; a layer's are reduced when complete. A tied
     # table's gradient is stored only when its second use, the embedding, has added to it.
-    early = head - (model.padded_vocab_size * model.hidden_size if model.tied_embeddings else 0)
-    fresh_gradients = compute_bytes * max(early + layer, head + entry)
-    if zero_stage == 3:
-        root = head + (entry if model.tied_embeddings else 0)
-        in_a_layer = compute_bytes * (root + layer + early + layer)
-        at_the_end = 2 * compute_bytes * (head + entry)
-        return StateBytes(shards, shards + _MASTER * total // ranks + max(in_a_layer, at_the_end))
-    gathered = compute_bytes * total
-    if zero_stage == 2:
-        return StateBytes(shards, shards + gathered + _MASTER * total // ranks + fresh_gradients)
-    # Stages 0 and 1 add up whole gradients; float32 ones are added up in place.
-    added_up = _MASTER * total + (0 if compute_bytes == _MASTER else fresh_gradients)
-    return StateBytes(shards, shards + gathered + added_up)
+    early = _whole((parameter for parameter in units[-1].parameters if not parameter.at_entry), storage)
+    fresh = storage.compute * max(early + layer, in_root + entry)
+    if storage.zero_stage == 3:
+        kept, gathered_layer = storage.compute * in_root, storage.compute * layer
+        in_backward = storage.compute * max(layer + early + layer, in_root + 2 * entry)
+        return _StageSizes(shards, state.gradients, kept, gathered_layer, state.gradients, fresh, in_backward)
+    gathered = storage.compute * total
+    if storage.zero_stage == 2:
+        return _StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh)
+    # Stages 0 and 1 add up whole gradients, in place if they have the type already.
+    in_place = storage.compute == storage.reduce
+    return _StageSizes(shards, state.gradients, gathered, 0, storage.reduce * total, fresh, 0 if in_place else fresh)
+
+
+def _whole(parameters: Iterable[ParameterShape], storage: Storage) -> int:
+    return sum(prod(storage.split.before_sharding(parameter)) for parameter in parameters)

@@ -42,3 +42,13 @@ def total_steps(training: Training) -> int:
         consumed += batch
         steps += 1
     return steps + (samples - consumed) // training.global_batch_size
+
+
+def total_samples(training: Training) -> int:
+    """Samples that the run's steps train on."""
+    steps, consumed = total_steps(training), 0
+    ramp_samples = training.batch_size_rampup[2] if training.batch_size_rampup else 0
+    while steps and consumed < ramp_samples:
+        consumed += global_batch_size_at(training, consumed)
+        steps -= 1
+    return consumed + steps * training.global_batch_size

@@ -15,7 +15,7 @@ from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.metrics.hardware import check_gpu_name
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -43,30 +43,48 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    world_size = _environment_number("WORLD_SIZE", 1, least=1)
-    model = model_config(config.model)
-    layout = resolve_layout(config.parallelism, world_size)
-    check_rules(config, model, layout)
-    check_gpu_name(config.cluster.gpu)
-    check_wandb(config.metrics)
+    model, layout = check_settings(config, environment_number("WORLD_SIZE", 1, least=1))
     device = select_device(config.training.dtype)
-    folder = checkpoint_folder(config)
-    _check_writable("job.dump_folder", Path(config.job.dump_folder))
-    if config.checkpoint.enable:
-        _check_writable("checkpoint.folder", folder)
-        _check_checkpoints(config, model, folder)
-    elif config.checkpoint.load_step is not None:
-        problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
-        raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
+    check_folders(config, model, make=True)
     return Run(
         config=config,
         model=model,
         layout=layout,
         total_steps=total_steps(config.training),
         device=device,
-        datasets=_open_data(config, model),
-        checkpoint_folder=folder,
+        datasets=open_data(config, model),
+        checkpoint_folder=checkpoint_folder(config),
     )
+
+
+def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
+    """Everything that needs neither this machine's devices nor its files.
+
+    Raises:
+        ConfigError: anything the user has to change.
+    """
+    model = model_config(config.model)
+    layout = resolve_layout(config.parallelism, world_size)
+    check_rules(config, model, layout)
+    check_gpu_name(config.cluster.gpu)
+    check_wandb(config.metrics)
+    return model, layout
+
+
+def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
+    """Whether the run can write where it is to, and resume from what is there.
+
+    Raises:
+        ConfigError: a folder that cannot be made or written to, or checkpoints of another run.
+    """
+    _check_writable("job.dump_folder", Path(config.job.dump_folder), make)
+    if config.checkpoint.enable:
+        folder = checkpoint_folder(config)
+        _check_writable("checkpoint.folder", folder, make)
+        _check_checkpoints(config, model, folder)
+    elif config.checkpoint.load_step is not None:
+        problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
+        raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
 
 
 def select_device(dtype: str) -> torch.device:
@@ -77,10 +95,10 @@ def select_device(dtype: str) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, found = _environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    local_rank, found = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if local_rank >= found:
         problem = f"this machine has {found} GPUs; start at most that many processes on it"
-        raise ConfigError("torchrun --nproc_per_node", _environment_number("LOCAL_WORLD_SIZE", 1), problem)
+        raise ConfigError("torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
     device = torch.device("cuda", local_rank)
     if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
@@ -88,18 +106,12 @@ def select_device(dtype: str) -> torch.device:
     return device
 
 
-def describe(run: Run) -> str:
-    """What a dry run prints."""
-    layout, parameters = run.layout, run.model.num_parameters()
-    batch = run.config.training.global_batch_size
-    return (
-        f"{run.config.model.family} {run.config.model.flavor}: {parameters:,} parameters, {run.total_steps:,} steps of "
-        f"{batch} samples × {run.config.training.seq_len} tokens, data parallel {layout.replicate} × {layout.shard}, "
-        f"ZeRO {run.config.parallelism.zero_stage}; training data {len(run.datasets['train']):,} samples"
-    )
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """A whole number that torchrun sets.
 
-
-def _environment_number(name: str, default: int, least: int = 0) -> int:
+    Raises:
+        ConfigError: it is something else.
+    """
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
         problem = f"must be a whole number of at least {least}; torchrun sets it"
@@ -107,14 +119,19 @@ def _environment_number(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def _check_writable(key: str, folder: Path) -> None:
+def _check_writable(key: str, folder: Path, make: bool) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
         problem = f"the folder cannot be made ({error.strerror}); name one that you may write to"
         raise ConfigError(key, str(folder), problem) from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(key, str(folder), "the folder is not writable; name one that is")
+    if not there.is_dir():
+        problem = f"the folder cannot be made ({there} is a file); name one that you may write to"
+        raise ConfigError(key, str(folder), problem)
+    if not os.access(there, os.W_OK):
+        raise ConfigError(key, str(folder), f"the folder {there} is not writable; name one that is")
 
 
 def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
@@ -126,15 +143,29 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
         check_same_run(checkpoint_path(folder, step), config, model)
 
 
-def _open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
-    split_weights(config.data.split)  # refused before the data is tokenized, which may take hours
-    tokenizer = build_tokenizer(config.data.tokenizer)
+def check_tokenizer(config: JobConfig, tokenizer: Tokenizer, model: TransformerConfig) -> None:
+    """Whether the model has an embedding for every token.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
     if tokenizer.vocab_size > model.vocab_size:
         problem = (
             f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}; "
             f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
         )
         raise ConfigError("data.tokenizer", config.data.tokenizer, problem)
+
+
+def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
+    """The splits of the run's data, tokenized if that is new.
+
+    Raises:
+        ConfigError: data that is missing, unfit or too little, or a tokenizer that does not fit the model.
+    """
+    split_weights(config.data.split)  # refused before the data is tokenized, which may take hours
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    check_tokenizer(config, tokenizer, model)
     corpus = open_corpus(config.data, tokenizer, Path(config.job.dump_folder) / "data_cache")
     datasets = build_datasets(corpus, config.data.split, config.training.seq_len, config.job.seed)
     if config.evaluation.interval and len(datasets["validation"]) == 0:

@@ -1,0 +1,104 @@
+"""One step of one process, known before it runs: its passes, what it sends, and how much state it holds at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.apply import pipeline_shape
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.memory import RankState, Storage, peak_state, rank_state
+from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
+from titan_like.parallel.schedules.tables import schedule_table
+from titan_like.parallel.shapes import Part, Place, Split, stage_units
+from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
+from titan_like.parallel.traffic import BYTES, Collective, StageTraffic, step_collectives
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """What the process computes. Bubbles are idle time over compute time, without time for messages."""
+
+    name: str
+    num_stages: int  # of the whole pipeline
+    stages_here: list[int]
+    microbatches: int
+    counts: dict[str, int]  # of F, B, I, W
+    bubble: float  # where F, I and W take equally long in every stage
+    bubble_of_real_stages: float  # where they take as long as the matrix products of the stage's layers and output
+    ideal_bubble: float  # the published formula, or bound, for equal stages
+    in_flight: int  # most chunks (one microbatch in one stage) whose activations the process holds
+    actions: list[Action]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the full global batch size."""
+
+    schedule: SchedulePlan
+    collectives: list[Collective]
+    state: RankState
+    peak_state: int  # bytes of weights, gradients and optimizer state
+
+
+def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place: Place) -> StepPlan:
+    """A pure function: builds nothing and talks to nobody."""
+    training, shape = config.training, pipeline_shape(config)
+    ranks = shape.ranks
+    microbatches = training.global_batch_size // (training.micro_batch_size * layout.data_parallel)
+    splits = split_layers(layers_per_stage(config, model, len(ranks)))
+    stages = [
+        StageTraffic(index, splits[index], stage_units(model, splits[index]))
+        for index, rank in enumerate(ranks)
+        if rank == place.pp
+    ]
+    storage = storage_of(config, layout, place)
+    units = {stage.index: stage.units for stage in stages}
+    table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
+    actions = table[place.pp]
+
+    holds_end = place.pp in (ranks[0], ranks[-1])
+    exchanges_table = model.tied_embeddings and ranks[0] != ranks[-1] and holds_end
+    steps = shape.steps(place.pp, microbatches, backward=True)
+    collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
+
+    output = output_cost(model, training.seq_len)
+    costs = [len(split.layers) + output * split.is_last for split in splits]
+    events = simulate(table, ranks, unit_time)
+    real_events = simulate(table, ranks, lambda action: unit_time(action) * costs[action.stage])
+    schedule = SchedulePlan(
+        name=shape.schedule,
+        num_stages=len(ranks),
+        stages_here=[stage.index for stage in stages],
+        microbatches=microbatches,
+        counts=dict(Counter(action.kind for action in actions)),
+        bubble=bubble_fraction(events, shape.degree),
+        bubble_of_real_stages=bubble_fraction(real_events, shape.degree),
+        ideal_bubble=ideal_bubble(shape.schedule, shape.degree, shape.virtual_stages, microbatches),
+        in_flight=round(max_in_flight(table)[place.pp]),
+        actions=actions,
+    )
+    state = rank_state((unit for stage in stages for unit in stage.units), storage)
+    return StepPlan(schedule, collectives, state, peak_state(units, actions, storage))
+
+
+def storage_of(config: JobConfig, layout: Layout, place: Place) -> Storage:
+    """How a process keeps parameters, gradients and optimizer state."""
+    training, zero_stage = config.training, config.parallelism.zero_stage
+    compute = BYTES[training.dtype]
+    master = max(compute, BYTES["float32"])
+    return Storage(
+        zero_stage=zero_stage,
+        split=Split(
+            tensor=Part(layout.tensor, place.tp),
+            shard=Part(layout.shard, place.dp_shard) if zero_stage else Part(),
+        ),
+        data_parallel=layout.data_parallel,
+        master=master,
+        compute=compute,
+        reduce=BYTES[training.reduce_dtype] if compute < master else master,
+        moments=2 if config.optimizer.name == "adamw" else 0,
+    )

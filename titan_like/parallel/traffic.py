@@ -1,0 +1,205 @@
+"""What a process says to others in one step: every collective and message, counted without running it.
+
+Pure functions of configuration, layout and schedule; tests hold them to what real processes send. Left out are sums of
+single numbers (tokens, loss, gradient norm).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.memory import Storage
+from titan_like.parallel.schedules.communication import Step
+from titan_like.parallel.shapes import Unit
+from titan_like.parallel.split import StageLayers
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind in one group. All in one step, on one process."""
+
+    group: str  # dimension of the mesh
+    size: int  # processes in the group
+    kind: str  # all_reduce, all_gather, reduce_scatter, send, receive
+    what: str
+    count: int
+    bytes: int  # summed over calls: of an all-gather the result, of a reduce-scatter the input
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """What the counts need to know of one stage of a process."""
+
+    index: int
+    layers: StageLayers
+    units: list[Unit]  # of `shapes.stage_units`
+
+
+_Call = tuple[str, str, str, int]  # group, kind, what, bytes
+
+
+def step_collectives(
+    config: JobConfig,
+    model: TransformerConfig,
+    layout: Layout,
+    stages: Sequence[StageTraffic],
+    steps: Sequence[Step],
+    storage: Storage,
+    table_is_elsewhere: bool,
+) -> list[Collective]:
+    """Everything that one process takes part in.
+
+    Args:
+        config: the run.
+        model: its model.
+        layout: degrees.
+        stages: the process's stages.
+        steps: its passes and messages in order, `PipelineShape.steps`.
+        storage: how it keeps parameters and gradients.
+        table_is_elsewhere: whether this process holds one of two copies of a tied table and another process the other.
+    """
+    calls: Counter[_Call] = Counter()
+    calls.update(_pipeline_calls(config, model, steps))
+    for stage in stages:
+        passes = [step.kind for step in steps if step.stage == stage.index and step.kind in ("F", "B", "I", "W")]
+        calls.update(_data_parallel_calls(stage, passes, layout, storage))
+        if layout.tensor > 1:
+            calls.update(_tensor_parallel_calls(config, model, stage, passes, layout.tensor))
+        if config.parallelism.sequence_parallel:
+            calls.update(_partial_gradients(stage, storage))
+    if table_is_elsewhere:
+        (table,) = {p for stage in stages for unit in stage.units for p in unit.parameters if _is_table(p.name)}
+        size = storage.master * prod(storage.split.here(table))
+        calls.update(("pp", kind, "gradient of the tied table", size) for kind in ("send", "receive"))
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data_parallel}
+    sizes |= {"dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    merged: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for (group, kind, what, size), count in calls.items():
+        before = merged.get((group, kind, what), (0, 0))
+        merged[group, kind, what] = before[0] + count, before[1] + count * size
+    return [
+        Collective(group, sizes[group], kind, what, count, total)
+        for (group, kind, what), (count, total) in merged.items()
+        if sizes[group] > 1
+    ]
+
+
+def _is_table(name: str) -> bool:
+    return name == "embedding.weight"
+
+
+def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
+    """One microbatch's hidden states, whole."""
+    training = config.training
+    return training.micro_batch_size * training.seq_len * model.hidden_size * BYTES[training.dtype]
+
+
+def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence[Step]) -> Iterator[_Call]:
+    section = config.parallelism
+    shards = section.tensor_parallel_degree if section.sequence_parallel else 1
+    size = hidden_bytes(config, model) // shards
+    for step in steps:
+        if step.kind.startswith(("SEND", "RECV")):
+            what = "hidden states" if step.kind.endswith("F") else "gradients of hidden states"
+            yield "pp", "send" if step.kind.startswith("SEND") else "receive", what, size
+
+
+def _data_parallel_calls(
+    stage: StageTraffic, passes: Sequence[str], layout: Layout, storage: Storage
+) -> Iterator[_Call]:
+    """Gathers of parameters and sums of gradients.
+
+    FSDP2 gathers a unit where a pass needs it and does not find it gathered. ZeRO 3 frees layers after every pass, and
+    the root, which the backward pass needs first, only after backward passes.
+    """
+    units = [unit for unit in stage.units if unit.parameters]
+    if not storage.wrapped:
+        yield from _plain_all_reduces(units, layout, storage)
+        return
+    last = max(i for i, kind in enumerate(passes) if kind in "BW")
+    gathered: set[str] = set()
+    reduces_early = storage.zero_stage >= 2
+    for position, kind in enumerate(passes):
+        if kind in "FBI" and storage.zero_stage > 0:
+            for unit in units if kind == "F" else reversed(units):
+                if unit.name not in gathered:
+                    yield "dp_shard", "all_gather", "parameters", storage.compute * _padded(unit, storage, layout.shard)
+                if storage.zero_stage < 3 or (kind == "F" and not unit.name):
+                    gathered.add(unit.name)
+                else:
+                    gathered.discard(unit.name)
+        if kind in "BW" and (reduces_early or position == last):
+            yield from _reductions(units, layout, storage, sums_replicas=position == last)
+
+
+def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_replicas: bool) -> Iterator[_Call]:
+    for unit in units:
+        shard = storage.reduce * _padded(unit, storage, 1)
+        if storage.zero_stage == 0:
+            yield _whole_group(layout), "all_reduce", "gradients", shard
+            continue
+        yield "dp_shard", "reduce_scatter", "gradients", shard * layout.shard
+        if sums_replicas:
+            yield "dp_replicate", "all_reduce", "gradients", shard
+
+
+def _plain_all_reduces(units: Sequence[Unit], layout: Layout, storage: Storage) -> Iterator[_Call]:
+    """One sum for each layer, and one for all else."""
+    outside = [parameter for unit in units if not unit.name.startswith("layers.") for parameter in unit.parameters]
+    layers = [unit for unit in units if unit.name.startswith("layers.")]
+    for unit in [*layers, Unit("", tuple(outside))] if outside else layers:
+        yield _whole_group(layout), "all_reduce", "gradients", storage.master * _padded(unit, storage, 1)
+
+
+def _whole_group(layout: Layout) -> str:
+    return "dp_shard" if layout.replicate == 1 else "dp"
+
+
+def _padded(unit: Unit, storage: Storage, shards: int) -> int:
+    return shards * sum(storage.split.padded(parameter) for parameter in unit.parameters)
+
+
+def _tensor_parallel_calls(
+    config: JobConfig, model: TransformerConfig, stage: StageTraffic, passes: Sequence[str], degree: int
+) -> Iterator[_Call]:
+    """Entering and leaving every attention, MLP, vocabulary. See `titan_like.parallel.collectives.Enter`, `Leave`.
+
+    A recomputed layer communicates again but for its last sum, which nothing of its backward pass needs.
+    """
+    whole, training = hidden_bytes(config, model), config.training
+    layers, section = len(stage.layers.layers), config.activation_checkpoint
+    recomputed = 0 if section.mode == "none" else -(-layers // section.every_n_layers)
+    positions = training.micro_batch_size * training.seq_len
+    losses = degree * 2 * positions * max(BYTES[training.dtype], BYTES["float32"])
+    spread = "all_gather" if config.parallelism.sequence_parallel else None
+    add_up = "reduce_scatter" if config.parallelism.sequence_parallel else "all_reduce"
+    is_first, is_last = stage.layers.is_first, stage.layers.is_last
+    forwards, backwards = sum(kind == "F" for kind in passes), sum(kind in "BI" for kind in passes)
+
+    def calls(kind: str | None, count: int) -> Iterator[_Call]:
+        return iter([("tp", kind, "hidden states", whole)] * count if kind else [])
+
+    for _ in range(forwards):
+        yield from calls(add_up, is_first + 2 * layers)  # after the embedding, the attentions, the MLPs
+        yield from calls(spread, 2 * layers + is_last)  # before the attentions, the MLPs, the output matrix
+        if is_last:
+            yield "tp", "all_gather", "parts of the loss", losses
+    for _ in range(backwards):
+        yield from calls(add_up, 2 * layers + is_last + recomputed)
+        yield from calls(spread, is_first + 2 * layers + 2 * recomputed)
+
+
+def _partial_gradients(stage: StageTraffic, storage: Storage) -> Iterator[_Call]:
+    """One sum over all that sequence parallelism leaves partial."""
+    parameters = [p for unit in stage.units for p in unit.parameters if p.partial]
+    if parameters:
+        size = storage.master * sum(prod(storage.split.here(parameter)) for parameter in parameters)
+        yield "tp", "all_reduce", "partial gradients", size

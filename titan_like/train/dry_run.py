@@ -1,0 +1,265 @@
+"""What one process of a job of any size would hold, send and compute, found out by one process without a GPU.
+
+The settings pass the checks of a real run. The process's stages are built by the real recipe, on the meta device and in
+torch's fake process group, where tensors have shapes and no memory. What happens in a step is `plan_step`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_like.checkpoint.manager import materialise_optimizer_state
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.data.gpt import split_weights
+from titan_like.data.text import _fingerprint, corpus_files
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
+from titan_like.metrics.hardware import peak_tflops
+from titan_like.models.config import TransformerConfig
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.parallel.apply import build_parallel_model
+from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.model import ParallelModel, Stage
+from titan_like.parallel.shapes import place_of
+from titan_like.parallel.step_plan import StepPlan, plan_step
+from titan_like.train.batch_size import total_samples, total_steps
+from titan_like.train.setup import check_folders, check_settings, check_tokenizer, environment_number, open_data
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter as the process has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    split: dict[str, int]  # dimension of the mesh → dimension of the parameter
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One pipeline stage of the process."""
+
+    index: int
+    layers: tuple[int, int]  # first, last
+    parameters: list[ParameterReport]
+
+
+@dataclass(frozen=True)
+class BuiltState:
+    """What the built stages and one step of their optimizer come to, on this process. Sizes in bytes."""
+
+    num_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that a dry run tells."""
+
+    family: str
+    flavor: str
+    num_parameters: int  # of the whole model
+    zero_stage: int
+    world_size: int
+    rank: int
+    mesh: dict[str, tuple[int, int]]  # dimension → this process's coordinate, size
+    node: tuple[int, int] | None  # this process's node, and its place there
+    steps: int
+    samples: int
+    tokens: int
+    global_batch_size: int
+    seq_len: int
+    stages: list[StageReport]
+    state: BuiltState
+    plan: StepPlan
+    data: str
+    notes: list[str]  # what could not be checked on this machine
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; actions are short words such as F2:0, the forward pass of microbatch 2 in stage 0."""
+        tree = asdict(self)
+        tree["plan"]["schedule"]["actions"] = [
+            f"{action.kind}{action.microbatch}:{action.stage}" for action in self.plan.schedule.actions
+        ]
+        return tree
+
+
+def dry_run(config: JobConfig) -> DryRun:
+    """Check a run and find out about one of its processes.
+
+    Raises:
+        ConfigError: anything the user has to change.
+    """
+    world_size, rank = dry_run_world(config), config.job.dry_run_rank
+    if rank >= world_size:
+        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    model, layout = check_settings(config, world_size)
+    _check_gpu_type(config)
+    data = describe_data(config, model)
+    notes = _check_this_machine(config, model)
+    with fake_process_group(rank, world_size):
+        mesh = build_mesh(layout, "cpu")
+        parallel_model = build_parallel_model(config, model, mesh, torch.device("meta"))
+        stages = [describe_stage(stage) for stage in parallel_model.stages]
+        state = built_state(config, parallel_model)
+        coordinates = _coordinates(mesh)
+    training, gpus = config.training, config.cluster.gpus_per_node
+    samples = total_samples(training)
+    return DryRun(
+        family=config.model.family,
+        flavor=config.model.flavor,
+        num_parameters=model.num_parameters(),
+        zero_stage=config.parallelism.zero_stage,
+        world_size=world_size,
+        rank=rank,
+        mesh=coordinates,
+        node=divmod(rank, gpus) if gpus else None,
+        steps=total_steps(training),
+        samples=samples,
+        tokens=samples * training.seq_len,
+        global_batch_size=training.global_batch_size,
+        seq_len=training.seq_len,
+        stages=stages,
+        state=state,
+        plan=plan_step(config, model, layout, place_of(layout, rank)),
+        data=data,
+        notes=notes,
+    )
+
+
+def dry_run_world(config: JobConfig) -> int:
+    """Processes of the job that a dry run describes.
+
+    Raises:
+        ConfigError: nodes of unknown size.
+    """
+    cluster, degrees = config.cluster, config.parallelism
+    if cluster.nodes is not None:
+        if cluster.gpus_per_node is None:
+            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
+            raise ConfigError("cluster.gpus_per_node", None, problem)
+        return cluster.nodes * cluster.gpus_per_node
+    if "WORLD_SIZE" in os.environ or degrees.data_parallel_shard_degree < 1:
+        return environment_number("WORLD_SIZE", 1, least=1)
+    return (
+        degrees.pipeline_parallel_degree
+        * degrees.data_parallel_replicate_degree
+        * degrees.data_parallel_shard_degree
+        * degrees.context_parallel_degree
+        * degrees.tensor_parallel_degree
+    )
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be one process of many that do not exist; collectives return without doing anything."""
+    # Importing it makes the backend known.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _coordinates(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    assert names is not None and coordinates is not None
+    return {name: (coordinates[i], mesh.size(i)) for i, name in enumerate(names)}
+
+
+def describe_stage(stage: Stage) -> StageReport:
+    """A stage's layers and parameters as built."""
+    layers = [int(name) for name in stage.module.layers]
+    parameters = []
+    for name, parameter in stage.module.named_parameters():
+        split = {}
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for dimension, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+                dim = getattr(placement, "dim", None)  # of a Shard, and of rows that are split a second time
+                if dim is not None and mesh[dimension].size() > 1:
+                    split[dimension] = dim
+        parameters.append(ParameterReport(name, tuple(parameter.shape), tuple(_local(parameter).shape), split))
+    return StageReport(stage.index, (layers[0], layers[-1]), parameters)
+
+
+def built_state(config: JobConfig, model: ParallelModel) -> BuiltState:
+    """Count what is here of the model, and what an optimizer made for it keeps after its first step."""
+    # The fused kernel is for real devices. It keeps the same state.
+    section = config.optimizer.model_copy(update={"implementation": "foreach"})
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(parameters, section)
+    materialise_optimizer_state(optimizer)
+    moments = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
+    weights = _bytes(parameters)  # gradients are of the same shapes and types
+    return BuiltState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _check_gpu_type(config: JobConfig) -> None:
+    """Refuse a type that the named GPU lacks; a real run looks at the GPU itself."""
+    gpu, dtype = config.cluster.gpu, config.training.dtype
+    if gpu is not None and dtype == "bfloat16" and peak_tflops(gpu, dtype) is None:
+        raise ConfigError("training.dtype", dtype, f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"')
+
+
+def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
+    """Check folders and checkpoints, unless the run is for another machine: then only say what is amiss here."""
+    try:
+        check_folders(config, model, make=False)
+    except ConfigError as error:
+        if config.cluster.nodes is None:
+            raise
+        return [str(error)]
+    return []
+
+
+def describe_data(config: JobConfig, model: TransformerConfig) -> str:
+    """What is known of the data without tokenizing it. It may be on another machine.
+
+    Raises:
+        ConfigError: settings that no data could make right, or data at hand that is unfit.
+    """
+    section = config.data
+    split_weights(section.split)
+    if section.dataset == "text" and not section.paths:
+        corpus_files(section)  # refuses
+    named = tokenizer_files(section.tokenizer)
+    if section.tokenizer.startswith("gpt2:") and len(named) != 2:
+        build_tokenizer(section.tokenizer)  # refuses
+    absent = [str(path) for path in named if not path.is_file()]
+    if section.dataset != "stdlib":
+        absent += [pattern for pattern in section.paths if not glob(pattern, recursive=True)]
+    if absent:
+        return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
+    check_tokenizer(config, build_tokenizer(section.tokenizer), model)
+    files = corpus_files(section)
+    cache = Path(config.job.dump_folder) / "data_cache" / _fingerprint(section, files)
+    if not cache.exists():
+        return f"{len(files):,} files, not tokenized yet and so not counted"
+    samples = len(open_data(config, model)["train"])
+    return f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"

@@ -1,0 +1,170 @@
+"""A dry run as a page of text, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import groupby
+from pathlib import Path
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.step_plan import SchedulePlan
+from titan_like.train.dry_run import DryRun, ParameterReport, StageReport, dry_run
+
+_WHOLE_ROW = 64  # actions that are printed in full
+
+
+def print_dry_run(config: JobConfig, json_path: str | None) -> None:
+    """Do a dry run, print it, and write it to a file if one is named.
+
+    Raises:
+        ConfigError: anything the user has to change.
+    """
+    if json_path is not None and (
+        not json_path or Path(json_path).is_dir() or not os.access(Path(json_path).parent, os.W_OK)
+    ):
+        raise ConfigError("--json", json_path, "not a file in a folder that you may write to; name one")
+    result = dry_run(config)
+    print(format_dry_run(result))
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def format_dry_run(run: DryRun) -> str:
+    """The page."""
+    replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1]
+    lines = [
+        f"{run.family} {run.flavor}: {run.num_parameters:,} parameters, {run.steps:,} steps of {run.global_batch_size} "
+        f"samples × {run.seq_len} tokens, data parallel {replicas} × {shards}, ZeRO {run.zero_stage}; "
+        f"{run.samples:,} samples, {run.tokens:,} tokens",
+        f"data: {run.data}",
+        *(f"not checked on this machine: {note}" for note in run.notes),
+        "",
+        f"rank {run.rank} of {_several(run.world_size, 'process', 'es')}: " + ", ".join(_places(run)),
+    ]
+    for stage in run.stages:
+        lines += ["", *_format_stage(stage, run.plan.schedule.num_stages)]
+    lines += ["", *_format_memory(run), "", *_format_schedule(run.plan.schedule), "", *_format_collectives(run)]
+    return "\n".join(lines)
+
+
+def _places(run: DryRun) -> list[str]:
+    places = [f"{name} {coordinate} of {size}" for name, (coordinate, size) in run.mesh.items()]
+    return places if run.node is None else [*places, f"node {run.node[0]}, GPU {run.node[1]}"]
+
+
+def _format_stage(stage: StageReport, num_stages: int) -> list[str]:
+    first, last = stage.layers
+    count = last - first + 1
+    layers = f"layer {first}" if count == 1 else f"layers {first}–{last}"
+    title = f"stage {stage.index} of {num_stages}: {layers}" if num_stages > 1 else layers
+    rows = [(title, "whole", "here", "")]
+    for name, parameters in _collapse(stage.parameters):
+        indent = ""
+        if name:
+            rows.append((name, "", "", ""))
+            indent = "  "
+        rows += [
+            (f"{indent}{short}", _shape(p.shape), _shape(p.local_shape), _split(p.split)) for short, p in parameters
+        ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+
+
+def _collapse(parameters: list[ParameterReport]) -> list[tuple[str, list[tuple[str, ParameterReport]]]]:
+    """Parameters by layer, equal neighbours as one; those outside of layers under an empty name."""
+    blocks = [(unit, list(group)) for unit, group in groupby(parameters, key=lambda p: _layer_of(p.name))]
+    collapsed: list[tuple[str, list[tuple[str, ParameterReport]]]] = []
+    seen: list[tuple[int, int, list]] = []
+    for layer, group in blocks:
+        names = [p.name.removeprefix(f"layers.{layer}.") for p in group]
+        if layer is None:
+            collapsed.append(("", list(zip(names, group, strict=True))))
+            continue
+        form = [(n, p.shape, p.local_shape, p.split) for n, p in zip(names, group, strict=True)]
+        if seen and collapsed[-1][0] and seen[-1][2] == form and seen[-1][1] == layer - 1:
+            seen[-1] = (seen[-1][0], layer, form)
+            collapsed[-1] = (f"layers.{seen[-1][0]}–{layer}", collapsed[-1][1])
+        else:
+            seen.append((layer, layer, form))
+            collapsed.append((f"layers.{layer}", list(zip(names, group, strict=True))))
+    return collapsed
+
+
+def _layer_of(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else None
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " × ".join(f"{size:,}" for size in shape)
+
+
+def _split(split: dict[str, int]) -> str:
+    """Which dimension each group splits, tensor parallelism first as it comes first."""
+    groups = sorted(split, key=lambda group: group != "tp")
+    return ", ".join(f"{('rows', 'columns')[split[group]]} over {group}" for group in groups)
+
+
+def _format_memory(run: DryRun) -> list[str]:
+    state = run.state
+    share = 100 * state.num_parameters / run.num_parameters
+    between = state.parameters + state.optimizer
+    return [
+        f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} ({share:.3g} %)",
+        f"memory: parameters {_size(state.parameters)}, gradients {_size(state.gradients)}, optimizer "
+        f"{_size(state.optimizer)}; {_size(between)} between steps, at most {_size(run.plan.peak_state)} in a step",
+        "        (activations and buffers of collectives come on top)",
+    ]
+
+
+def _size(count: float) -> str:
+    """Bytes in a unit that leaves at most four digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def _format_schedule(schedule: SchedulePlan) -> list[str]:
+    counts = ", ".join(f"{count} {kind}" for kind, count in schedule.counts.items())
+    microbatches = _several(schedule.microbatches, "microbatch", "es")
+    if schedule.num_stages == 1:
+        return [f"schedule: {microbatches} ({counts}), one after the other"]
+    bubbles = (schedule.bubble, schedule.ideal_bubble, schedule.bubble_of_real_stages)
+    unit, ideal, real = (f"{100 * share:.3g} %" for share in bubbles)
+    stages = len(schedule.stages_here)
+    held = _several(schedule.in_flight, "microbatch", "es") if stages == 1 else _several(schedule.in_flight, "chunk")
+    return [
+        f"schedule: {schedule.name}, {microbatches} ({counts})",
+        f"bubble: {unit} of compute time where all stages take equally long (formula: {ideal}), {real} by their sizes",
+        f"in flight here: at most {held}" + (f" of {stages} stages" if stages > 1 else ""),
+        "order: " + _order(schedule.actions, stages > 1),
+    ]
+
+
+def _several(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{plural if count != 1 else ''}"
+
+
+def _order(actions: list[Action], names_stages: bool) -> str:
+    words = [f"{a.kind}{a.microbatch}" + f":{a.stage}" * names_stages for a in actions]
+    if len(words) > _WHOLE_ROW:
+        words = [*words[: _WHOLE_ROW // 4], "…", *words[-_WHOLE_ROW // 4 :]]
+    return " ".join(words)
+
+
+def _format_collectives(run: DryRun) -> list[str]:
+    if not run.plan.collectives:
+        return ["nothing is sent"]
+    rows = [("in one step", "kind", "of", "calls", "bytes")]
+    for c in sorted(run.plan.collectives, key=lambda c: (c.group, c.kind, c.what)):
+        rows.append((f"{c.group} ({c.size})", c.kind, c.what, f"{c.count:,}", _size(c.bytes)))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:>{widths[3]}}  {r[4]:>{widths[4]}}"
+        for r in rows
+    ]
