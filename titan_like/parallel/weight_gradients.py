@@ -27,6 +27,7 @@ class Product:
     x: torch.Tensor  # [..., input features here]
     gradient: torch.Tensor  # [..., output features here]
 
+    @torch.no_grad()
     def add(self) -> None:
         """Add the product to the weight's gradient."""
         value = self.gradient.flatten(0, -2).t() @ self.x.flatten(0, -2)
