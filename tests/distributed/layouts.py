@@ -63,7 +63,7 @@ class ParallelLayout:
 
 
 def full_product() -> list[ParallelLayout]:
-    """Every combination that runs on 2 to 8 ranks."""
+    """Every combination, on 2 to 8 ranks."""
     layouts = [
         ParallelLayout(*choices)
         for choices in product(
@@ -73,22 +73,23 @@ def full_product() -> list[ParallelLayout]:
             (0, 1, 2, 3),
             ("1", "2", "2 replicas"),
             ("none", "full", "selective"),
-            (4, 8),
+            (2, 4),
         )
     ]
     # One data-parallel rank has nothing to shard: one stage stands for all.
     return [layout for layout in layouts if layout.ranks > 1 and (layout.data != "1" or layout.zero_stage == 0)]
 
 
-def covering_set(layouts: list[ParallelLayout]) -> list[ParallelLayout]:
+def covering_set(layouts: list[ParallelLayout], most_ranks: int = 4) -> list[ParallelLayout]:
     """Few of the layouts, such that any two choices that occur together in one of all occur together in one of these.
 
-    Greedy; among equally good ones the one with the fewest ranks.
+    Greedy; among equally good ones the one with the fewest ranks, none with more than ``most_ranks``.
     """
     missing = set().union(*map(_pairs, layouts))
+    small = [layout for layout in layouts if layout.ranks <= most_ranks]
     chosen = []
     while missing:
-        best = max(layouts, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks))
+        best = max(small, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks))
         chosen.append(best)
         missing -= _pairs(best)
     return sorted(chosen, key=lambda layout: layout.ranks)

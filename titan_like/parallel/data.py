@@ -12,6 +12,8 @@ Each transformer layer is one unit of communication; what is outside the layers 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
@@ -35,6 +37,8 @@ class DataParallel:
     ) -> None:
         self.model = model
         self.zero_stage = zero_stage
+        # FSDP2 keeps the sum of several microbatches' gradients flat until replicas add theirs.
+        self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduce: GradientAllReduce | None = None
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         full_precision = dtype in (torch.float32, torch.float64)
@@ -79,6 +83,8 @@ class DataParallel:
         state = composable.state(self.model)  # type: ignore[attr-defined]
         for module_state in state._state_ctx.all_states:
             for group in _parameter_groups(module_state):
+                if self._keeps_flat_sums:
+                    _fill_missing_gradients(group.fsdp_params)
                 group.post_backward()
         state._root_post_backward_final_callback()
 
@@ -122,6 +128,16 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The units of communication of a wrapped model, root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _fill_missing_gradients(parameters: list[Any]) -> None:
+    """Let a unit's flat gradient have every parameter each time.
+
+    Of several microbatches' first parts, which give the gradients of norms and biases, the first second part takes all.
+    """
+    for parameter in parameters:
+        if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
+            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
 
 def _parameter_groups(state: object) -> list:
