@@ -1,6 +1,7 @@
 """Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
 
-Takes the newest checkpoint of the run that the configuration describes (or --checkpoint.load_step N).
+Takes the newest checkpoint of the run that the configuration describes (or --checkpoint.load_step N). Started by
+torchrun, the processes share the model in the configuration's layout; alone, one process takes the whole model.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
+
+if TYPE_CHECKING:
+    from titan_like.config.schema import JobConfig
+    from titan_like.evaluate.sampling import LanguageModel
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,25 +63,15 @@ def main(argv: list[str]) -> int:
     check_options(options)
     config = load_config(settings)
 
-    import torch
-
-    from titan_like.checkpoint.inference import load_for_inference
+    from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.tokenizer import build_tokenizer
-    from titan_like.evaluate.sampling import generate
 
-    model, path = load_for_inference(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    path = find_checkpoint(config)
     tokenizer = build_tokenizer(config.data.tokenizer)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
-    tokens = generate(
-        model,
-        prompt,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        eod_id=tokenizer.eod_id,
-    )
+    tokens = sample(config, path, prompt, tokenizer.eod_id, options)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     continuation = tokenizer.decode(tokens)
     print(f"[{path}]", file=sys.stderr)
     print(options.prompt + continuation)
@@ -83,6 +79,41 @@ def main(argv: list[str]) -> int:
         result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
         Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
     return 0
+
+
+def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, options: argparse.Namespace) -> list[int]:
+    """Tokens after the prompt, from one process or, under torchrun, from all of them in the run's layout."""
+    import torch
+
+    from titan_like.checkpoint.inference import ParallelInference, load_for_inference
+    from titan_like.evaluate.sampling import generate
+    from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.setup import check_settings, environment_number, select_device
+    from titan_like.train.trainer import process_group
+
+    def continue_prompt(model: LanguageModel, device: torch.device) -> list[int]:
+        return generate(
+            model,
+            prompt,
+            options.max_new_tokens,
+            device=device,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            eod_id=eod_id,
+        )
+
+    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    if world_size == 1:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return continue_prompt(load_for_inference(config, path, device), device)
+    shape, layout = check_settings(config, world_size)
+    device = select_device(config.training.dtype)
+    max_tokens = min(shape.max_seq_len, len(prompt) + options.max_new_tokens)
+    with process_group(device):
+        mesh = build_mesh(layout, device.type)
+        return continue_prompt(ParallelInference(config, path, mesh, device, max_tokens), device)
 
 
 if __name__ == "__main__":

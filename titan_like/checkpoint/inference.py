@@ -1,4 +1,4 @@
-"""A trained model in one process."""
+"""A trained model, ready to be asked: in one process, or in the layout that a configuration describes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.compatible import check_same_model
 from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps, load_checkpoint
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
+from titan_like.parallel.apply import build_parallel_model, pipeline_shape
+from titan_like.parallel.model import ParallelModel
+from titan_like.parallel.pipeline import Pipeline
+from titan_like.parallel.tensor import full_logits
 
 
-def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transformer, Path]:
-    """The run's model with the weights of its newest checkpoint, or of `checkpoint.load_step`, and where they lay.
+def find_checkpoint(config: JobConfig) -> Path:
+    """The newest checkpoint of a run, or that of `checkpoint.load_step`.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is of another model.
-        RunError: the checkpoint is damaged.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
@@ -30,15 +36,73 @@ def load_for_inference(config: JobConfig, device: torch.device) -> tuple[Transfo
         problem = "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
         raise ConfigError("checkpoint.folder", str(folder), problem)
     path = checkpoint_path(folder, steps[-1] if wanted is None else wanted)
-    shape = model_config(config.model)
-    check_same_model(path, config, shape)
+    check_same_model(path, config, model_config(config.model))
+    return path
+
+
+def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
+    """The whole model of a checkpoint in this process.
+
+    Raises:
+        RunError: the checkpoint is damaged.
+    """
     with torch.device("meta"):
-        model = build_model(shape, config.model.family)
+        model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+        _load(path, model)
+    return model.eval()
+
+
+def _load(path: Path, model: ParallelModel | Transformer) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
-            load_checkpoint(path, model)
+        load_checkpoint(path, model)
     except Exception as error:  # whatever a damaged file raises
         raise RunError(f"{path} cannot be loaded ({error}); choose another checkpoint.load_step") from error
-    return model.eval(), path
+
+
+class ParallelInference:
+    """A checkpoint's model over several processes, called like the whole model by all of them alike.
+
+    Data-parallel processes all compute the same.
+    """
+
+    def __init__(self, config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device, max_tokens: int) -> None:
+        """Load it. No call will have more than ``max_tokens`` tokens.
+
+        Raises:
+            RunError: the checkpoint is damaged.
+        """
+        whole, section = model_config(config.model), config.parallelism
+        shards = section.tensor_parallel_degree if section.sequence_parallel else 1
+        # Sequence parallelism takes equal parts.
+        self._window = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
+        self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": self._window})
+        eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+        model = build_parallel_model(eager, whole, mesh, device)
+        _load(path, model)
+        shape = pipeline_shape(config)
+        hidden_shape = 1, self._window // shards, self.config.hidden_size
+        dtype = getattr(torch, config.training.dtype)
+        self._pipeline = Pipeline(model, shape, mesh["pp"].get_group(), hidden_shape, dtype, device)
+        self._last_rank = int(mesh.mesh[shape.ranks[-1]].flatten()[0])  # one of the last stage's
+
+    def eval(self) -> None:
+        """Dropout off."""
+        self._pipeline.model.train(False)
+
+    @torch.no_grad()
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [1, seq] → logits [1, 1, padded vocab] of the last one, the same on every process."""
+        last = tokens.shape[1] - 1
+        # Tensors between stages have one shape. What comes after a token does not change its logits.
+        padded = torch.nn.functional.pad(tokens, (0, self._window - tokens.shape[1]))
+        found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
+
+        def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
+            return found.copy_(full_logits(logits, slice(last, last + 1)))
+
+        self._pipeline.forward([padded], keep)
+        dist.broadcast(found, src=self._last_rank)
+        return found

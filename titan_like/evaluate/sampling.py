@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from titan_like.models.transformer import Transformer
+from titan_like.models.config import TransformerConfig
+
+
+class LanguageModel(Protocol):
+    """A `Transformer`, or anything that can be called like one on tokens [1, seq] and gives logits [1, seq, vocab].
+
+    The logits of the last token are enough.
+    """
+
+    config: TransformerConfig
+
+    def __call__(self, tokens: torch.Tensor, /) -> torch.Tensor:
+        """Logits."""
+
+    def eval(self) -> object:
+        """Dropout off."""
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -24,10 +41,11 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     prompt: list[int],
     max_new_tokens: int,
     *,
+    device: torch.device | str = "cpu",
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -38,7 +56,6 @@ def generate(
 
     Temperature 0 takes the most probable token. The model sees at most its last max_seq_len tokens.
     """
-    device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     model.eval()

@@ -1,0 +1,87 @@
+"""A checkpoint's model over several processes says what it says in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import base_config, launch
+from titan_like.checkpoint.inference import ParallelInference, find_checkpoint, load_for_inference
+from titan_like.config.schema import JobConfig
+from titan_like.evaluate.sampling import generate
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+PROMPT = list(b"abcdefg")
+NEW_TOKENS = 12
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3}]
+PIPELINE = {"pipeline_parallel_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b, tensor": PIPELINE | TENSOR,
+    "v, sequence": PIPELINE | SEQUENCE | {"pipeline_schedule": "zbv_zero_bubble"},
+    "interleaved, zero 3": PIPELINE
+    | {"pipeline_schedule": "interleaved_1f1b", "virtual_stages_per_rank": 2, "zero_stage": 3},
+    "sequence, zero 1": SEQUENCE | {"zero_stage": 1},
+}
+
+
+def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
+    settings = {f"parallelism.{key}": value for key, value in layout.items()}
+    # The text grows past max_seq_len; large weights give a distribution that is far from uniform.
+    overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 0.3}
+    few = {"training.steps": 1, "training.seq_len": 16, "checkpoint.enable": True}
+    return base_config(folder / family, settings | few | {"model.family": family, "model.overrides": overrides})
+
+
+def train_and_generate(rank: int, folder: Path) -> None:
+    """Trained on all processes, asked in every layout: all tokens to a file."""
+    found: dict[str, torch.Tensor] = {}
+    for family in ("gpt", "llama"):
+        (folder / family).mkdir(exist_ok=True)
+        trainer = Trainer(prepare_run(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
+        trainer.train()
+        for name, layout in LAYOUTS.items():
+            config = config_of(folder, family, layout)
+            run = prepare_run(config)
+            mesh = build_mesh(run.layout, "cpu")
+            most = min(run.model.max_seq_len, len(PROMPT) + NEW_TOKENS)
+            model = ParallelInference(config, find_checkpoint(config), mesh, run.device, most)
+            for number, options in enumerate(SAMPLING):
+                tokens = generate(model, PROMPT, NEW_TOKENS, **options)
+                everywhere: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everywhere, tokens)
+                assert everywhere == [tokens] * dist.get_world_size()
+                found[f"{family} {name} {number}"] = torch.tensor(tokens)
+    if rank == 0:
+        torch.save(found, folder / "tokens.pt")
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("generate")
+    launch(train_and_generate, 4, folder)
+    return folder, torch.load(folder / "tokens.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_continues_like_one_process(
+    generated: tuple[Path, dict[str, torch.Tensor]], family: str, layout: str
+) -> None:
+    folder, tokens = generated
+    config = config_of(folder, family, {})
+    model = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
+    # Under sequence parallelism gpt's window of 17 tokens has 16 of them: the longest even one.
+    if family == "gpt" and LAYOUTS[layout].get("sequence_parallel"):
+        model.config = model.config.model_copy(update={"max_seq_len": 16})
+    for number, options in enumerate(SAMPLING):
+        expected = generate(model, PROMPT, NEW_TOKENS, **options)
+        assert len(set(expected)) > 1
+        assert tokens[f"{family} {layout} {number}"].tolist() == expected
