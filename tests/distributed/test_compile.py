@@ -26,7 +26,21 @@ def compiled(mode: str, stage: int) -> Case:
 
 
 ONE_RANK = [compiled(mode, 0) for mode in MODES]
-TWO_RANKS = [compiled(mode, 3) for mode in ("none", "full")]
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
+TENSOR = {"parallelism.tensor_parallel_degree": 2}
+SEQUENCE = TENSOR | {"parallelism.sequence_parallel": True}
+TWO_RANKS = [
+    *(compiled(mode, 3) for mode in ("none", "full")),
+    *(
+        Case(f"{name}, recompute {mode}", SMALL | layout | {"compile.enable": True, "activation_checkpoint.mode": mode})
+        for name, layout, mode in (
+            ("pipeline", PIPELINE, "none"),
+            ("tensor", TENSOR, "none"),
+            ("sequence", SEQUENCE, "none"),
+            ("sequence", SEQUENCE, "full"),
+        )
+    ),
+]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

@@ -134,6 +134,7 @@ TOMLS = {
     ),
 }
 
+FOUR_LAYERS = ["--model.overrides.num_layers=4"]
 WORLDS = {  # WORLD_SIZE, settings, words
     "shard times replicate": (
         "4",
@@ -156,6 +157,82 @@ WORLDS = {  # WORLD_SIZE, settings, words
         "2",
         ["--parallelism.context_parallel_degree=2"],
         ["parallelism.context_parallel_degree = 2", "not available yet; use 1"],
+    ),
+    "heads over three": (
+        "3",
+        ["--parallelism.tensor_parallel_degree=3"],
+        ["parallelism.tensor_parallel_degree = 3", "num_attention_heads (4)", "use a divisor"],
+    ),
+    "key-value heads over four": (
+        "4",
+        ["--parallelism.tensor_parallel_degree=4", "--model.overrides.num_kv_heads=2"],
+        ["parallelism.tensor_parallel_degree = 4", "num_kv_heads (2)", "use a divisor"],
+    ),
+    "sequence parallelism alone": (
+        "1",
+        ["--parallelism.sequence_parallel=true"],
+        ["parallelism.sequence_parallel = true", "raise tensor_parallel_degree"],
+    ),
+    "sequence in two": (
+        "2",
+        ["--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=true", "--training.seq_len=15"],
+        ["training.seq_len = 15", "context × tensor degrees = 2", "use a multiple"],
+    ),
+    "more stages than layers": (
+        "2",
+        ["--parallelism.pipeline_parallel_degree=2"],
+        ["parallelism.pipeline_parallel_degree = 2", "2 stages for 1 layers", "at most 1"],
+    ),
+    "layers of stages": (
+        "2",
+        [*FOUR_LAYERS, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_layers=[1,2]"],
+        ["parallelism.pipeline_layers = [1, 2]", "must be 2 numbers", "sum to the 4 layers"],
+    ),
+    "layers of one stage": (
+        "1",
+        ["--parallelism.pipeline_layers=[1]"],
+        ["parallelism.pipeline_layers = [1]", "there is one stage"],
+    ),
+    "virtual stages of 1F1B": (
+        "2",
+        [*FOUR_LAYERS, "--parallelism.pipeline_parallel_degree=2", "--parallelism.virtual_stages_per_rank=2"],
+        ["parallelism.virtual_stages_per_rank = 2", "use 1 or interleaved_1f1b"],
+    ),
+    "interleaving one stage": (
+        "2",
+        [*FOUR_LAYERS, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_schedule=looped_bfs"],
+        ["parallelism.pipeline_schedule", '"looped_bfs"', "at least 2", "use 1f1b"],
+    ),
+    "three stages of a V": (
+        "2",
+        [
+            *FOUR_LAYERS,
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_schedule=dualpipe_v",
+            "--parallelism.virtual_stages_per_rank=3",
+        ],
+        ["parallelism.virtual_stages_per_rank = 3", "dualpipe_v has exactly 2", "use 2"],
+    ),
+    "ragged microbatches": (
+        "2",
+        [
+            *FOUR_LAYERS,
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_schedule=interleaved_1f1b",
+            "--parallelism.virtual_stages_per_rank=2",
+            "--training.global_batch_size=6",
+        ],
+        ["training.global_batch_size = 6", "multiples of pipeline_parallel_degree (2)", "use 2 or 4", "such as 1f1b"],
+    ),
+    "compiled recomputation of products": (
+        "2",
+        ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true", "--activation_checkpoint.mode=selective"],
+        ["activation_checkpoint.mode", '"selective"', 'use "full" or "none"', "compile.enable to false"],
+    ),
+    "compiled dropout of heads": (
+        "2",
+        ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true", "--model.overrides.dropout=0.1"],
+        ["compile.enable = true", "sequence_parallel", "set that to true"],
     ),
 }
 

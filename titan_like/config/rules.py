@@ -24,6 +24,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_tensor_parallel(config, model, layout)
     _check_pipeline(config, model, layout)
     _check_precision(config)
+    _check_compile(config, model)
     _check_available(config)
 
 
@@ -147,6 +148,19 @@ def _check_precision(config: JobConfig) -> None:
     if dtype in ("float32", "float64") and config.training.reduce_dtype != "float32":
         problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
         raise ConfigError("training.reduce_dtype", config.training.reduce_dtype, problem)
+
+
+def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
+    """What torch cannot compile under tensor parallelism."""
+    section = config.parallelism
+    if not config.compile.enable or section.tensor_parallel_degree == 1:
+        return
+    if config.activation_checkpoint.mode == "selective":
+        problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
+        raise ConfigError("activation_checkpoint.mode", "selective", problem)
+    if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
+        problem = "dropout of heads on different processes cannot be compiled without sequence_parallel; set that to true"
+        raise ConfigError("compile.enable", True, problem)
 
 
 def _check_available(config: JobConfig) -> None:

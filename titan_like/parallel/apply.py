@@ -79,11 +79,16 @@ def build_stage(
     # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = put_off_weight_gradients(module) if splits_backward else None
-    apply_activation_checkpoint(module, config.activation_checkpoint)
+    # Whole layers are recomputed around their compiled code: torch cannot compile recomputation and DTensors together.
+    recomputes_whole_layers = config.activation_checkpoint.mode == "full"
+    if not recomputes_whole_layers:
+        apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
         compile_layers(module)
         if section.tensor_parallel_degree > 1 and device.type == "cuda":
             enable_async_tensor_parallel(mesh["tp"])
+    if recomputes_whole_layers:
+        apply_activation_checkpoint(module, config.activation_checkpoint)
     if section.zero_stage == 0:  # hooks on parameters: those must exist
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
