@@ -43,7 +43,7 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
         ConfigError: no file matches, a file is empty, unreadable or not UTF-8, or a JSONL line holds no text.
     """
     files = corpus_files(section)
-    folder = cache_folder / _fingerprint(section, files)
+    folder = cache_folder / fingerprint(section, files)
     cache_folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -82,7 +82,8 @@ def _match_paths(patterns: list[str]) -> list[Path]:
     return list(found)
 
 
-def _fingerprint(section: Data, files: list[Path]) -> str:
+def fingerprint(section: Data, files: list[Path]) -> str:
+    """Name of a corpus's folder in the cache: another one if the files, the tokenizer or how they are read change."""
     parts = [str(_FORMAT), section.dataset, section.tokenizer, section.text_key]
     for path in (*files, *tokenizer_files(section.tokenizer)):
         stat = path.stat()

@@ -88,32 +88,50 @@ def state_bytes(
 def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], storage: Storage) -> int:
     """Most bytes of state at any moment of a step, for one process's stages and its passes in order.
 
-    Exact where shards are equal and backward passes are whole; else close. At the end of a stage's last backward pass
-    its summed gradients take the place of what was added up and gathered.
+    Exact where shards are equal and a step has three microbatches or more, but for split backward passes whose
+    gradients change type under stages 0 and 1; else a little too much, less than one unit. ``actions`` have I and W
+    only where a backward pass is split in fact. At the end of a stage's last backward pass its summed gradients take
+    the place of what was added up and gathered.
     """
     sizes = {index: _stage_sizes(units, storage) for index, units in stages.items()}
+    held = {index: _Held() for index in stages}
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
-    held = dict.fromkeys(stages, 0)  # besides weights and moments, by stage
-    summed = dict.fromkeys(stages, 0)  # of this, gradients
+    sums_early = storage.wrapped and storage.zero_stage >= 2
     peak = 0
     for kind, stage, _ in actions:
-        size = sizes[stage]
+        size, mine = sizes[stage], held[stage]
+        if kind != "W":
+            mine.gathered = size.kept_gathered
         if kind == "F":
-            held[stage] = summed[stage] + size.kept_gathered
-            peak = max(peak, sum(held.values()) + size.layer_gathered)
-            continue
-        summed[stage] = size.added_up if stage in several else size.gradients
-        held[stage] = summed[stage] + size.kept_gathered
-        transient = size.in_backward if storage.zero_stage != 1 or stage in several else size.fresh
-        peak = max(peak, sum(held.values()) + transient)
-        if storage.zero_stage == 3:
-            held[stage] = summed[stage]
+            transient = size.layer_gathered
+        elif kind == "I" and sums_early:
+            mine.waiting = size.vectors
+            transient = size.layer_gathered
+        else:
+            whole = size.in_backward if storage.zero_stage != 1 or stage in several else size.fresh
+            transient = size.matrices if kind == "W" else whole
+            if kind == "B" or not sums_early:
+                mine.summed = size.added_up if stage in several else size.gradients
+        peak = max(peak, transient + sum(h.gathered + h.summed + h.waiting for h in held.values()))
+        if kind == "W":
+            mine.waiting, mine.summed = 0, max(mine.summed, size.gradients)
+        if kind != "F" and storage.zero_stage == 3:
+            mine.gathered = 0
         left[stage] -= kind in ("B", "W")
         if left[stage] == 0:
-            held[stage] = summed[stage] = size.gradients
-    peak = max(peak, sum(held.values()))
+            mine.gathered, mine.summed = 0, size.gradients
+    peak = max(peak, sum(h.summed for h in held.values()))
     return peak + sum(size.shards for size in sizes.values())
+
+
+@dataclass
+class _Held:
+    """Bytes that a stage holds besides weights and moments."""
+
+    gathered: int = 0
+    summed: int = 0  # gradients of earlier microbatches
+    waiting: int = 0  # gradients that first parts of split passes made, until a second part sums them
 
 
 @dataclass(frozen=True)
@@ -127,13 +145,15 @@ class _StageSizes:
     added_up: int  # gradients between microbatches
     fresh: int  # gradients of one backward pass before they are reduced or added
     in_backward: int  # most that one backward pass needs besides what is kept
+    vectors: int  # gradients that a split backward pass makes in its first part, and keeps
+    matrices: int  # those of its second part, all made before any is reduced or added
 
 
 def _stage_sizes(units: list[Unit], storage: Storage) -> _StageSizes:
     state = rank_state(units, storage)
     shards = state.parameters + state.optimizer
     if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
-        return _StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0)
+        return _StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0, 0, 0)
 
     whole = [_whole(unit.parameters, storage) for unit in units]
     total, in_root = sum(whole), whole[-1]
@@ -143,16 +163,23 @@ def _stage_sizes(units: list[Unit], storage: Storage) -> _StageSizes:
     # table's gradient is stored only when its second use, the embedding, has added to it.
     early = _whole((parameter for parameter in units[-1].parameters if not parameter.at_entry), storage)
     fresh = storage.compute * max(early + layer, in_root + entry)
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    vectors = storage.reduce * _whole((parameter for parameter in parameters if not parameter.can_wait), storage)
+    matrices = storage.compute * _whole((parameter for parameter in parameters if parameter.can_wait), storage)
     if storage.zero_stage == 3:
         kept, gathered_layer = storage.compute * in_root, storage.compute * layer
         in_backward = storage.compute * max(layer + early + layer, in_root + 2 * entry)
-        return _StageSizes(shards, state.gradients, kept, gathered_layer, state.gradients, fresh, in_backward)
+        gradients = state.gradients
+        return _StageSizes(shards, gradients, kept, gathered_layer, gradients, fresh, in_backward, vectors, matrices)
     gathered = storage.compute * total
     if storage.zero_stage == 2:
-        return _StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh)
+        return _StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh, vectors, matrices)
     # Stages 0 and 1 add up whole gradients, in place if they have the type already.
     in_place = storage.compute == storage.reduce
-    return _StageSizes(shards, state.gradients, gathered, 0, storage.reduce * total, fresh, 0 if in_place else fresh)
+    added_up = storage.reduce * total
+    if in_place:
+        return _StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, 0, 0, 0)
+    return _StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)
 
 
 def _whole(parameters: Iterable[ParameterShape], storage: Storage) -> int:

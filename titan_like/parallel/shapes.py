@@ -43,6 +43,11 @@ class ParameterShape:
     partial: bool = False  # sequence parallelism leaves its gradient to be summed over the processes
     at_entry: bool = False  # used before the layers, so that its gradient is complete last
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether its gradient is a product that a split backward pass puts off: a linear layer's matrix."""
+        return len(self.shape) == 2 and not self.at_entry
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_like.config.schema import JobConfig
@@ -11,8 +12,9 @@ from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.memory import RankState, Storage, peak_state, rank_state
 from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
-from titan_like.parallel.schedules.tables import schedule_table
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
 from titan_like.parallel.shapes import Part, Place, Split, stage_units
 from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
 from titan_like.parallel.traffic import BYTES, Collective, StageTraffic, step_collectives
@@ -62,7 +64,8 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
 
     holds_end = place.pp in (ranks[0], ranks[-1])
     exchanges_table = model.tied_embeddings and ranks[0] != ranks[-1] and holds_end
-    steps = shape.steps(place.pp, microbatches, backward=True)
+    splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
+    steps = passes_in_fact(shape.steps(place.pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
 
     output = output_cost(model, training.seq_len)
@@ -81,8 +84,23 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         in_flight=round(max_in_flight(table)[place.pp]),
         actions=actions,
     )
+    passes = [Action(*step) for step in steps if step.kind in ("F", "B", "I", "W")]
+    peak = peak_state(units, passes, storage)
     state = rank_state((unit for stage in stages for unit in stage.units), storage)
-    return StepPlan(schedule, collectives, state, peak_state(units, actions, storage))
+    return StepPlan(schedule, collectives, state, peak)
+
+
+def passes_in_fact(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
+    """A schedule's steps as `Pipeline` runs them: backward passes all in two parts, I and W, or all whole."""
+    found = []
+    for step in steps:
+        if step.kind == "B" and splits_backward:
+            found += [step._replace(kind="I"), step._replace(kind="W")]
+        elif step.kind == "I" and not splits_backward:
+            found.append(step._replace(kind="B"))
+        elif step.kind != "W" or splits_backward:
+            found.append(step)
+    return found
 
 
 def storage_of(config: JobConfig, layout: Layout, place: Place) -> Storage:

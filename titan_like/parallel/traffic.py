@@ -62,7 +62,7 @@ def step_collectives(
         model: its model.
         layout: degrees.
         stages: the process's stages.
-        steps: its passes and messages in order, `PipelineShape.steps`.
+        steps: its passes and messages in order, `PipelineShape.steps`, with I and W where a pass is split in fact.
         storage: how it keeps parameters and gradients.
         table_is_elsewhere: whether this process holds one of two copies of a tied table and another process the other.
     """
@@ -118,7 +118,9 @@ def _data_parallel_calls(
     """Gathers of parameters and sums of gradients.
 
     FSDP2 gathers a unit where a pass needs it and does not find it gathered. ZeRO 3 frees layers after every pass, and
-    the root, which the backward pass needs first, only after backward passes.
+    the root, which the backward pass needs first, only after backward passes. It sums the gradients that there are:
+    where first parts of several split passes come before their second parts, the first of these sums all that the first
+    parts made, and the others only matrices.
     """
     units = [unit for unit in stage.units if unit.parameters]
     if not storage.wrapped:
@@ -127,6 +129,7 @@ def _data_parallel_calls(
     last = max(i for i, kind in enumerate(passes) if kind in "BW")
     gathered: set[str] = set()
     reduces_early = storage.zero_stage >= 2
+    only_matrices = False
     for position, kind in enumerate(passes):
         if kind in "FBI" and storage.zero_stage > 0:
             for unit in units if kind == "F" else reversed(units):
@@ -136,12 +139,21 @@ def _data_parallel_calls(
                     gathered.add(unit.name)
                 else:
                     gathered.discard(unit.name)
+        only_matrices = only_matrices and kind not in "BI"
         if kind in "BW" and (reduces_early or position == last):
-            yield from _reductions(units, layout, storage, sums_replicas=position == last)
+            there = [_matrices(unit) for unit in units] if only_matrices else units
+            yield from _reductions(there, layout, storage, sums_replicas=position == last)
+            only_matrices = layout.replicate == 1  # else `DataParallel` adds zeros for what is missing
+
+
+def _matrices(unit: Unit) -> Unit:
+    return Unit(unit.name, tuple(parameter for parameter in unit.parameters if parameter.can_wait))
 
 
 def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_replicas: bool) -> Iterator[_Call]:
     for unit in units:
+        if not unit.parameters:
+            continue
         shard = storage.reduce * _padded(unit, storage, 1)
         if storage.zero_stage == 0:
             yield _whole_group(layout), "all_reduce", "gradients", shard

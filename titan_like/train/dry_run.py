@@ -23,7 +23,7 @@ from titan_like.checkpoint.manager import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import split_weights
-from titan_like.data.text import _fingerprint, corpus_files
+from titan_like.data.text import corpus_files, fingerprint
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -154,12 +154,12 @@ def dry_run_world(config: JobConfig) -> int:
             problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
             raise ConfigError("cluster.gpus_per_node", None, problem)
         return cluster.nodes * cluster.gpus_per_node
-    if "WORLD_SIZE" in os.environ or degrees.data_parallel_shard_degree < 1:
+    if "WORLD_SIZE" in os.environ:
         return environment_number("WORLD_SIZE", 1, least=1)
     return (
         degrees.pipeline_parallel_degree
         * degrees.data_parallel_replicate_degree
-        * degrees.data_parallel_shard_degree
+        * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
         * degrees.context_parallel_degree
         * degrees.tensor_parallel_degree
     )
@@ -258,7 +258,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     check_tokenizer(config, build_tokenizer(section.tokenizer), model)
     files = corpus_files(section)
-    cache = Path(config.job.dump_folder) / "data_cache" / _fingerprint(section, files)
+    cache = Path(config.job.dump_folder) / "data_cache" / fingerprint(section, files)
     if not cache.exists():
         return f"{len(files):,} files, not tokenized yet and so not counted"
     samples = len(open_data(config, model)["train"])

@@ -1,0 +1,234 @@
+"""What `plan_step` says of a step, against what four processes really send and hold."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.memory_probe import held_bytes
+from titan_like.checkpoint.manager import materialise_optimizer_state
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.shapes import place_of
+from titan_like.parallel.step_plan import StepPlan, plan_step
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+RANKS = 4
+
+
+def case(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
+    """So many microbatches. Keys are those of [parallelism], or have a section before two underscores."""
+    named = {key.replace("__", ".") if "__" in key else f"parallelism.{key}": v for key, v in settings.items()}
+    degrees = (named.get(f"parallelism.{kind}_parallel_degree", 1) for kind in ("tensor", "pipeline"))
+    data_parallel = RANKS // (next(degrees) * next(degrees))
+    size = {"hidden_size": 32, "max_seq_len": 48} | named.pop("model.overrides", {})
+    batch = {"training.micro_batch_size": 2, "training.global_batch_size": 2 * microbatches * data_parallel}
+    fixed = {"model.family": family, "model.overrides": size, "training.seq_len": 16}
+    return Case(f"{family} {label}", {**fixed, **batch, **named})
+
+
+def pipeline(label: str, family: str = "gpt", microbatches: int = 4, degree: int = 2, **settings: Any) -> Case:
+    return case(f"pp{degree} {label}", family, microbatches, pipeline_parallel_degree=degree, **settings)
+
+
+def tensor(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
+    return case(f"tp2 {label}", family, microbatches, tensor_parallel_degree=2, **settings)
+
+
+def zero(stage: int, dtype: str = "float32") -> dict[str, Any]:
+    return {"zero_stage": stage, "training__dtype": dtype}
+
+
+HALF, FULL = "bfloat16", {"activation_checkpoint__mode": "full"}
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+SPLIT: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "interleaved_zero_bubble"}
+V_SHAPED: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "zbv_zero_bubble"}
+
+CASES = [
+    # data parallelism
+    case("zero0", **zero(0)),
+    case("zero0 half", "llama", **zero(0, HALF)),
+    case("zero1 half", **zero(1, HALF)),
+    case("zero1 half, sums too", **zero(1, HALF), training__reduce_dtype=HALF),
+    case("zero2 half", "llama", **zero(2, HALF)),
+    case("zero3", **zero(3)),
+    case("zero3 half", "llama", **zero(3, HALF)),
+    case("zero3 untied", **zero(3), model__overrides={"tied_embeddings": False}),
+    case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
+    case("zero3 recompute", **zero(3), **FULL),
+    *(
+        case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
+        for stage, dtype in ((0, HALF), (1, "float32"), (2, "float32"), (3, HALF))
+    ),
+    # pipelines
+    pipeline("zero0", **zero(0)),
+    pipeline("zero2 half", "llama", **zero(2, HALF)),
+    pipeline("zero3 recompute", **zero(3), **FULL),
+    pipeline("1f1b x6", microbatches=6, degree=4),
+    pipeline("gpipe zero3", pipeline_schedule="gpipe", **zero(3)),
+    pipeline("interleaved zero1", virtual_stages_per_rank=2, pipeline_schedule="interleaved_1f1b", **zero(1)),
+    pipeline("split zero0", **SPLIT, **zero(0)),
+    pipeline("split zero2", **SPLIT, **zero(2)),
+    pipeline("split 2 replicas zero2", **SPLIT, **zero(2), data_parallel_replicate_degree=2),
+    pipeline("split v zero3", "llama", **V_SHAPED, **zero(3)),
+    pipeline("dualpipe zero1", virtual_stages_per_rank=2, pipeline_schedule="dualpipe_v", **zero(1)),
+    # tensor and sequence parallelism
+    tensor("zero0", **zero(0)),
+    tensor("zero1 half sequence", **SEQUENCE, **zero(1, HALF)),
+    tensor("zero3 half sequence", "llama", **SEQUENCE, **zero(3, HALF)),
+    tensor("recompute sequence zero3", **SEQUENCE, **FULL, **zero(3)),
+    tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
+    tensor("recompute selective sequence", **SEQUENCE, activation_checkpoint__mode="selective"),
+    # together
+    tensor("pp2 sequence zero0", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **zero(0)),
+    tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
+    tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
+]
+
+
+class RecordCollectives(TorchDispatchMode):
+    """Calls and bytes by (group, kind); sums of single numbers are left out."""
+
+    _KINDS = (
+        ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
+        ("_allgather_base", "all_gather"), ("all_gather_into", "all_gather"),
+        ("reduce_scatter", "reduce_scatter"), ("_reduce_scatter_base", "reduce_scatter"),
+        ("send", "send"), ("recv", "receive"),
+    )  # fmt: skip
+
+    def __init__(self, groups: dict[tuple[int, ...], str]) -> None:
+        super().__init__()
+        self.groups = groups  # ranks → dimension of the mesh
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            self._record(func, args, args[0], dist.ProcessGroup.unbox(group))
+        elif func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
+            gives_more = "all_gather" in func._schema.name
+            self._record(func, args, result if gives_more else args[0], _resolve_process_group(args[-1]))
+        return result
+
+    def _record(self, func: Any, args: Any, tensors: Any, group: dist.ProcessGroup) -> None:
+        name = func._schema.name.partition("::")[2]
+        kind = next(kind for start, kind in self._KINDS if name.startswith(start))
+        if name.startswith("_reduce_scatter_base"):
+            tensors = args[1]
+        tensors = tensors if isinstance(tensors, list) else [tensors]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1 or (kind == "all_reduce" and len(tensors) == 1 and tensors[0].numel() == 1):
+            return
+        self.calls[self.groups[ranks], kind] += 1
+        self.bytes[self.groups[ranks], kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class WatchMemory:
+    """State held around every layer's forward pass, before every reduction, and where passes end."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._optimizer = trainer.optimizer
+        self._held = nn.ModuleList([stage.module for stage in trainer.model.stages])
+        self.peak = self.between = self._bytes()
+        for stage in trainer.model.stages:
+            for layer in stage.module.layers.values():
+                layer.register_forward_hook(lambda *_: self._look())
+            for name in ("before_backward", "before_split_backward", "reduce_gradients", "finish"):
+                original = getattr(stage.data_parallel, name)
+                setattr(stage.data_parallel, name, lambda *a, f=original, **k: (self._look(), f(*a, **k)))
+
+    @contextmanager
+    def reductions(self) -> Iterator[None]:
+        """Also look where FSDP2 has all fresh gradients of a unit and is about to sum or keep them."""
+        original = FSDPParamGroup.post_backward
+
+        def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+            self._look()
+            original(group, *unused)
+
+        FSDPParamGroup.post_backward = post_backward
+        try:
+            yield
+        finally:
+            FSDPParamGroup.post_backward = original
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, self._bytes())
+
+    def _bytes(self) -> int:
+        return sum(held_bytes(self._held, self._optimizer).values()) + sum(self._unsummed_replicas())
+
+    def _unsummed_replicas(self) -> Iterator[int]:
+        """Gradients that are summed over shards of the model and wait for the sum over replicas."""
+        for module in self._held.modules():
+            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            group = state._fsdp_param_group if state is not None else None
+            if group is not None and group._partial_reduce_output is not None:
+                yield group._partial_reduce_output.nbytes
+
+
+def measure(rank: int, folder: Path, cases: list[Case]) -> None:
+    torch.save({case.name: measure_case(folder, case) for case in cases}, folder / f"measured_{rank}.pt")
+
+
+def measure_case(folder: Path, case: Case) -> dict[str, Any]:
+    trainer = Trainer(prepare_run(base_config(folder, case.settings)))
+    materialise_optimizer_state(trainer.optimizer)
+    groups = {tuple(dist.get_process_group_ranks(trainer.dp_group)): "dp"}
+    for name in trainer.mesh.mesh_dim_names or ():
+        groups[tuple(dist.get_process_group_ranks(trainer.mesh[name].get_group()))] = name
+    data, memory = trainer._load_data(), WatchMemory(trainer)
+    with RecordCollectives(groups) as collectives, memory.reductions():
+        trainer.train_step(data)
+    data.close()
+    calls, sizes = dict(collectives.calls), dict(collectives.bytes)
+    return {"calls": calls, "bytes": sizes, "between": memory.between, "peak": memory.peak}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("plan")
+    launch(measure, RANKS, folder, CASES)
+    return [torch.load(folder / f"measured_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def plan_of(case: Case, rank: int) -> StepPlan:
+    config = base_config(Path(os.devnull), case.settings)
+    layout = resolve_layout(config.parallelism, RANKS)
+    return plan_step(config, model_config(config.model), layout, place_of(layout, rank))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_every_rank_sends(measured: list[dict[str, dict[str, Any]]], case: Case) -> None:
+    for rank in range(RANKS):
+        calls: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        for collective in plan_of(case, rank).collectives:
+            calls[collective.group, collective.kind] += collective.count
+            sizes[collective.group, collective.kind] += collective.bytes
+        assert dict(calls) == measured[rank][case.name]["calls"], rank
+        assert dict(sizes) == measured[rank][case.name]["bytes"], rank
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_every_rank_holds(measured: list[dict[str, dict[str, Any]]], case: Case) -> None:
+    for rank in range(RANKS):
+        plan, found = plan_of(case, rank), measured[rank][case.name]
+        assert plan.state.parameters + plan.state.optimizer == found["between"], rank
+        assert plan.peak_state == found["peak"], rank

@@ -1,0 +1,291 @@
+"""The dry run's numbers against hand arithmetic, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_like.config import load_config
+from titan_like.train.dry_run import DryRun, dry_run
+from titan_like.train.dry_run_text import format_dry_run
+
+REPO = Path(__file__).parents[2]
+MIB = 1 << 20
+# gpt debug: 4 layers of hidden size 128, 257 tokens padded to 384, 1024 positions, tied tables.
+LAYER, TABLE, POSITIONS = 12 * 128**2 + 13 * 128, 384 * 128, 1024 * 128
+PP2_TP2 = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+EIGHT = ["--cluster.nodes=2", "--cluster.gpus_per_node=4"]
+BATCH = ["--training.micro_batch_size=4", "--training.global_batch_size=32"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def plan(*settings: str, rank: int = 0) -> DryRun:
+    fixed = ["--training.steps=5", "--job.dry_run", f"--job.dry_run_rank={rank}"]
+    no_data = ["--data.dataset=text", "--data.paths=/nowhere/*.txt"]  # to look for some takes longer than all else
+    return dry_run(load_config([*fixed, *no_data, *settings]))
+
+
+def shapes(run: DryRun) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.local_shape for stage in run.stages for parameter in stage.parameters}
+
+
+def sent(run: DryRun) -> dict[tuple[str, str, str], tuple[int, int]]:
+    return {(c.group, c.kind, c.what): (c.count, c.bytes) for c in run.plan.collectives}
+
+
+def layer_on_two(number: int) -> dict[str, tuple[int, ...]]:
+    """A layer's parameters on one of two tensor-parallel processes."""
+    local = {
+        "attention_norm.weight": (128,), "attention_norm.bias": (128,), "mlp_norm.weight": (128,),
+        "mlp_norm.bias": (128,), "attention.qkv.weight": (192, 128), "attention.qkv.bias": (192,),
+        "attention.proj.weight": (128, 64), "attention.proj.bias": (128,), "mlp.fc1.weight": (256, 128),
+        "mlp.fc1.bias": (256,), "mlp.fc2.weight": (128, 256), "mlp.fc2.bias": (128,),
+    }  # fmt: skip
+    return {f"layers.{number}.{name}": shape for name, shape in local.items()}
+
+
+# ---- places, parameters, bytes
+
+
+def test_both_stages_of_two_by_two() -> None:
+    first = {"embedding.weight": (192, 128), "position_embedding.weight": (1024, 128)}
+    last = {"embedding.weight": (192, 128), "norm.weight": (128,), "norm.bias": (128,)}
+    assert shapes(plan(*PP2_TP2, *EIGHT, *BATCH)) == {**first, **layer_on_two(0), **layer_on_two(1)}
+    assert shapes(plan(*PP2_TP2, *EIGHT, *BATCH, rank=7)) == {**last, **layer_on_two(2), **layer_on_two(3)}
+
+
+def test_places_of_all_ranks() -> None:
+    """Tensor-parallel neighbours differ by 1, data-parallel ones by 2, stages by 4; nodes hold four."""
+    for rank in range(8):
+        run = plan(*PP2_TP2, *EIGHT, *BATCH, rank=rank)
+        stage, shard, tensor = rank // 4, rank // 2 % 2, rank % 2
+        assert run.mesh == {"pp": (stage, 2), "dp_replicate": (0, 1), "dp_shard": (shard, 2), "tp": (tensor, 2)}
+        assert run.node == (rank // 4, rank % 4)
+        assert [report.layers for report in run.stages] == [(2 * stage, 2 * stage + 1)]
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 8), ("sgd", 0)])
+def test_bytes_are_4_4_and_8_for_each_parameter(optimizer: str, moments: int) -> None:
+    run = plan(*PP2_TP2, *EIGHT, *BATCH, f"--optimizer.name={optimizer}", rank=7)
+    layer = sum(prod(shape) for shape in layer_on_two(0).values())
+    here = 2 * layer + TABLE // 2 + 256
+    assert run.state.num_parameters == run.plan.state.num_parameters == here == 223_872
+    for state in (run.state, run.plan.state):
+        assert (state.parameters, state.gradients, state.optimizer) == (4 * here, 4 * here, moments * here)
+    assert run.plan.peak_state == (8 + moments) * here  # float32 and ZeRO 0: nothing is there twice
+    assert run.num_parameters == 4 * LAYER + TABLE + POSITIONS + 256
+
+
+UNEVEN = ["--parallelism.data_parallel_shard_degree=3", "--training.global_batch_size=48"]
+V_SHAPED = ["--parallelism.pipeline_schedule=zbv_zero_bubble", "--parallelism.virtual_stages_per_rank=2"]
+LLAMA = ["--model.family=llama"]
+LAYOUTS = {
+    "gpt": [*PP2_TP2, *UNEVEN, "--parallelism.zero_stage=3"],
+    "gpt in a V": [*PP2_TP2, *UNEVEN, *V_SHAPED, "--parallelism.zero_stage=1"],
+    "llama in half": [*LLAMA, *PP2_TP2, *UNEVEN, "--parallelism.zero_stage=2", "--training.dtype=bfloat16"],
+    "llama, tables apart": [*LLAMA, *UNEVEN, "--parallelism.zero_stage=3"],
+}
+
+
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def test_parts_of_all_ranks_make_the_whole(settings: list[str]) -> None:
+    """Shards over three are uneven. What is split lies once on the ranks of a stage; what is not, on each."""
+    settings = [*settings, "--training.micro_batch_size=4"]
+    world = plan(*settings).world_size
+    found: dict[tuple[int, str], int] = defaultdict(int)
+    whole: dict[tuple[int, str], int] = {}
+    for rank in range(world):
+        run = plan(*settings, rank=rank)
+        assert run.state.num_parameters == run.plan.state.num_parameters
+        assert run.state.optimizer == run.plan.state.optimizer == 8 * run.state.num_parameters
+        for stage in run.stages:
+            for p in stage.parameters:
+                copies = 1 if "tp" in p.split else run.mesh["tp"][1]
+                found[stage.index, p.name] += prod(p.local_shape) / copies
+                whole[stage.index, p.name] = prod(p.shape)
+    assert found == whole
+    table_twice = sum(name == "embedding.weight" for _, name in whole) == 2
+    assert sum(whole.values()) == run.num_parameters + table_twice * TABLE
+
+
+# ---- what happens in a step
+
+
+def test_1f1b_in_the_published_order() -> None:
+    """Rank 1 of 4: two warm-up passes, then one forward and one backward pass in turn (arXiv 2104.04473, figure 4)."""
+    pipe = ["--parallelism.pipeline_parallel_degree=4", "--training.micro_batch_size=2"]
+    schedule = plan(*pipe, "--training.global_batch_size=16", rank=1).plan.schedule
+    order = " ".join(f"{action.kind}{action.microbatch}" for action in schedule.actions)
+    assert order == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"
+    assert schedule.in_flight == 3
+    assert schedule.bubble == schedule.ideal_bubble == pytest.approx(3 / 8)  # (p − 1) / m
+
+
+def test_what_is_sent() -> None:
+    hidden = 4 * 256 * 128 * 4  # microbatch × sequence × hidden size × float32
+    here = 4 * plan(*PP2_TP2, *EIGHT, *BATCH).state.num_parameters
+    assert sent(plan(*PP2_TP2, *EIGHT, *BATCH)) == {
+        ("pp", "send", "hidden states"): (4, 4 * hidden),
+        ("pp", "receive", "gradients of hidden states"): (4, 4 * hidden),
+        ("pp", "send", "gradient of the tied table"): (1, 2 * TABLE),
+        ("pp", "receive", "gradient of the tied table"): (1, 2 * TABLE),
+        ("dp_shard", "all_reduce", "gradients"): (3, here),  # two layers, and the rest
+        # Two layers each sum an attention and an MLP in both directions; the embedding's sum is in one.
+        ("tp", "all_reduce", "hidden states"): (4 * 9, 4 * 9 * hidden),
+    }
+
+
+def test_one_process_sends_nothing() -> None:
+    run = plan()
+    assert run.plan.collectives == []
+    assert format_dry_run(run).endswith("nothing is sent")
+
+
+def test_page() -> None:
+    page = format_dry_run(plan(*PP2_TP2, *EIGHT, *BATCH, rank=7)).splitlines()
+    assert page[0] == (
+        "gpt debug: 973,568 parameters, 5 steps of 32 samples × 256 tokens, data parallel 1 × 2, ZeRO 0; "
+        "160 samples, 40,960 tokens"
+    )
+    assert page[3] == (
+        "rank 7 of 8 processes: pp 1 of 2, dp_replicate 0 of 1, dp_shard 1 of 2, tp 1 of 2, node 1, GPU 3"
+    )
+    assert "layers.2–3" in page
+    assert "  attention.qkv.weight    384 × 128  192 × 128  rows over tp" in page
+    assert "  mlp.fc2.weight          128 × 512  128 × 256  columns over tp" in page
+    assert "parameters here: 223,872 of 973,568 (23 %)" in page
+    memory = "parameters 874.5 KiB, gradients 874.5 KiB, optimizer 1.708 MiB; 2.562 MiB between steps"
+    assert f"memory: {memory}, at most 3.416 MiB in a step" in page
+    assert "order: F0 B0 F1 B1 F2 B2 F3 B3" in page
+    assert "tp (2)        all_reduce  hidden states                  36     18 MiB" in page
+
+
+# ---- refusals, and what is only noted
+
+
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *settings: str, dry: bool = True
+) -> tuple[Any, str, str]:
+    arguments = ["--training.steps=5", *(["--job.dry_run=true"] if dry else []), *settings]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPO / "train.py"), run_name="__main__")
+    return ended.value.code, *capfd.readouterr()
+
+
+REFUSALS = {
+    "rank": ([*EIGHT, "--job.dry_run_rank=8"], "job.dry_run_rank = 8: the job has 8 processes; use 0 to 7"),
+    "rank of one": (["--job.dry_run_rank=1"], "job.dry_run_rank = 1: the job has 1 process; use 0 to 0"),
+    "size of nodes": (
+        ["--cluster.nodes=2"],
+        "cluster.gpus_per_node = (not set): cluster.nodes is 2; say how many GPUs each of them has",
+    ),
+    "degrees": (
+        [*EIGHT, "--parallelism.tensor_parallel_degree=4", "--parallelism.pipeline_parallel_degree=4"],
+        "parallelism.data_parallel_shard_degree = -1: tensor × pipeline × context × replicate = 4·4·1·1 = 16 does not "
+        "divide the 8 processes; start a multiple of 16",
+    ),
+    "type of the GPU": (
+        ["--cluster.gpu=V100", "--training.dtype=bfloat16"],
+        'training.dtype = "bfloat16": V100 has no bfloat16 arithmetic; use "float16" or "float32"',
+    ),
+    "no paths": (
+        ["--data.dataset=text"],
+        'data.paths = (not set): dataset "text" needs files; give paths or glob patterns',
+    ),
+    "folder": (
+        ["--job.dump_folder=/dev/null/out"],
+        'job.dump_folder = "/dev/null/out": the folder cannot be made (/dev/null is a file); name one that you may '
+        "write to",
+    ),
+    "JSON": (
+        ["--json", "/nowhere/plan.json"],
+        '--json = "/nowhere/plan.json": not a file in a folder that you may write to; name one',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    settings, sentence = REFUSALS[case]
+    assert run_here(monkeypatch, capfd, *settings) == (2, "", f"error: {sentence}\n")
+
+
+def test_json_without_a_dry_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_here(monkeypatch, capfd, "--json", "plan.json", dry=False)
+    assert (code, err) == (
+        2,
+        'error: --json = "plan.json": only a dry run writes it; add --job.dry_run true or leave it out\n',
+    )
+
+
+def test_another_machine_s_files_are_only_noted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    away = [*EIGHT, *BATCH, "--data.dataset=text", "--data.paths=/nowhere/*.txt", "--job.dump_folder=/dev/null/out"]
+    path = tmp_path / "plan.json"
+    code, out, err = run_here(monkeypatch, capfd, *away, "--json", str(path))
+    assert (code, err) == (0, "")
+    assert "data: not looked at: /nowhere/*.txt is not on this machine" in out
+    assert 'not checked on this machine: job.dump_folder = "/dev/null/out": the folder cannot be made' in out
+    tree = json.loads(path.read_text())
+    assert tree["plan"]["schedule"]["actions"] == ["F0:0", "B0:0"]
+    assert tree["state"]["parameters"] == 4 * 973_568
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cluster, else the launcher, else the degrees."""
+    degrees = [*PP2_TP2, "--parallelism.data_parallel_shard_degree=2"]
+    assert plan(*degrees, *BATCH).world_size == 8
+    assert plan(*PP2_TP2).world_size == 4  # as few as they allow
+    assert plan(*PP2_TP2, "--training.global_batch_size=64", *EIGHT).world_size == 8
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert plan(*PP2_TP2, "--training.global_batch_size=64").world_size == 16
+
+
+# ---- the largest
+
+
+def test_a_trillion_parameters_on_3072_processes(tmp_path: Path) -> None:
+    """A middle stage of two layers, in a process of its own whose memory is measured."""
+    rank, path = 32 * 48 + 8, tmp_path / "plan.json"  # stage 32, second shard, first tensor-parallel process
+    settings = ["--job.config_file=train_configs/gpt_1t.toml", "--job.dry_run", f"--job.dry_run_rank={rank}"]
+    command = [sys.executable, "train.py", *settings, "--json", str(path)]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) < 1024 * MIB
+
+    tree, hidden = json.loads(path.read_text()), 25_600
+    assert tree["num_parameters"] == 128 * (12 * hidden**2 + 13 * hidden) + (51_200 + 2_048 + 2) * hidden
+    assert tree["mesh"] == {"pp": [32, 64], "dp_replicate": [0, 1], "dp_shard": [1, 6], "tp": [0, 8]}
+    assert tree["node"] == [193, 0]
+    # Rows over six processes, rounded up; columns or rows over eight before that.
+    row, wide, qkv = ceil(hidden / 6), ceil(hidden / 2 / 6), ceil(3 * hidden / 8 / 6)
+    matrices = (qkv + wide) * hidden + row * (hidden // 8 + hidden // 2)
+    here = 2 * (matrices + 6 * row + qkv + wide)
+    assert tree["state"]["num_parameters"] == here
+    sizes = [tree["state"][kind] for kind in ("parameters", "gradients", "optimizer")]
+    assert sizes == [4 * here, 4 * here, 8 * here]
+    assert tree["plan"]["schedule"]["counts"] == {"F": 512, "B": 512}
+    assert tree["plan"]["schedule"]["in_flight"] == 64 - 32
+    calls = {(c["kind"], c["what"]): c["count"] for c in tree["plan"]["collectives"] if c["group"] == "tp"}
+    # Of every microbatch and layer: 2 sums forward, 2 backward, 1 while it is computed again.
+    assert calls == {("all_reduce", "hidden states"): 512 * 2 * 5}

@@ -1,0 +1,189 @@
+"""What [profiling] writes, at which steps; and what is in the pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from titan_like.config.schema import JobConfig
+from titan_like.metrics import profiling, timeline_plot
+from titan_like.metrics.profiling import StepProfiler, write_timeline
+from titan_like.metrics.step_timeline import StepTimeline, simulated
+from titan_like.parallel.pipeline import PipelineShape
+from titan_like.parallel.schedules import Action, Event, Step, unit_time
+
+MICROBATCHES = 3
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp_shard"))
+    dist.destroy_process_group()
+
+
+class Run:
+    """Steps of three microbatches on one process, around which the profiler is called as the trainer does."""
+
+    def __init__(self, mesh: Any, folder: Path, section: dict[str, Any]) -> None:
+        config = JobConfig.model_validate({"job": {"dump_folder": str(folder)}, "profiling": section})
+        self.pipeline: Any = SimpleNamespace(timeline=None, shape=PipelineShape("1f1b", 1, 1))
+        self.shown: list[str] = []
+        self.profiler = StepProfiler(config, mesh, self.pipeline, torch.device("cpu"), self.shown.append)
+
+    def step(self, number: int) -> Any:
+        self.profiler.begin(number)
+        for microbatch in range(MICROBATCHES):
+            for kind in "FB":
+                if self.pipeline.timeline is not None:
+                    self.pipeline.timeline.start(Step(kind, 0, microbatch))
+                torch.ones(4, 4) @ torch.ones(4, 4)
+                if self.pipeline.timeline is not None:
+                    self.pipeline.timeline.stop(Step(kind, 0, microbatch))
+        self.profiler.mark("optimizer")
+        record = SimpleNamespace(step=number, profile=None)
+        self.profiler.end(record)  # type: ignore[arg-type]
+        return record
+
+
+def names(folder: Path, suffix: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(f"*{suffix}"))
+
+
+def test_timelines_of_named_steps_and_of_every_third(
+    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "can_draw", lambda: False)
+    run = Run(mesh, tmp_path, {"timeline_steps": [2, 3], "timeline_interval": 3})
+    looked_into = [number for number in range(1, 8) if run.step(number).profile is not None]
+    assert looked_into == [2, 3, 6]
+    folder = tmp_path / "timeline"
+    assert names(folder, ".json") == ["step-2.json", "step-3.json", "step-6.json"]
+    assert names(folder, ".txt") == ["step-2.txt", "step-3.txt", "step-6.txt"]
+    assert not (tmp_path / "trace").exists()
+    assert [text.splitlines()[0].split(":")[0] for text in run.shown] == [f"timeline of step {n}" for n in (2, 3, 6)]
+    assert run.pipeline.timeline is None
+
+    events = json.loads((folder / "step-6.json").read_text())["traceEvents"]
+    passes = [event["name"] for event in events if event["ph"] == "X" and "args" in event]
+    assert passes == [f"{kind}{m} of stage 0" for m in range(MICROBATCHES) for kind in "FB"]
+    assert [event["name"] for event in events if event.get("cat") == "phase"] == ["optimizer"]
+
+
+def test_traces_of_named_steps(mesh: Any, tmp_path: Path) -> None:
+    run = Run(mesh, tmp_path, {"trace_steps": [2, 4]})
+    assert [run.step(number).profile for number in range(1, 6)] == [None] * 5
+    assert names(tmp_path / "trace", "") == ["step-2-rank-0.json", "step-4-rank-0.json"]
+    assert not (tmp_path / "timeline").exists()
+    assert run.shown == []
+    for path in (tmp_path / "trace").iterdir():
+        events = json.loads(path.read_text())["traceEvents"]
+        assert sum(event.get("name") == "aten::matmul" for event in events) == 2 * MICROBATCHES
+
+
+def test_nothing_is_looked_into_unless_asked(mesh: Any, tmp_path: Path) -> None:
+    run = Run(mesh, tmp_path, {})
+    assert [run.step(number).profile for number in range(1, 4)] == [None] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_beside_the_first_pipeline_look_at_nothing(tmp_path: Path) -> None:
+    """The profiler of data-parallel rank 1, whose mesh only tells its coordinates."""
+
+    class Dimension:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def get_group(self) -> None:
+            return None
+
+        def get_local_rank(self) -> int:
+            return self.rank
+
+    class Mesh(dict[str, Dimension]):
+        mesh_dim_names = ("pp", "dp_shard")
+
+    run = Run(Mesh(pp=Dimension(0), dp_shard=Dimension(1)), tmp_path, {"timeline_interval": 1, "trace_steps": [1]})
+    assert run.step(1).profile is None
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- pictures
+
+
+def step_of_two() -> StepTimeline:
+    passes = [
+        Event(0, Action("F", 0, 0), 0.0, 0.010),
+        Event(1, Action("F", 1, 0), 0.015, 0.025),
+        Event(1, Action("B", 1, 0), 0.025, 0.045),
+        Event(0, Action("B", 0, 0), 0.050, 0.070),
+    ]
+    return StepTimeline("1f1b", 2, 1, passes)
+
+
+def test_boxes_are_the_passes() -> None:
+    """Over a grey row for each rank, at their times in ms, with the microbatch's number in them."""
+    figures = pytest.importorskip("matplotlib.figure")
+    panel = figures.Figure().subplots()
+    timeline_plot._draw_step(panel, step_of_two(), inches_per_second=100)
+    boxes = [(box.get_x(), box.get_y(), box.get_width(), box.get_facecolor()[:3]) for box in panel.patches]
+    idle, forward, backward = ((0.88,) * 3, (0.16, 0.38, 0.72), (0.10, 0.50, 0.30))
+    expected = [
+        (0, -0.5, 70, idle),
+        (0, 0.5, 70, idle),
+        (0, -0.5, 10, forward),
+        (15, 0.5, 10, forward),
+        (25, 0.5, 20, backward),
+        (50, -0.5, 20, backward),
+    ]
+    for box, (x, y, width, colour) in zip(boxes, expected, strict=True):
+        assert box[:3] == pytest.approx((x, y, width))
+        assert box[3] == pytest.approx(colour)
+    assert [(text.get_text(), *text.get_position()) for text in panel.texts] == [
+        ("0", pytest.approx(middle), rank) for middle, rank in ((5, 0), (20, 1), (35, 1), (60, 0))
+    ]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert panel.get_ylim() == (1.5, -0.5)  # the first rank above
+
+
+def test_second_stage_of_a_rank_is_lighter() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    step = simulated("interleaved_1f1b", 2, 2, 2, unit_time)
+    panel = figures.Figure().subplots()
+    timeline_plot._draw_step(panel, step, inches_per_second=1)
+    boxes = panel.patches[2:]
+    assert len(boxes) == len(step.passes) == 4 * 2 * 2
+    for box, event in zip(boxes, step.passes, strict=True):
+        dark, light = timeline_plot._COLOURS[event.action.kind]
+        assert box.get_facecolor()[:3] == pytest.approx(light if event.action.stage >= 2 else dark)
+
+
+def test_numbers_are_left_out_of_boxes_that_are_too_narrow() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    panel = figures.Figure().subplots()
+    timeline_plot._draw_step(panel, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
+    assert [text.get_position()[0] for text in panel.texts] == pytest.approx([35, 60])
+
+
+def test_picture_is_written_beside_the_trace(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = write_timeline(step_of_two(), 7, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.png", "step-7.txt"]
+    assert (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
+    assert text.endswith(f"saved {tmp_path}/step-7.json, .txt and .png")
+
+
+def test_without_matplotlib_all_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "can_draw", lambda: False)
+    text = write_timeline(step_of_two(), 7, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7.json", "step-7.txt"]
+    assert text.endswith("(a picture needs matplotlib: pip install 'titan_like[plot]')")
