@@ -1,0 +1,142 @@
+"""Tokens per second of two processes that share a model along one axis, beside one process alone.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --rounds 7 --json scaling.json
+    python benchmarks/scaling.py --layouts one "tensor 2" --steps 4
+
+Every process computes with one thread, so two of them have twice the hardware. All layouts train the same model on the
+same global batches through train.py, in turn, each run in fresh processes; within a round the order rotates. A run's
+figure is the tokens of the steps after the first over their time. A layout's speed-up is the median over rounds of its
+figure over that of one process in the same round. Measure on an idle machine with two cores or more.
+
+At best, data and tensor parallelism give 2. The pipeline's schedule with m microbatches gives 2 / (1 + bubble).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_like.parallel.schedules import ideal_bubble
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "max_seq_len": 256}
+SEQ_LEN, GLOBAL_BATCH = 256, 16
+PIPELINE_MICROBATCHES = 16
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # processes, settings
+    "one": (1, ["--training.micro_batch_size=4"]),
+    "data 2": (2, ["--training.micro_batch_size=4"]),
+    "tensor 2": (2, ["--parallelism.tensor_parallel_degree=2", "--training.micro_batch_size=4"]),
+    "tensor 2, sequence parallel": (
+        2,
+        [
+            "--parallelism.tensor_parallel_degree=2",
+            "--parallelism.sequence_parallel=true",
+            "--training.micro_batch_size=4",
+        ],
+    ),
+    "pipeline 2, 1f1b": (
+        2,
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            f"--training.micro_batch_size={GLOBAL_BATCH // PIPELINE_MICROBATCHES}",
+        ],
+    ),
+}
+AT_LEAST = {"data 2": 1.8, "tensor 2": 1.4, "pipeline 2, 1f1b": 1.6}
+
+
+def measure(layout: str, steps: int) -> dict[str, float]:
+    """One run: tokens per second after the first step, and the last loss."""
+    processes, settings = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
+            *("train.py", "--model.family=gpt", *(f"--model.overrides.{key}={value}" for key, value in MODEL.items())),
+            *("--data.dataset=stdlib", f"--training.seq_len={SEQ_LEN}", f"--training.global_batch_size={GLOBAL_BATCH}"),
+            *(f"--training.steps={steps + 1}", f"--job.dump_folder={folder}", "--metrics.log_interval=1"),
+            *settings,
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{layout} failed:\n{done.stderr[-3000:]}")
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(line["step_time_s"] for line in lines[1:])
+    return {"tokens_per_second": steps * GLOBAL_BATCH * SEQ_LEN / seconds, "loss": lines[-1]["loss"]}
+
+
+def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row for each layout."""
+    rows = []
+    for layout, found in runs.items():
+        ratios = [
+            run["tokens_per_second"] / one["tokens_per_second"] for run, one in zip(found, runs["one"], strict=True)
+        ]
+        ideal = float(LAYOUTS[layout][0])
+        if layout.startswith("pipeline"):
+            ideal /= 1 + ideal_bubble("1f1b", 2, 1, PIPELINE_MICROBATCHES)
+        rows.append(
+            {
+                "layout": layout,
+                "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in found), 1),
+                "speed_up": round(statistics.median(ratios), 3),
+                "speed_ups": [round(ratio, 3) for ratio in ratios],
+                "at_best": round(ideal, 3),
+                "wanted": AT_LEAST.get(layout),
+                "loss": found[-1]["loss"],
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'layout':<28} {'tokens/s':>9} {'speed-up':>9} {'at best':>8} {'wanted':>7}   in each round")
+    for row in rows:
+        wanted = "" if row["wanted"] is None else f"{row['wanted']:.1f}"
+        rounds = " ".join(f"{ratio:.2f}" for ratio in row["speed_ups"])
+        print(
+            f"{row['layout']:<28} {row['tokens_per_second']:>9.0f} {row['speed_up']:>9.2f} {row['at_best']:>8.2f} "
+            f"{wanted:>7}   {rounds}"
+        )
+
+
+def main() -> None:
+    """Measure all layouts in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="always with one process")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a run, after one that is not")
+    parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
+    options = parser.parse_args()
+    layouts = list(dict.fromkeys(["one", *options.layouts]))
+    runs: dict[str, list[dict[str, float]]] = {layout: [] for layout in layouts}
+    for number in range(options.rounds):
+        shift = number % len(layouts)
+        for layout in layouts[shift:] + layouts[:shift]:
+            runs[layout].append(measure(layout, options.steps))
+            speed = runs[layout][-1]["tokens_per_second"]
+            print(
+                f"round {number + 1} of {options.rounds}: {layout}: {speed:.0f} tokens/s", file=sys.stderr, flush=True
+            )
+    rows = summarise(runs)
+    show(rows)
+    if options.json:
+        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
+        shape = {"model": MODEL, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
+        Path(options.json).write_text(json.dumps(machine | shape | {"layouts": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
