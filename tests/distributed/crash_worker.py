@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.distributed.launch import base_config, full
 from titan_like.checkpoint.manager import model_tensors, optimizer_tensors
@@ -99,14 +100,23 @@ def build(folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer
 
 
 def digest(trainer: Trainer) -> str:
-    """One number for every bit of the weights and the optimizer's state."""
-    total = hashlib.sha256()
+    """One number for every bit of the weights and the optimizer's state, on all stages together."""
     tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
-    for name, tensor in sorted(tensors.items()):
-        whole = full(tensor).contiguous()
-        total.update(f"{name} {whole.dtype} {tuple(whole.shape)} ".encode())
-        total.update(whole.flatten().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+    here = {name: digest_of(full(tensor).contiguous()) for name, tensor in tensors.items()}
+    group = trainer.mesh["pp"].get_group()
+    stages: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(stages, here, group=group)
+    everywhere: dict[str, str] = {}
+    for stage in stages:
+        for name, value in stage.items():
+            assert everywhere.setdefault(name, value) == value, f"the copies of {name} differ"
+    return hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Type, shape and every bit."""
+    bits = tensor.flatten().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(bits).hexdigest()}"
 
 
 def reference(rank: int, folder: Path, path: Path, settings: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import base_config, full, launch
+from tests.distributed.launch import all_stages, base_config, by_name, launch
 from titan_like.checkpoint.manager import complete_steps
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "zero0": {"parallelism.zero_stage": 0},
     "zero1": {"parallelism.zero_stage": 1},
     "zero3 recomputed": {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"},
+    "2 stages of tensor 2": {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_schedule": "zbv_zero_bubble",
+        "parallelism.tensor_parallel_degree": 2,
+        "training.micro_batch_size": 4,
+    },
     "2 replicas of zero2": {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2},
 }
 
@@ -39,7 +45,7 @@ def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, 
     """Train (or resume) in ``dump`` and return the weights."""
     trainer = Trainer(prepare_run(base_config(folder, SETTINGS | settings | {"job.dump_folder": str(dump)})))
     trainer.train()
-    return {name: full(p) for name, p in trainer.model.named_parameters()}
+    return all_stages(trainer, by_name(trainer.model.named_parameters()))
 
 
 def train_straight_and_in_two_parts(rank: int, folder: Path) -> None:
