@@ -10,8 +10,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train import trainer
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer, process_group
 
@@ -98,13 +102,13 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
-    trainer = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
-    data = trainer._load_data()
-    records = [trainer.train_step(data) for _ in range(trainer.run.total_steps)]
+    training = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
+    data = training._load_data()
+    records = [training.train_step(data) for _ in range(training.run.total_steps)]
     data.close()
-    assert trainer.gradients is not None
-    weights = by_name(trainer.model.named_parameters())
-    gradients, weights = all_stages(trainer, trainer.gradients), all_stages(trainer, weights)
+    assert training.gradients is not None
+    weights = by_name(training.model.named_parameters())
+    gradients, weights = all_stages(training, training.gradients), all_stages(training, weights)
     return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)
 
 
@@ -116,7 +120,8 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Res
 
 
 def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
-    results = {case.name: vars(train_case(case, folder)) for case in cases}
+    with patch.object(trainer, "build_mesh", cache(build_mesh)):  # groups of one layout are there once
+        results = {case.name: vars(train_case(case, folder)) for case in cases}
     if rank == 0:
         torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import combinations, product
 from typing import Any
 
-GLOBAL_BATCH = 16
+GLOBAL_BATCH = 8
 SCHEDULES = {  # virtual stages per rank, for the debug model's 4 layers on 2 pipeline ranks
     "none": 1,
     "gpipe": 1,
