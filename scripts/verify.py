@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code beside this file, wherever another lies
+
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 
@@ -65,6 +67,10 @@ def check_options(options: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a table."""
     options, settings = build_parser().parse_known_args(argv)
+    if sys.platform != "linux":
+        raise ConfigError(
+            "verify.py", sys.platform, "its processes are watched by means that only Linux has; use Linux"
+        )
     check_options(options)
     config = load_config(settings)
 

@@ -5,6 +5,7 @@ The verifier's processes enter them by name, so they can be pickled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_like.parallel import tensor_splits
-from titan_like.parallel.collectives import Group
+from titan_like.models import transformer
+from titan_like.models.llama.model import Llama
+from titan_like.models.transformer import Transformer
+from titan_like.optim.grad_norm import local_gradients
+from titan_like.parallel import activation_checkpoint, apply, data, tensor_splits
+from titan_like.parallel.collectives import Enter, Group
+from titan_like.parallel.model import Stage
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.train import trainer
+from titan_like.parallel.split import StageLayers
+from titan_like.train import loss, trainer
 from titan_like.train.trainer import Trainer
 
 
@@ -146,4 +153,226 @@ def data_of_one_process_shifted() -> Iterator[None]:
         return data
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def gradients_averaged_over_data() -> Iterator[None]:
+    """Gradients are divided by the data-parallel degree, as if each process had divided by its own tokens."""
+    original = Trainer._complete_gradients
+
+    def complete_gradients(self: Trainer) -> None:
+        original(self)
+        torch._foreach_div_(local_gradients(self.model.parameters()), self.dp_size)
+
+    with patch.object(Trainer, "_complete_gradients", complete_gradients):
+        yield
+
+
+@contextmanager
+def same_start_on_every_stage() -> Iterator[None]:
+    """Each stage numbers its layers from 0 when it draws their weights."""
+    original_init, original_fill = Transformer.init_weights, transformer.fill_normal
+
+    def init_weights(self: Transformer, seed: int) -> None:
+        first = min(map(int, self.layers))
+
+        def fill(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
+            parts = name.split(".")
+            if parts[0] == "layers":
+                parts[1] = str(int(parts[1]) - first)
+            original_fill(parameter, seed, ".".join(parts), std)
+
+        with patch.object(transformer, "fill_normal", fill):
+            original_init(self, seed)
+
+    with patch.object(Transformer, "init_weights", init_weights):
+        yield
+
+
+@contextmanager
+def all_gathers_gradient_not_summed() -> Iterator[None]:
+    """Sequence parallelism gives each process its part of its own gradient, and not of the sum."""
+    original = Enter.backward
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.sequence_parallel:
+            return original(ctx, gradient)
+        return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
+
+    with patch.object(Enter, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def positions_begin_anew_in_each_part() -> Iterator[None]:
+    """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
+    original = Llama.layer_inputs
+
+    def layer_inputs(self: Llama, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        parts = self.sequence_shards
+        return tuple(table.repeat(parts, 1) for table in original(self, seq_len // parts, device))
+
+    with patch.object(Llama, "layer_inputs", layer_inputs):
+        yield
+
+
+@contextmanager
+def same_dropout_everywhere() -> Iterator[None]:
+    """All processes draw dropout from one stream."""
+    with patch.object(trainer, "dropout_stream", lambda *_: 0):
+        yield
+
+
+@contextmanager
+def same_dropout_in_all_heads() -> Iterator[None]:
+    """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
+
+    def attention_core(_module: nn.Module, forward: Any, _group: Group, *inputs: torch.Tensor) -> torch.Tensor:
+        return forward(*inputs)
+
+    with patch.object(tensor_splits, "_attention_core", attention_core):
+        yield
+
+
+@contextmanager
+def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
+    """Recomputation does not put the random generator back."""
+    original = activation_checkpoint.checkpoint
+
+    def checkpoint(*args: Any, **options: Any) -> Any:
+        return original(*args, **options | {"preserve_rng_state": False})
+
+    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+        yield
+
+
+@contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    """HSDP reduces gradients over shards and leaves out the replicas."""
+    original = data.fully_shard
+
+    def fully_shard(module: nn.Module, *, mesh: Any, **options: Any) -> Any:
+        shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
+        return original(module, mesh=shards, **options)
+
+    with patch.object(data, "fully_shard", fully_shard):
+        yield
+
+
+@contextmanager
+def softmax_of_own_vocabulary() -> Iterator[None]:
+    """The loss's softmax is over a process's own part of the vocabulary."""
+    original = loss.all_gather
+
+    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        gathered = original(x, dim, group).clone()
+        gathered[:, 0] = float("-inf")
+        gathered[group.rank, 0] = x[0, 0]
+        return gathered
+
+    with patch.object(loss, "all_gather", all_gather):
+        yield
+
+
+@contextmanager
+def one_shard_not_updated() -> Iterator[None]:
+    """Under ZeRO the optimizer of one process leaves its shards as they are."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        if self.dp_rank != 1 or self.config.parallelism.zero_stage == 0:
+            original(self, grad_norm, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def middle_stages_swapped() -> Iterator[None]:
+    """The second and the third stage hold each other's layers."""
+    original = apply.split_layers
+
+    def split_layers(counts: list[int]) -> list[StageLayers]:
+        stages = original(counts)
+        if len(stages) > 3:
+            stages[1], stages[2] = stages[2], stages[1]
+        return stages
+
+    with patch.object(apply, "split_layers", split_layers):
+        yield
+
+
+@contextmanager
+def weight_products_of_one_microbatch_lost() -> Iterator[None]:
+    """A split backward pass forgets the weights' gradients of the second microbatch."""
+    original = Pipeline._backward_for_weights
+
+    def backward_for_weights(self: Pipeline, stage: Stage, microbatch: int) -> None:
+        if microbatch == 1:
+            self._products[stage.index, microbatch] = []
+        original(self, stage, microbatch)
+
+    with patch.object(Pipeline, "_backward_for_weights", backward_for_weights):
+        yield
+
+
+@contextmanager
+def validation_without_last_microbatch() -> Iterator[None]:
+    """A pipeline validates on all microbatches of a batch but the last."""
+    original = Pipeline.forward
+
+    def forward(self: Pipeline, inputs: list[torch.Tensor], add_loss: Any) -> None:
+        last = len(inputs) - 1
+
+        def add_loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            is_counted = microbatch != last or self.shape.degree == 1
+            return add_loss(logits, microbatch) if is_counted else logits.sum()
+
+        original(self, inputs, add_loss_but_of_last)
+
+    with patch.object(Pipeline, "forward", forward):
+        yield
+
+
+@contextmanager
+def key_heads_of_the_next_group() -> Iterator[None]:
+    """Under tensor parallelism queries meet the keys and values of another group of heads."""
+    original = tensor_splits.attention_core
+
+    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
+        original(module, tp)
+        forward = module.forward
+        tensor_splits.replace_forward(module, lambda q, k, v: forward(q, k.roll(1, 1), v.roll(1, 1)))
+
+    from titan_like.models.llama import sharding
+
+    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
+    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+        yield
+
+
+@contextmanager
+def gradient_never_sent() -> Iterator[None]:
+    """A stage keeps a microbatch's gradient to itself, and the one before waits for ever."""
+    original = Pipeline._send
+
+    def send(self: Pipeline, kind: str, stage: int, microbatch: int) -> None:
+        if (kind, microbatch) == ("B", 1):
+            time.sleep(1000)
+        original(self, kind, stage, microbatch)
+
+    with patch.object(Pipeline, "_send", send):
+        yield
+
+
+@contextmanager
+def crash_at_the_end() -> Iterator[None]:
+    """One data-parallel process fails when all is computed."""
+
+    def destroy() -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("too late")
+
+    with patch.object(dist, "destroy_process_group", destroy):
         yield

@@ -35,12 +35,12 @@ _PEAKS: list[tuple[str, Peak]] = [
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Peak TFLOP/s of a device for "float16", "bfloat16" or "float32"; None where it is not known."""
+    """Peak TFLOP/s of a device for "float16", "bfloat16" or "float32"; None where it is not known, as for "float64"."""
     if re.search(r"\bMIG\b", device_name):  # a slice of a device
         return None
     for pattern, peak in _PEAKS:
         if re.search(pattern, device_name, re.IGNORECASE):
-            return getattr(peak, dtype)
+            return getattr(peak, dtype, None)
     return None
 
 

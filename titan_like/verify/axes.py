@@ -97,6 +97,9 @@ def _drop_pipeline(config: JobConfig) -> JobConfig:
 
 
 def _drop_zero(config: JobConfig) -> JobConfig:
+    """Full weights everywhere. On one process the stage matters only where FSDP holds weights in a half type."""
+    if data_parallel_size(config) == 1 and config.training.dtype in ("float32", "float64"):
+        return config
     return edit(config, {"parallelism.zero_stage": 0})
 
 

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_like.config.schema import JobConfig
-from titan_like.verify.axes import Axis, axes_in_use, num_processes, on_one_process, with_only, without
+from titan_like.verify.axes import Axis, axes_in_use, find_axis, num_processes, on_one_process, with_only, without
 
-SAME, DIFFERENT = "same", "different"
+SAME, DIFFERENT, FAILS = "same", "different", "fails"
 ONE_PROCESS = "one_process"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with some axes left out, and whether the difference was still there."""
+    """A run with some axes left out, and what became of the difference."""
 
     left_out: str
-    outcome: str  # same or different
+    outcome: str  # same, different, or fails: the run did not come to its end
 
 
 @dataclass(frozen=True)
@@ -29,55 +29,68 @@ class Blame:
     trials: list[Trial]
 
 
-def find_fault(config: JobConfig, differs: Callable[[JobConfig], bool]) -> Blame:
+def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
     """Leave each axis out in turn; where that tells nothing, use each one alone.
 
-    An axis is at fault if leaving it out alone makes the difference vanish.
+    An axis is at fault if leaving it out alone makes the difference vanish. ``symptom`` is what the whole layout shows,
+    different or fails. A trial that fails where the layout came to its end has met something else, and tells nothing:
+    leave a microbatch out, and a run with one has none at all.
     """
     axes, trials = axes_in_use(config), []
 
-    def try_without(title: str, changed: JobConfig) -> bool:
-        different = differs(changed)
-        trials.append(Trial(title, DIFFERENT if different else SAME))
-        return different
+    def outcome(title: str, changed: JobConfig) -> str:
+        trials.append(Trial(title, outcome_of(changed)))
+        return trials[-1].outcome
+
+    def shows(seen: str) -> bool:
+        return seen in (DIFFERENT, symptom)
 
     if num_processes(config) > 1 or axes:
-        alone_differs = try_without("everything: one process, one microbatch", on_one_process(config))
+        alone = outcome("everything: one process, one microbatch", on_one_process(config))
     else:
-        alone_differs = True
-    if alone_differs:
-        sentence = (
-            "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-        )
-        return Blame(ONE_PROCESS, sentence, trials)
-    vanishes = [axis for axis in axes if not try_without(axis.title, without(config, [axis.name]))]
+        alone = symptom
+    if shows(alone):
+        return _of_one_process(trials)
+    vanishes = [axis for axis in axes if outcome(axis.title, without(config, [axis.name])) == SAME]
     if vanishes:
         return _verdict(vanishes, trials)
     wrong: list[Axis] = []
     for axis in axes:
-        changed = with_only(config, axis)
         if axis.within is not None and any(other.name == axis.within for other in wrong):
             continue  # what it is a part of is wrong already
-        different = differs(changed)
-        trials.append(Trial(f"all but {axis.title}", DIFFERENT if different else SAME))
-        if different:
+        if shows(outcome(f"all but {axis.title}", with_only(config, axis))):
             wrong.append(axis)
+    if not wrong and alone == FAILS:
+        return _of_one_process(trials)
     if not wrong:
         sentence = "no single axis: the difference stays when any one is left out, and none is wrong alone"
         return Blame(" + ".join(axis.name for axis in axes), sentence, trials)
     sentence = f"more than one axis: each of {_listed(wrong)} is wrong alone"
     if len(wrong) == 1:
-        sentence = f"{wrong[0].title} is wrong alone, and something else is wrong without it"
+        rest = any(trial.left_out == wrong[0].title and shows(trial.outcome) for trial in trials)
+        sentence = f"{wrong[0].title} is wrong alone{', and something else is wrong without it' if rest else ''}"
     return Blame(" + ".join(axis.name for axis in wrong), sentence, trials)
 
 
+def _of_one_process(trials: list[Trial]) -> Blame:
+    sentence = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
+    return Blame(ONE_PROCESS, sentence, trials)
+
+
 def _verdict(vanishes: list[Axis], trials: list[Trial]) -> Blame:
-    """Name the smallest: a part goes before the whole, and accumulation only where nothing else is needed."""
+    """Name the smallest: a part goes before the whole, and accumulation only where nothing else is needed.
+
+    Replicas are told from shards only where something is sharded, so that they vanish together with the ZeRO stage.
+    """
     wholes = {axis.within for axis in vanishes}
+    if any(axis.name == "replicas" for axis in vanishes):
+        wholes.add("zero_stage")
     needed = [axis for axis in vanishes if axis.name not in wholes]
     if len(needed) > 1:
         needed = [axis for axis in needed if axis.name != "accumulation"]
-    sentence = f"{needed[0].title}: without it alone every difference vanishes"
+    whole = needed[0].within
+    part_of = f", a part of {find_axis(whole).title}" if whole else ""
+    sentence = f"{needed[0].title}{part_of}: without it alone every difference vanishes"
     if len(needed) > 1:
         sentence = f"{_listed(needed)} together: without any one of them every difference vanishes"
     elif any(axis.name == "accumulation" for axis in vanishes) and needed[0].name != "accumulation":

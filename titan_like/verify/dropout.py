@@ -46,20 +46,22 @@ class Recorder:
         def watched_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             if not training or p == 0:
                 return dropout(x, p, training, inplace)
-            with again(x.device) as redraw:
+            with again() as redraw:
                 result = dropout(x, p, training, inplace)
-                with redraw():
-                    self.note(dropout(torch.ones_like(x), p, True), is_attention=False)
+                with redraw() as stream:
+                    self.note(dropout(torch.ones_like(x), p, True), stream, is_attention=False)
             return result
 
         def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
             if not options.get("dropout_p"):
                 return attention(q, k, v, *args, **options)
-            with again(q.device) as redraw:
+            with again() as redraw:
                 result = attention(q, k, v, *args, **options)
-                with redraw():  # with unit vectors as values the result is the probabilities, those dropped being zero
-                    units = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
-                    self.note(attention(q, k, units, *args, **options), is_attention=True)
+                with (
+                    redraw() as stream
+                ):  # with unit vectors as values the result is the probabilities, those dropped being zero
+                    units = torch.eye(v.shape[2], dtype=v.dtype).expand(*v.shape[:2], -1, -1)
+                    self.note(attention(q, k, units, *args, **options), stream, is_attention=True)
             return result
 
         watched = patch.object(F, "scaled_dot_product_attention", watched_attention)
@@ -70,37 +72,40 @@ class Recorder:
         """A module's forward pass begins, be it for the first time or in recomputation."""
         self.site = name
 
-    def note(self, kept: torch.Tensor, is_attention: bool) -> None:
+    def note(self, kept: torch.Tensor, stream: str, is_attention: bool) -> None:
         """Keep the mask, elements that are not zero, as digests."""
         kept = (kept.to_local() if isinstance(kept, DTensor) else kept) != 0
         is_recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
         place = self.site, is_attention, is_recomputed, self.step
         slices = kept.flatten(0, 1) if is_attention else kept
-        parts = tuple(
-            hashlib.blake2b(part.contiguous().cpu().numpy().tobytes(), digest_size=12).hexdigest() for part in slices
-        )
-        shape = tuple(kept.shape)
-        self.masks.append(Mask(*place, microbatch=self.drawn[place], shape=shape, parts=parts))
+        parts, shape = tuple(digest(part) for part in slices), tuple(kept.shape)
+        self.masks.append(Mask(*place, microbatch=self.drawn[place], shape=shape, parts=parts, stream=stream))
         self.drawn[place] += 1
 
 
 @contextmanager
-def again(device: torch.device) -> Iterator[Callable[[], Any]]:
-    """A function whose context draws again the numbers drawn since this one's start, and leaves no trace."""
+def again() -> Iterator[Callable[[], Any]]:
+    """A function whose context draws again the numbers drawn since this one's start, and leaves no trace.
+
+    The context's value is a digest of where in which random stream they begin.
+    """
     generator = torch.default_generator
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index]
     before = generator.get_state()
 
     @contextmanager
-    def redraw() -> Iterator[None]:
+    def redraw() -> Iterator[str]:
         after = generator.get_state()
         generator.set_state(before)
         with torch.no_grad():
-            yield
+            yield digest(before)
         generator.set_state(after)
 
     yield redraw
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Equal for tensors that are equal to the bit."""
+    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=12).hexdigest()
 
 
 class _KeepsGradients(Trainer):

@@ -71,8 +71,14 @@ def _identities(config: JobConfig, runs: list[DropoutSeen]) -> list[Check]:
     different: list[str] = []
     by_identity: dict[_Identity, tuple[str, int]] = {}
     by_digest: dict[tuple[tuple[int, ...], str], tuple[_Identity, int]] = {}
+    streams: dict[str, tuple[_Identity, int]] = {}
     for run in runs:
-        for identity, shape, digest in _parts(config, run):
+        for identity, shape, stream, digest in _parts(config, run):
+            if stream is not None:  # two draws that begin at one place of a stream need not have the same shape
+                other, other_rank = streams.setdefault(stream, (identity, run.rank))
+                if other != identity:
+                    clause = f"from the random numbers of {_name(other)} on rank {other_rank}"
+                    different.append(f"{_name(identity)} on rank {run.rank} is drawn {clause}")
             known, first_rank = by_identity.setdefault(identity, (digest, run.rank))
             if known != digest:
                 equal.append(f"{_name(identity)} is drawn otherwise on rank {run.rank} than on rank {first_rank}")
@@ -86,8 +92,11 @@ def _identities(config: JobConfig, runs: list[DropoutSeen]) -> list[Check]:
     ]
 
 
-def _parts(config: JobConfig, run: DropoutSeen) -> Iterable[tuple[_Identity, tuple[int, ...], str]]:
-    """Each sample's (and head's) mask with what it is a mask of: equal identities are the same activations."""
+def _parts(config: JobConfig, run: DropoutSeen) -> Iterable[tuple[_Identity, tuple[int, ...], str | None, str]]:
+    """Each sample's (and head's) mask with what it is a mask of: equal identities are the same activations.
+
+    As (identity, shape, where in which stream the draw began if this is its first part, digest).
+    """
     model, seq_len = model_config(config.model), config.training.seq_len
     data_rank = tuple(place for name, place in run.coordinates.items() if name.startswith("dp"))
     tensor_rank = run.coordinates.get("tp", 0)
@@ -102,9 +111,9 @@ def _parts(config: JobConfig, run: DropoutSeen) -> Iterable[tuple[_Identity, tup
             area = [length, *rest]
             place = tensor_rank if length < seq_len else "whole"
             where = [(part, place) for part in range(len(mask.parts))]
-        for (sample, within), digest in zip(where, mask.parts, strict=True):
+        for number, ((sample, within), digest) in enumerate(zip(where, mask.parts, strict=True)):
             identity = (mask.site, mask.step, data_rank, mask.microbatch, sample, within, mask.is_attention)
-            yield identity, tuple(area), digest
+            yield identity, tuple(area), None if number else mask.stream, digest
 
 
 def _name(identity: _Identity) -> str:

@@ -85,17 +85,17 @@ def observe(
     place: Place, config: JobConfig, truth: Truth, kinds: list[str], dropout: float | None, timeout: float
 ) -> Iterator[RunSeen | DropoutSeen]:
     """Run the layout in each of the kinds: types, or dropout."""
-    device = join(place, timeout)
+    join(place, timeout)
     for kind in kinds:
         started = time.perf_counter()
         seen: RunSeen | DropoutSeen
         if kind == DROPOUT:
-            seen = observe_dropout(place.rank, lambda changed: prepare_run(place, changed, device), config, dropout)
+            seen = observe_dropout(place.rank, lambda changed: prepare_run(place, changed), config, dropout)
         else:
             changed = edit(
                 config, {"training.dtype": kind, **({} if kind in _HALF else {"training.reduce_dtype": "float32"})}
             )
-            seen = observe_training(prepare_run(place, changed, device), truth, kind, place.rank)
+            seen = observe_training(prepare_run(place, changed), truth, kind, place.rank)
         seen.seconds = time.perf_counter() - started
         yield seen
     dist.barrier()  # the process whose store the others use leaves last
@@ -105,22 +105,10 @@ def observe(
 _HALF = ("bfloat16", "float16")
 
 
-def join(place: Place, timeout: float) -> torch.device:
-    """Meet the other processes, and the device that this one computes on."""
-    rank, size, patience = place.rank, place.world_size, timedelta(seconds=timeout)
-    if place.store is not None:
-        host, port = place.store
-        store: dist.Store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-        store = dist.PrefixStore(str(place.folder), store)
-    else:
-        store = open_store(place)
-    if place.device_type == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, device_id=device, rank=rank, world_size=size, timeout=patience)
-        return device
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-    return torch.device("cpu")
+def join(place: Place, timeout: float) -> None:
+    """Meet the other processes."""
+    store, patience = open_store(place), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
 
 
 def open_store(place: Place) -> dist.Store:
@@ -137,7 +125,7 @@ def open_store(place: Place) -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(file.read_text()), place.world_size, is_master=False)
 
 
-def prepare_run(place: Place, config: JobConfig, device: torch.device) -> Run:
+def prepare_run(place: Place, config: JobConfig) -> Run:
     """A run on the verification's own data."""
     config = edit(config, {"job.dump_folder": str(place.folder)})
     shape = model_config(config.model)
@@ -147,7 +135,7 @@ def prepare_run(place: Place, config: JobConfig, device: torch.device) -> Run:
         model=shape,
         layout=resolve_layout(config.parallelism, place.world_size),
         total_steps=total_steps(config.training),
-        device=device,
+        device=torch.device("cpu"),
         datasets={
             "train": cast(PackedDataset, training_samples(seed, seq_len, vocabulary)),
             "validation": cast(PackedDataset, validation_samples(seed, seq_len, vocabulary, validation_size(config))),

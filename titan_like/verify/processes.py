@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import RunError
-from titan_like.verify.server import Batch, Job, Place
+from titan_like.verify.server import Batch, Ending, Job, Place
 
 Prepare = Callable[[], AbstractContextManager[object]]
 
@@ -36,7 +37,7 @@ class Outcome:
 
     rank: int
     results: list[Any]  # what it yielded
-    ending: str  # done, failed, or stopped: killed because another failed, or by the timeout
+    ending: str  # done, failed, or stopped: see `titan_like.verify.server.Ending`
     failure: str | None  # traceback of a failed one
 
 
@@ -59,22 +60,19 @@ class Processes:
         """End the server."""
         self._server.close()
 
-    def run(self, task: Task, world_size: int) -> list[Outcome]:
-        """Run one task on every rank of a group."""
-        folder = self._new_folder()
-        return self._run([make_job(task, Place(rank, world_size, folder)) for rank in range(world_size)], folder)
+    def run(self, task: Task, world_size: int, patience: float | None = None) -> list[Outcome]:
+        """Run one task on every rank of a group.
 
-    def _run(self, jobs: list[Job], folder: Path) -> list[Outcome]:
-        endings = self._server.run(Batch(jobs, self.timeout, folder / "cancel"))
-        outcomes = [read_outcome(job.place, endings[job.place.rank]) for job in jobs]
-        shutil.rmtree(folder, ignore_errors=True)
-        return outcomes
-
-    def _new_folder(self) -> Path:
+        With ``patience`` they are stopped earlier than by the timeout where for so many seconds none computes.
+        """
         self._batches += 1
         folder = self.folder / f"batch-{self._batches}"
         folder.mkdir(parents=True)
-        return folder
+        jobs = [make_job(task, Place(rank, world_size, folder)) for rank in range(world_size)]
+        endings = self._server.run(Batch(jobs, self.timeout, patience or self.timeout))
+        outcomes = [read_outcome(job.place, endings[job.place.rank]) for job in jobs]
+        shutil.rmtree(folder, ignore_errors=True)
+        return outcomes
 
 
 class Server:
@@ -82,13 +80,14 @@ class Server:
 
     def __init__(self, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "titan_like.verify.server", str(theirs.fileno())]
+        # -P: the folder that the command is called from may hold another copy of this package
+        command = [sys.executable, "-P", "-m", "titan_like.verify.server", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         self._connection = Connection(ours.detach())
         self._is_ready = False
 
-    def run(self, batch: Batch) -> dict[int, str]:
+    def run(self, batch: Batch) -> dict[int, Ending]:
         """How each rank's job ended."""
         try:
             if not self._is_ready:
@@ -111,21 +110,19 @@ def make_job(task: Task, place: Place) -> Job:
     return Job(task.function, place, pickle.dumps(task.arguments), prepare)
 
 
-def read_outcome(place: Place, ending: str) -> Outcome:
-    """Collect what a job left in its folder."""
-    results = []
-    if place.result.exists():
-        with open(place.result, "rb") as file:
-            while True:
-                try:
-                    results.append(pickle.load(file))
-                except (EOFError, pickle.UnpicklingError):  # the end, or where the process was killed
-                    break
+def read_outcome(place: Place, ending: Ending) -> Outcome:
+    """What a job yielded, and the traceback that it left in its folder if it failed."""
+    results, pickles = [], io.BytesIO(ending.results)
+    while True:
+        try:
+            results.append(pickle.load(pickles))
+        except (EOFError, pickle.UnpicklingError):  # the end, or where the process was killed
+            break
     failure = None
-    if ending == "failed":  # without a traceback a signal ended it: then its last words
+    if ending.how == "failed":  # without a traceback a signal ended it: then its last words
         source = place.failure if place.failure.exists() else place.log
         failure = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
-    return Outcome(place.rank, results, ending, failure)
+    return Outcome(place.rank, results, ending.how, failure)
 
 
 def cpu_environment() -> dict[str, str]:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from titan_like.config.schema import JobConfig, LRScheduler
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
+from titan_like.verify.checks import MARGIN
 from titan_like.verify.results import Errors, StepTruth, Truth
 from titan_like.verify.samples import IGNORED, training_samples, validation_samples
 from titan_like.verify.server import Place
@@ -25,6 +27,7 @@ from titan_like.verify.server import Place
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients, and overflows nowhere
 _CLIPPED_SHARE = 0.1  # of the first gradient norm, that gradients are clipped at: every step is clipped
 _LARGE = 1_000_000  # parameters
+_COMPARED = 16  # elements of a matrix by which to tell it from others
 _ROUNDING = 1e-12  # of a gradient's largest element: smaller ones are zero but for float64's rounding
 
 Tensors = dict[str, torch.Tensor]
@@ -46,30 +49,33 @@ def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str]
     """Train in float64, then in each of ``dtypes`` to see how far their rounding leads away from it."""
     if model_config(config.model).num_parameters() > _LARGE:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device = torch.device(place.device_type, place.local_rank) if place.device_type == "cuda" else torch.device("cpu")
     micro_batch = config.training.micro_batch_size
     training = config.training
     if training.max_norm:
-        whole_norm = train(config, 1, "float64", device, training.global_batch_size).grad_norms[0]
+        whole_norm = train(config, 1, "float64", training.global_batch_size).grad_norms[0]
         max_norm = float(f"{_CLIPPED_SHARE * whole_norm:.3g}")
         config = config.model_copy(update={"training": training.model_copy(update={"max_norm": max_norm})})
-    exact = train(config, steps, "float64", device, training.global_batch_size)
+    exact = train(config, steps, "float64", training.global_batch_size)
     errors = {}
     for dtype in dtypes:
         # The same samples in another order and in smaller pieces. Types that round more than they add do it piece by
         # piece as every layout does, since it is each piece's gradients that are rounded.
         is_half = dtype in ("bfloat16", "float16")
-        traces = [train(config, steps, dtype, device, micro_batch, is_reversed=not is_half)]
+        traces = [train(config, steps, dtype, micro_batch, is_reversed=not is_half)]
         if dtype == "float32":
-            traces.append(train(config, steps, dtype, device, training.global_batch_size))
-        errors[dtype] = worst_errors(traces, exact)
+            traces.append(train(config, steps, dtype, training.global_batch_size))
+        errors[dtype] = worst_errors(config, traces, exact)
         if is_half:
-            torch.save(traces[0].gradients[0], Path(folder) / f"{dtype}.pt")
-    other = train(config, steps, "float64", device, micro_batch, is_reversed=True)
-    errors["float64"] = worst_errors([other], exact)
-    torch.save((exact.initial, exact.gradients, exact.weights), Path(folder) / "float64.pt")
+            save_file(traces[0].gradients[0], Path(folder) / f"gradients_{dtype}.safetensors")
+    other = train(config, steps, "float64", micro_batch, is_reversed=True)
+    errors["float64"] = worst_errors(config, [other], exact)
+    save_file(exact.initial, Path(folder) / "initial.safetensors")
+    for step, gradients in enumerate(exact.gradients):
+        save_file(gradients, Path(folder) / f"gradients_{step}.safetensors")
+    save_file(exact.weights, Path(folder) / "weights.safetensors")
     yield Truth(
         names=list(exact.initial),
+        alike=alike(exact.initial),
         max_norm=config.training.max_norm,
         steps=[describe_step(config, exact, other, step) for step in range(steps)],
         validation=exact.validation,
@@ -81,37 +87,45 @@ def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str]
 
 def load_tensors(truth: Truth) -> tuple[Tensors, list[Tensors], Tensors]:
     """Initial weights, gradients of each step before clipping, last weights; float64, in files that processes share."""
-    return torch.load(Path(truth.folder) / "float64.pt", mmap=True, weights_only=True)
+    folder = Path(truth.folder)
+    gradients = [load_file(folder / f"gradients_{step}.safetensors") for step in range(len(truth.steps))]
+    return load_file(folder / "initial.safetensors"), gradients, load_file(folder / "weights.safetensors")
 
 
 def load_gradients(truth: Truth, dtype: str) -> Tensors:
     """Gradients of the first step of one process in bfloat16 or float16, as float64."""
-    return torch.load(Path(truth.folder) / f"{dtype}.pt", mmap=True, weights_only=True)
+    return load_file(Path(truth.folder) / f"gradients_{dtype}.safetensors")
 
 
-def train(
-    config: JobConfig, steps: int, dtype: str, device: torch.device, piece: int, is_reversed: bool = False
-) -> Trace:
+def alike(initial: Tensors) -> list[tuple[str, str]]:
+    """Pairs of matrices that begin with the same random numbers, but for their scale."""
+    names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
+    starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
+    starts /= starts.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    pairs = (starts @ starts.t()).triu(diagonal=1).gt(1 - 1e-6).nonzero().tolist()
+    return [(names[first], names[second]) for first, second in pairs]
+
+
+def train(config: JobConfig, steps: int, dtype: str, piece: int, is_reversed: bool = False) -> Trace:
     """Train ``steps`` steps, with at most ``piece`` samples in a forward pass."""
     compute_type = getattr(torch, dtype)
     shape = model_config(config.model)
-    with torch.device(device):
-        model = build_model(shape, config.model.family).to(torch.promote_types(compute_type, torch.float32))
+    model = build_model(shape, config.model.family).to(torch.promote_types(compute_type, torch.float32))
     model.init_weights(config.job.seed)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.values()), config)
     samples = training_samples(config.job.seed, config.training.seq_len, shape.vocab_size)
-    held_out = validation_batch(config, shape.vocab_size).to(device)
+    held_out = validation_batch(config, shape.vocab_size)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(initial=copies(parameters))
     trace.validation.append(mean_loss(model, held_out, compute_type, piece))
     consumed = 0
     for step in range(steps):
         batch_size = batch_size_at(config, consumed)
-        batch = samples.first(batch_size, start=consumed).to(device)
+        batch = samples.first(batch_size, start=consumed)
         consumed += batch_size
         num_tokens = (batch[:, 1] != IGNORED).sum()
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        loss = torch.zeros((), dtype=torch.float64)
         pieces = batch.split(piece)
         for part in reversed(pieces) if is_reversed else pieces:
             part_loss = summed_loss(model, part, compute_type) / num_tokens
@@ -239,7 +253,7 @@ def describe_step(config: JobConfig, exact: Trace, other: Trace, step: int) -> S
     )
 
 
-def worst_errors(traces: list[Trace], exact: Trace) -> Errors:
+def worst_errors(config: JobConfig, traces: list[Trace], exact: Trace) -> Errors:
     """The largest distances of several runs from the exact one."""
 
     def scalars(values: list[list[float]], expected: list[float]) -> list[float]:
@@ -257,7 +271,30 @@ def worst_errors(traces: list[Trace], exact: Trace) -> Errors:
             for step, expected in enumerate(exact.gradients)
         ],
         weights=tensors([trace.weights for trace in traces], exact.weights),
+        tipped=tipped(config, traces[0], exact),
     )
+
+
+def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[str, float]:
+    """How far rounding may move each parameter's weights apart that AdamW updates.
+
+    It divides an element's gradient by that gradient's own size and its eps: what the rounding of a layout is of them
+    is the share of two steps that it can move the weight by. All of it where rounding decides on the sign.
+    """
+    if config.optimizer.name == "sgd":
+        return dict.fromkeys(exact.initial, 0.0)
+    moved = 2 * sum(learning_rate(config, step + 1) for step in range(len(exact.gradients)))
+    distances = {}
+    for name, weight in exact.initial.items():
+        share = torch.zeros_like(weight)
+        for step, wanted in enumerate(exact.gradients):
+            seen, grad_norm = trace.gradients[step][name], exact.grad_norms[step]
+            rounding = MARGIN * norm(seen - wanted[name]) / math.sqrt(weight.numel())
+            clipping = min(1.0, config.training.max_norm / grad_norm) if config.training.max_norm else 1.0
+            of_size = rounding * clipping / (wanted[name].abs() * clipping + config.optimizer.eps)
+            share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
+        distances[name] = moved * norm(share)
+    return distances
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:

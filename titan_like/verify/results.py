@@ -14,6 +14,7 @@ class Errors:
     validation: list[float]  # before the first step, after it, after the last
     gradients: list[dict[str, float]]
     weights: dict[str, float]  # after the last step
+    tipped: dict[str, float]  # what AdamW can make of gradients' rounding, after the last step
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Truth:
     """The training that every layout has to reproduce."""
 
     names: list[str]  # of all parameters, in the model's order
+    alike: list[tuple[str, str]]  # parameters that begin with the same random numbers
     max_norm: float  # that gradients are clipped at, in every step; 0 where the configuration does not clip
     steps: list[StepTruth]
     validation: list[float]  # before the first step, after it, after the last
@@ -98,6 +100,7 @@ class Mask:
     microbatch: int  # in the order of drawing at this site
     shape: tuple[int, ...]
     parts: tuple[str, ...]
+    stream: str  # of the random generator before the draw
 
 
 @dataclass

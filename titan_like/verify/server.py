@@ -1,8 +1,9 @@
 """A process that has imported everything and forks others, so that a process group starts in a tenth of a second.
 
-Started by `titan_like.verify.processes` as ``python -m titan_like.verify.server DESCRIPTOR``. It takes a `Batch` at a
-time from the connection, forks a process for each of its jobs, and answers with how each of them ended. A job writes
-what it yields to a file, one pickle after the other. Nothing is left over from one batch to the next.
+Started by `titan_like.verify.processes` as ``python -P -m titan_like.verify.server DESCRIPTOR``. It takes a `Batch` at
+a time from the connection, forks a process for each of its jobs, and answers with how each of them ended and what it
+yielded. Results come through pipes, and no pickle is ever read from a file. Nothing is left over from one batch to the
+next.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import sys
 import time
 import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # What jobs would otherwise each import for themselves. torch's compiler comes with the first optimizer.
 PRELOADED = (
@@ -30,6 +31,7 @@ PRELOADED = (
     "titan_like.verify.observe",
 )
 _SECONDS_TO_FOLLOW = 2.0  # that the others get, after a job failed, to fail for their own reasons
+_IDLE_SHARE = 0.005  # of one processor: a process that computes less waits for others
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,6 @@ class Place:
     rank: int
     world_size: int
     folder: Path  # shared by the processes of the batch, made for it
-    device_type: str = "cpu"
-    local_rank: int = 0
-    store: tuple[str, int] | None = None  # address of torchrun's store; without it the first process opens one
-
-    @property
-    def result(self) -> Path:
-        """File of the pickles that the job yields."""
-        return self.folder / f"result_{self.rank}.pickle"
 
     @property
     def log(self) -> Path:
@@ -75,7 +69,73 @@ class Batch:
 
     jobs: list[Job]
     timeout: float  # seconds
-    cancel: Path  # once this file exists, somewhere a job of the batch has failed
+    patience: float  # seconds that all may wait for one another, none of them computing, before they are stopped
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended."""
+
+    how: str  # done, failed, or stopped: killed because others failed, or waited for one another, or by the timeout
+    results: bytes  # pickles of what it yielded, one after the other
+
+
+@dataclass
+class _Running:
+    """A job's process."""
+
+    rank: int
+    pid: int
+    process: int  # descriptor that becomes readable when the process ends
+    pipe: int  # descriptor that its results come from
+    results: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> None:
+        """Take what is in the pipe."""
+        with suppress(BlockingIOError):
+            while piece := os.read(self.pipe, 1 << 16):
+                self.results += piece
+
+    def end(self, how: str | None = None) -> Ending:
+        """Wait for the process, and take its last results."""
+        _, status = os.waitpid(self.pid, 0)
+        self.read()
+        os.close(self.pipe)
+        os.close(self.process)
+        return Ending(how or ("done" if status == 0 else "failed"), bytes(self.results))
+
+    def kill(self) -> Ending:
+        """End the process with whatever it has started itself."""
+        os.killpg(self.pid, signal.SIGKILL)
+        return self.end("stopped")
+
+
+class _Idleness:
+    """Notices that processes wait for one another: for some seconds together they compute next to nothing."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._since = time.monotonic()
+        self._active = 0.0  # seconds, by then
+
+    def is_over(self, running: list[_Running]) -> bool:
+        """Whether they have waited long enough to be stopped."""
+        now, active = time.monotonic(), sum(active_seconds(job.pid) for job in running)
+        if abs(active - self._active) > _IDLE_SHARE * (now - self._since) * len(running) + 0.01:
+            self._since, self._active = now, active
+        return now - self._since > self.patience
+
+
+def active_seconds(pid: int) -> float:
+    """Time that a process has computed, or would have if there had been a free processor; 0 once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        computed = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+        with suppress(OSError, ValueError, IndexError):  # a kernel need not keep this
+            computed += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+    return computed
 
 
 def serve(connection: Connection) -> None:
@@ -91,81 +151,74 @@ def serve(connection: Connection) -> None:
         connection.send(run_batch(batch, connection))
 
 
-def run_batch(batch: Batch, connection: Connection) -> dict[int, str]:
-    """How the job of each rank ended: done, failed, or stopped (killed because others failed, or by the timeout)."""
-    running = {os.pidfd_open(pid): (pid, rank) for pid, rank in ((_fork(job), job.place.rank) for job in batch.jobs)}
-    endings: dict[int, str] = {}
-    deadline, has_failed = time.monotonic() + batch.timeout, False
+def run_batch(batch: Batch, connection: Connection) -> dict[int, Ending]:
+    """How the job of each rank ended."""
+    running = [_fork(job) for job in batch.jobs]
+    endings: dict[int, Ending] = {}
+    deadline, idleness, has_failed = time.monotonic() + batch.timeout, _Idleness(batch.patience), False
     while running:
-        patience = max(0.0, min(deadline - time.monotonic(), 0.5))
-        ready, _, _ = select.select([*running, connection.fileno()], [], [], patience)
+        wait = max(0.0, min(deadline - time.monotonic(), 0.5))
+        watched = [descriptor for job in running for descriptor in (job.process, job.pipe)]
+        ready, _, _ = select.select([*watched, connection.fileno()], [], [], wait)
         if connection.fileno() in ready:  # only its end can come during a batch
-            endings |= _kill(running)
+            for job in running:
+                job.kill()
             raise SystemExit(0)
-        for descriptor in ready:
-            pid, rank = running.pop(descriptor)
-            os.close(descriptor)
-            _, status = os.waitpid(pid, 0)
-            endings[rank] = "done" if status == 0 else "failed"
-        if not has_failed and ("failed" in endings.values() or batch.cancel.exists()):
+        for job in list(running):
+            if job.process in ready:
+                endings[job.rank] = job.end()
+                running.remove(job)
+            elif job.pipe in ready:
+                job.read()
+        if not has_failed and any(ending.how == "failed" for ending in endings.values()):
             has_failed = True
-            batch.cancel.touch()
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
-        if time.monotonic() >= deadline:
-            endings |= _kill(running)
+        if time.monotonic() >= deadline or idleness.is_over(running):
+            endings |= {job.rank: job.kill() for job in running}
+            running.clear()
     return endings
 
 
-def _kill(running: dict[int, tuple[int, int]]) -> dict[int, str]:
-    """End what still runs, with whatever it has started itself."""
-    endings = {}
-    for descriptor, (pid, rank) in running.items():
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(descriptor)
-        endings[rank] = "stopped"
-    running.clear()
-    return endings
-
-
-def _fork(job: Job) -> int:
+def _fork(job: Job) -> _Running:
     sys.stdout.flush()
     sys.stderr.flush()
+    ours, theirs = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(theirs)
+        os.set_blocking(ours, False)
         # Here too, so that it is done before anyone kills the group; the child may be faster, and may have ended.
         with suppress(OSError):
             os.setpgid(pid, pid)
-        return pid
+        return _Running(job.place.rank, pid, os.pidfd_open(pid), ours)
     code = 1
     try:
+        os.close(ours)
         os.setpgid(0, 0)
-        _run(job)
+        with open(theirs, "wb") as results:
+            _run(job, results)
         code = 0
     finally:
         os._exit(code)
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, results: BinaryIO) -> None:
     place = job.place
     descriptor = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size), "LOCAL_RANK": str(place.local_rank)}
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size), "LOCAL_RANK": str(place.rank)}
     try:
         module, _, function = job.function.partition(":")
         generate = getattr(importlib.import_module(module), function)
         arguments: tuple[Any, ...] = pickle.loads(job.arguments)
         prepare = nullcontext if job.prepare is None else pickle.loads(job.prepare)
-        with prepare(), open(place.result, "wb") as file:
+        with prepare():
             for result in generate(place, *arguments):
-                pickle.dump(result, file)
-                file.flush()
+                pickle.dump(result, results)
+                results.flush()
     except BaseException:
-        text = traceback.format_exc()
-        unfinished = place.failure.with_suffix(".unfinished")
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, place.failure)
+        place.failure.write_text(traceback.format_exc(), encoding="utf-8")
         raise
     finally:
         sys.stdout.flush()

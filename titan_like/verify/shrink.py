@@ -126,7 +126,11 @@ def shrink(
         "metrics.tensorboard": False,
         "metrics.wandb": False,
         "health.skip_nonfinite": True,
+        "profiling.timeline_steps": [],
+        "profiling.timeline_interval": 0,
+        "profiling.trace_steps": [],
         "job.deterministic": False,
+        "cluster.gpu": None,
     }
     layouts = [degrees] if keep_layout else parts(degrees)
     return Small(in_layout(edit(config, values), layouts[0]), layouts, dropout)

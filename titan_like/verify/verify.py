@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
 from titan_like.verify.axes import num_processes
-from titan_like.verify.blame import Blame, find_fault
+from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, Blame, find_fault
 from titan_like.verify.checks import Check, check_run
 from titan_like.verify.masks import check_dropout
 from titan_like.verify.processes import Outcome, Prepare, Processes, Task
@@ -18,7 +17,12 @@ from titan_like.verify.shrink import Small, edit, in_layout
 
 DROPOUT = "dropout"
 EXACT, SINGLE = "float64", "float32"
+_RUNS, _ENDS = "the layout runs", "the layout ends"  # rows
 Progress = Callable[[str], None]
+
+
+class NoReferenceError(Exception):
+    """The reference did not come to its end; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Verdict:
 class Verifier:
     """Verifies layouts of one small run. The reference is computed once."""
 
+    patience = 10.0  # seconds that the processes of a layout may all wait for one another
+
     def __init__(self, small: Small, steps: int, processes: Processes, prepare: Prepare | None = None) -> None:
         """``prepare`` makes a context manager within which every process works, the reference's too."""
         self.small, self.steps, self.processes, self.prepare = small, steps, processes, prepare
@@ -56,7 +62,12 @@ class Verifier:
     def verify(self, progress: Progress = lambda _: None) -> Verdict:
         """Everything: all kinds of runs in all layouts."""
         progress("one process, plainly: the reference")
-        truth = self.truth()
+        missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
+        try:
+            truth = self.truth()
+        except NoReferenceError as error:
+            check = Check("one process trains", False, 1, 0, None, str(error))
+            return Verdict(self.small.layouts, [check], Blame(ONE_PROCESS, "the reference itself fails", []), missing)
         self.small = Small(with_clipping(self.small.config, truth), self.small.layouts, self.small.dropout)
         checks: list[Check] = []
         blame = None
@@ -71,41 +82,47 @@ class Verifier:
                 kind = failed[0]
                 progress(f"{kind} differs; leaving out one axis after the other")
 
-                def differs(changed: JobConfig, kind: str = kind) -> bool:
-                    different = any(not check.ok for check in self.check(changed, [kind])[kind])
-                    progress(f"  {num_processes(changed)} processes: {'different' if different else 'same'}")
-                    return different
+                def outcome_of(changed: JobConfig, kind: str = kind) -> str:
+                    outcome = _outcome(self.check(changed, [kind])[kind])
+                    progress(f"  {num_processes(changed)} processes: {outcome}")
+                    return outcome
 
-                blame = find_fault(config, differs)
+                blame = find_fault(config, _outcome(found[kind]), outcome_of)
                 break
-        missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
         return Verdict(self.small.layouts, checks, blame, missing)
 
     def truth(self) -> Truth:
-        """The reference."""
+        """The reference.
+
+        Raises:
+            NoReferenceError: it does not come to its end.
+        """
         if self._truth is None:
             dtypes = [kind for kind in self.kinds if kind not in (EXACT, DROPOUT)]
             arguments = (self.small.config, self.steps, dtypes, str(self._folder))
             task = Task("titan_like.verify.reference:compute_truth", arguments, self.prepare)
             (outcome,) = self.processes.run(task, 1)
             if not outcome.results:
-                raise RuntimeError(f"the reference failed:\n{outcome.failure}")
+                raise NoReferenceError(_reason([outcome]))
             self._truth = outcome.results[0]
         return self._truth
 
     def check(self, config: JobConfig, kinds: list[str]) -> dict[str, list[Check]]:
-        """The rows of each kind of run in one layout."""
+        """The rows of each kind of run in one layout. A run that does not come to its end is the last, with one row."""
         truth = self.truth()
         arguments = (config, truth, kinds, self.small.dropout, self.processes.timeout)
         task = Task("titan_like.verify.observe:observe", arguments, self.prepare)
-        outcomes = self.processes.run(task, num_processes(config))
-        rows: dict[str, list[Check]] = {}
+        patience = None if config.compile.enable else self.patience  # compilers are processes that are not seen
+        outcomes = self.processes.run(task, num_processes(config), patience)
+        rows: dict[str, list[Check]] = {kind: [] for kind in kinds}
         for number, kind in enumerate(kinds):
             seen = [outcome.results[number] for outcome in outcomes if len(outcome.results) > number]
             if len(seen) < len(outcomes):
-                rows[kind] = [_failure(outcomes, kind)] if len(rows) == number else []
-                return rows | {later: [] for later in kinds[number + 1 :]}
+                rows[kind] = [Check(f"{_RUNS} ({kind})", False, 1, 0, None, _reason(outcomes))]
+                return rows
             rows[kind] = check_kind(config, truth, seen)
+        if any(outcome.ending != "done" for outcome in outcomes):  # after its last result
+            rows[kinds[-1]].append(Check(_ENDS, False, 1, 0, None, _reason(outcomes)))
         return rows
 
 
@@ -117,14 +134,21 @@ def check_kind(config: JobConfig, truth: Truth, seen: list[RunSeen | DropoutSeen
     return check_run(config, truth, [run for run in seen if isinstance(run, RunSeen)])
 
 
-def _failure(outcomes: list[Outcome], kind: str) -> Check:
-    """The row of a run that did not come to its end."""
+def _outcome(checks: list[Check]) -> str:
+    """What the rows of a run come to."""
+    if any(not check.ok and check.name.startswith((_RUNS, _ENDS)) for check in checks):
+        return FAILS
+    return SAME if all(check.ok for check in checks) else DIFFERENT
+
+
+def _reason(outcomes: list[Outcome]) -> str:
+    """Why processes did not come to their end."""
     failed = next((outcome for outcome in outcomes if outcome.ending == "failed"), None)
     if failed is None:
         ranks = [outcome.rank for outcome in outcomes if outcome.ending == "stopped"]
-        return Check(f"the layout runs ({kind})", False, len(ranks), 0, None, f"ranks {ranks} did not come to an end")
+        return f"ranks {ranks} did not come to an end: they wait for one another, or compute for too long"
     last_line = (failed.failure or "no message").strip().splitlines()[-1]
-    return Check(f"the layout runs ({kind})", False, 1, 0, None, f"rank {failed.rank}: {last_line}")
+    return f"rank {failed.rank}: {last_line}"
 
 
 def kinds_of(config: JobConfig, dropout: float | None) -> list[str]:
@@ -158,8 +182,3 @@ def describe_layout(layout: Layout) -> str:
     names = {"pipeline": "pipeline", "replicate": "replicas", "shard": "data", "context": "context", "tensor": "tensor"}
     degrees = [f"{title} {getattr(layout, name)}" for name, title in names.items() if getattr(layout, name) > 1]
     return " × ".join(degrees) or "no parallelism"
-
-
-def open_processes(folder: Path, timeout: float) -> Processes:
-    """CPU processes on this machine."""
-    return Processes(folder, timeout)

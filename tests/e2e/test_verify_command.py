@@ -1,0 +1,83 @@
+"""scripts/verify.py as a user runs it: its exit code, what it prints, what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
+PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
+
+
+def verify(*arguments: str, product: Path = REPO) -> subprocess.CompletedProcess[str]:
+    """Run the command of a folder, from another one."""
+    command = [sys.executable, str(product / "scripts" / "verify.py"), *CONFIG, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO)
+
+
+def copy_with(folder: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the product with one place changed."""
+    for name in ("titan_like", "scripts"):
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "titan_like" / file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {file}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
+    result = verify("--steps", "2", "--json", str(tmp_path / "verdict.json"), *PIPELINE)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "DIFFERENT" not in result.stdout
+    assert "\nsame: this layout computes the training of one process" in result.stdout
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["same"] is True
+    assert verdict["first_difference"] is None and verdict["blame"] is None
+    assert verdict["layouts"] == [{"pipeline": 2, "replicate": 1, "shard": 1, "context": 1, "tensor": 1}]
+    names = {check["name"] for check in verdict["checks"]}
+    wanted = {
+        "gradients of step 1 (float64)",
+        "weights after 2 steps (float32)",
+        "gradient norm before clipping (float64)",
+    }
+    assert wanted | {"loss of step 1 (float32)", "dropout different where activations are"} <= names
+    assert all(check["ok"] for check in verdict["checks"])
+
+
+def test_bug_in_the_product_ends_with_1_and_names_parameter_and_axis(tmp_path: Path) -> None:
+    forgets_the_sum = copy_with(tmp_path, "parallel/tied.py", "mine += other", "pass")
+    result = verify("--steps", "1", "--json", str(tmp_path / "verdict.json"), *PIPELINE, product=forgets_the_sum)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "\ndifferent: gradients of step 1 (float64): embedding.weight: differs by" in result.stdout
+    assert "\nat fault: pipeline_parallel (" in result.stdout
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["same"] is False
+    assert verdict["first_difference"]["parameter"] == "embedding.weight"
+    assert verdict["blame"]["axis"] == "pipeline_parallel"
+
+
+def test_bug_in_the_model_is_nobody_elses(tmp_path: Path) -> None:
+    fails = copy_with(tmp_path, "models/gpt/model.py", "torch.arange(tokens.shape[1]", "torch.arange(tokens.shape[2]")
+    result = verify("--steps", "1", *PIPELINE, product=fails)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "\ndifferent: one process trains: rank 0: IndexError" in result.stdout
+    assert "\nat fault: one_process (" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_bad_input_ends_with_2_and_one_sentence() -> None:
+    for arguments, words in (
+        (["--steps", "0"], ["--steps", "at least 1"]),
+        (["--parallelism.tensor_parallel_degree", "3"], ["parallelism.tensor_parallel_degree", "3"]),
+        (["--json", "/no/such/folder/verdict.json"], ["--json", "folder"]),
+    ):
+        result = verify(*arguments)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+        assert all(word in result.stderr for word in words), result.stderr
+        assert result.stdout == ""
