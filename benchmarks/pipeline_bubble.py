@@ -1,51 +1,45 @@
-"""Step time of every pipeline schedule beside its theoretical one.
+"""Time of a pipeline step beside the time that its schedule takes at best, and what the runtime holds in memory.
 
-    python benchmarks/pipeline_bubble.py
-    python benchmarks/pipeline_bubble.py --schedules 1f1b dualpipe_v --microbatches 8 --json bubble.json
+    python benchmarks/pipeline_bubble.py                        # this project's runtime and torch's, about half an hour
+    python benchmarks/pipeline_bubble.py --runtimes own --microbatches 8
+    sudo python benchmarks/pipeline_bubble.py --realtime        # on a machine that does other things, too
 
-Four gloo processes run `titan_like.parallel.pipeline.Pipeline` over stages that sleep (`sleeping_stages.py`): a rank
-takes 20 ms for the forward pass of a microbatch and 20 ms for each half of its backward pass, divided among its
-stages. In theory a step takes m·(t_F + t_B)·(1 + bubble), with the closed form of the bubble; `simulate` of the
-schedule's table gives the same or more. A step lasts from when the first rank begins to when the last one is done.
+Stages sleep instead of computing (see sleeping_stages.py), so four of them run at full speed on two cores. All else is
+real: one process for each pipeline rank, messages over gloo, autograd, `titan_like.parallel.pipeline.Pipeline`.
 
-Where a step takes longer, the passes' own times say why: ``passes`` is the step that passes of the measured times
-would make without messages and gaps, so above 1 it is sleeps that overran; what the step takes beyond that is messages
-and the work between passes.
+ratio = median time of a step / ideal time. The ideal is the closed form m·(t_F + t_B)·(1 + bubble) for schedules
+with whole backward passes, and for those that split them the table's simulated time, with messages that take no time.
+A pass sleeps for the v-th part of a microbatch's time where a rank has v stages. torch.distributed.pipelining runs the
+same stages and is held to the same ideal; it leaves the first stage's whole backward pass to its second part, which
+changes nothing in the ideal times of its own tables.
+
+Memory: bytes that torch's CPU allocator holds at most over two steps, less what it held before the runtime was built,
+in units of one activation between stages. The stages themselves keep their input until its backward pass, no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sleeping_stages import OwnRuntime, Times, launch
+from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, launch
 
-from titan_like.metrics.step_timeline import StepTimeline, as_simulated, measured
+from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
 from titan_like.metrics.timeline import Timeline
 from titan_like.metrics.timeline_report import figures
-from titan_like.parallel.schedules import (
-    check_schedule,
-    ideal_bubble,
-    schedule_table,
-    simulate,
-    stage_ranks,
-    stages_per_rank,
-    step_time,
-)
+from titan_like.parallel.schedules import check_schedule, ideal_bubble, stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 
-DEGREE = 4
-MICROBATCHES = (4, 8, 16, 32)
-SCHEDULES = (
+CASES = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved_1f1b", 2),
@@ -54,144 +48,193 @@ SCHEDULES = (
     ("interleaved_zero_bubble", 2),
     ("zbv_zero_bubble", 2),
     ("dualpipe_v", 2),
-)
-RANK_TIMES = Times(forward=0.020, input_gradient=0.020, weight_gradient=0.020)  # of all stages of a rank
-HIDDEN_SHAPE = (1, 16, 64)
-WARMUP, STEPS = 1, 3
-GOAL = 1.05
-
-Case = tuple[str, int, int]  # schedule, stages per rank, microbatches
+]
+SMALL = (1, 64, 64)  # a tensor between stages where time is measured: 16 KiB
+LARGE = (1, 512, 512)  # and where memory is: 1 MiB
 
 
-def theoretical(case: Case) -> dict[str, float]:
-    """Seconds of a step by the closed form, and by simulation of the table."""
-    schedule, virtual, microbatches = case
-    per_stage = RANK_TIMES / stages_per_rank(schedule, virtual)
-    busy = microbatches * (RANK_TIMES.forward + RANK_TIMES.input_gradient + RANK_TIMES.weight_gradient)
-    table = schedule_table(schedule, DEGREE, virtual, microbatches)
-    events = simulate(table, stage_ranks(schedule, DEGREE, virtual), per_stage.of)
-    bubble = ideal_bubble(schedule, DEGREE, virtual, microbatches)
-    return {"bubble": bubble, "theoretical_s": busy * (1 + bubble), "simulated_s": step_time(events)}
+def build(
+    runtime: str, schedule: str, virtual: int, times: Times, microbatches: int, shape: Sequence[int]
+) -> OwnRuntime | TorchRuntime:
+    """A runtime over sleeping stages on this rank."""
+    degree = dist.get_world_size()
+    if runtime == "own":
+        return OwnRuntime(schedule, degree, virtual, times, shape)
+    return TorchRuntime(schedule, degree, virtual, times, microbatches)
 
 
-def run_cases(rank: int, cases: list[Case], path: str, nice: int) -> None:
-    """Measure all cases on this rank; rank 0 writes them."""
-    os.setpriority(os.PRIO_PROCESS, 0, nice)
-    results: list[Any] = []
-    for case in cases:
-        results.append(run_case(case))
+def ideal_seconds(schedule: str, degree: int, virtual: int, times: Times, microbatches: int) -> float:
+    """Time of a step without messages and overheads."""
+    whole = times.forward + times.input_gradient + times.weight_gradient
+    if schedule not in SPLIT_BACKWARD:
+        return microbatches * whole * (1 + ideal_bubble(schedule, degree, virtual, microbatches))
+    part = times / stages_per_rank(schedule, virtual)
+    return simulated(schedule, degree, virtual, microbatches, part.of).seconds
+
+
+def run_step(runtime: OwnRuntime | TorchRuntime, data: torch.Tensor) -> tuple[float, StepTimeline | None]:
+    """Seconds of one step of the whole pipeline, and its timeline where the runtime keeps one."""
+    group = dist.group.WORLD
+    assert group is not None
+    timeline = None
+    if isinstance(runtime, OwnRuntime):
+        timeline = runtime.pipeline.timeline = Timeline(torch.device("cpu"), group)
+    dist.barrier()
+    started = time.perf_counter()
+    runtime.step(data)
+    ended = time.perf_counter()
+    spans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(spans, (started, ended, None if timeline is None else timeline.finish()))
+    seconds = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)  # one machine has one clock
+    if not isinstance(runtime, OwnRuntime):
+        return seconds, None
+    shape = runtime.pipeline.shape
+    return seconds, measured(shape.schedule, shape.degree, shape.virtual_stages, [times for _, _, times in spans])
+
+
+def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times, steps: int, output: Path) -> None:
+    """Time every (runtime, schedule, virtual stages, microbatches); rank 0 prints a row each and writes them all."""
+    rows = []
+    degree = dist.get_world_size()
+    for name, schedule, virtual, microbatches in cases:
+        runtime = build(name, schedule, virtual, times, microbatches, SMALL)
+        data = torch.zeros(microbatches, *SMALL[1:])
+        run_step(runtime, data)
+        runs = [run_step(runtime, data) for _ in range(steps)]
+        ideal = ideal_seconds(schedule, degree, virtual, times, microbatches)
+        seconds = [run[0] for run in runs]
+        row: dict[str, Any] = {
+            "runtime": name,
+            "schedule": schedule,
+            "virtual_stages": virtual,
+            "microbatches": microbatches,
+            "ideal_s": round(ideal, 4),
+            "steps_s": [round(value, 4) for value in seconds],
+            "ratio": round(statistics.median(seconds) / ideal, 4),
+        }
+        timelines = [run[1] for run in runs if run[1] is not None]
+        if timelines:
+            row |= summary(timelines)
+        rows.append(row)
         if rank == 0:
-            print("measured", *case, f"{results[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+            print_row(row)
     if rank == 0:
-        Path(path).write_text(json.dumps(results), encoding="utf-8")
+        output.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def run_case(case: Case) -> dict[str, Any] | None:
-    """The steps of one case, on rank 0."""
-    schedule, virtual, microbatches = case
-    runtime = OwnRuntime(schedule, DEGREE, virtual, RANK_TIMES, HIDDEN_SHAPE)
-    batch = [torch.zeros(HIDDEN_SHAPE) for _ in range(microbatches)]
-    seconds, timelines = [], []
-    for _ in range(WARMUP + STEPS):
-        group = dist.group.WORLD
-        assert group is not None
-        runtime.pipeline.timeline = timeline = Timeline(torch.device("cpu"), group)
-        began = time.perf_counter()  # processes of one machine have the same clock
-        runtime.step(batch)
-        ended = time.perf_counter()
-        seen: list[Any] = [None] * DEGREE
-        dist.all_gather_object(seen, (began, ended, timeline.finish()))
-        seconds.append(max(end for _, end, _ in seen) - min(begin for begin, _, _ in seen))
-        timelines.append(measured(schedule, DEGREE, virtual, [times for _, _, times in seen]))
-    if dist.get_rank():
-        return None
-    return {"schedule": schedule, "stages_per_rank": virtual, "microbatches": microbatches} | summary(
-        case, seconds[WARMUP:], timelines[WARMUP:]
-    )
-
-
-def summary(case: Case, seconds: list[float], timelines: list[StepTimeline]) -> dict[str, Any]:
-    """The median step beside theory."""
-    theory, middle = theoretical(case), statistics.median(seconds)
-    timeline = timelines[seconds.index(middle)]
-    sums = figures(timeline)
-    slowest = max(timeline.passes, key=lambda event: event.end - event.start)
+def summary(timelines: list[StepTimeline]) -> dict[str, Any]:
+    """What the timelines say: bubbles, exposed communication, times of passes."""
+    found = [figures(timeline) for timeline in timelines]
+    passes: dict[str, list[float]] = {}
+    for timeline in timelines:
+        for event in timeline.passes:
+            passes.setdefault(event.action.kind, []).append(1000 * (event.end - event.start))
     return {
-        **theory,
-        "measured_s": middle,
-        "steps_s": seconds,
-        "ratio": middle / theory["theoretical_s"],
-        "ratio_to_simulated": middle / theory["simulated_s"],
-        "passes_ratio": as_simulated(timeline).seconds / theory["theoretical_s"],
-        "bubble_measured": sums.bubble,
-        "exposed_communication": sums.exposed_communication,
-        "between_passes": sum(share.other for share in sums.ranks) / (DEGREE * timeline.seconds),
-        "slowest_pass": f"{slowest.action} on rank {slowest.rank}: {1000 * (slowest.end - slowest.start):.1f} ms",
+        "bubble": round(statistics.median(f.bubble for f in found), 4),
+        "bubble_ideal": round(found[0].bubble_ideal, 4),
+        "exposed_communication": round(statistics.median(f.exposed_communication for f in found), 4),
+        "pass_ms": {kind: round(statistics.mean(values), 2) for kind, values in sorted(passes.items())},
     }
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    """Print the table."""
+def print_row(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    bubbles = f"{row['bubble']:8.4f} {row['bubble_ideal']:8.4f}" if "bubble" in row else f"{'':17}"
+    passes = "  ".join(f"{kind} {value:.2f}" for kind, value in row.get("pass_ms", {}).items())
     print(
-        f"{'schedule':<24} {'v':>2} {'m':>3} {'measured':>9} {'theory':>8} {'ratio':>6} "
-        f"{'simulated':>9} {'passes':>7} {'exposed':>8} {'between':>8}"
+        f"{row['runtime']:<8}{row['schedule']:<24}{row['virtual_stages']:>3}{row['microbatches']:>4}"
+        f"{row['ideal_s']:9.3f} {statistics.median(row['steps_s']):9.3f}{row['ratio']:8.3f}   {bubbles}  {passes}",
+        flush=True,
     )
-    for row in results:
-        print(
-            f"{row['schedule']:<24} {row['stages_per_rank']:>2} {row['microbatches']:>3} {row['measured_s']:>8.3f}s "
-            f"{row['theoretical_s']:>7.3f}s {row['ratio']:>6.3f} {row['simulated_s']:>8.3f}s "
-            f"{row['passes_ratio']:>7.3f} {100 * row['exposed_communication']:>7.2f}% "
-            f"{100 * row['between_passes']:>7.2f}%" + ("  misses the goal" if row["ratio"] > GOAL else "")
+
+
+def measure_memory(rank: int, cases: list[tuple[str, str, int, int]], times: Times, output: Path) -> None:
+    """Most activations that each rank's runtime holds, for every (runtime, schedule, virtual stages, microbatches)."""
+    rows = []
+    for name, schedule, virtual, microbatches in cases:
+        data = torch.zeros(microbatches, *LARGE[1:])
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            runtime = build(name, schedule, virtual, times, microbatches, LARGE)
+            for _ in range(2):
+                runtime.step(data)
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, round(peak_bytes(profile) / (data[0].numel() * data.element_size()), 1))
+        rows.append(
+            {
+                "runtime": name,
+                "schedule": schedule,
+                "virtual_stages": virtual,
+                "microbatches": microbatches,
+                "peak_activations": peaks,
+            }
         )
-    missed = sum(row["ratio"] > GOAL for row in results)
-    print(f"{len(results) - missed} of {len(results)} within {GOAL} of theory; medians of {STEPS} steps")
+        if rank == 0:
+            numbers = "".join(f"{value:9.1f}" for value in peaks)
+            print(f"{name:<8}{schedule:<24}{virtual:>3}{microbatches:>4}  {numbers}", flush=True)
+    if rank == 0:
+        output.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    cpu = platform.processor() or platform.machine()
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": [round(load, 2) for load in os.getloadavg()],  # before
-    }
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """Most bytes allocated since the profile began. The allocator reports its total with every change."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Read the command line, measure, write the result."""
+    from overhead import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=sorted({name for name, _ in SCHEDULES}))
-    parser.add_argument("--microbatches", nargs="+", type=int, default=MICROBATCHES)
-    parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--nice", type=int, default=os.getpriority(os.PRIO_PROCESS, 0), help="of the four processes")
-    options = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="(default 4 8 16 32)")
+    parser.add_argument("--runtimes", nargs="+", choices=["own", "torch"], default=["own", "torch"])
+    parser.add_argument("--schedules", nargs="+", choices=list(TORCH_SCHEDULES), default=list(TORCH_SCHEDULES))
+    parser.add_argument("--forward-ms", type=float, default=60.0, help="t_F = t_I = t_W of a microbatch (default 60)")
+    parser.add_argument("--steps", type=int, default=5, help="steps after the first (default 5)")
+    parser.add_argument("--no-memory", action="store_true", help="measure time only")
+    parser.add_argument("--realtime", action="store_true", help="precedence over other programs (needs the right to)")
+    parser.add_argument("--json", type=Path, help="file to write the result to")
+    args = parser.parse_args()
+
+    times = Times(*[args.forward_ms / 1000] * 3)
     cases = [
-        (schedule, virtual, microbatches)
-        for schedule, virtual in SCHEDULES
-        if schedule in options.schedules
-        for microbatches in options.microbatches
-        if check_schedule(schedule, DEGREE, virtual, microbatches) is None
+        (runtime, schedule, virtual, microbatches)
+        for runtime in args.runtimes
+        for schedule, virtual in CASES
+        for microbatches in args.microbatches
+        if schedule in args.schedules and runs(runtime, schedule, args.ranks, virtual, microbatches)
     ]
-    before = machine()
+    result: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/pipeline_bubble.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "ranks": args.ranks,
+        "seconds_of_a_microbatch": vars(times),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "results.json"
-        launch(run_cases, DEGREE, cases, str(path), options.nice)
-        results = json.loads(path.read_text(encoding="utf-8"))
-    show(results)
-    if options.json is not None:
-        about = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": before,
-            "nice": options.nice,
-            "pipeline_degree": DEGREE,
-            "rank_times_s": vars(RANK_TIMES),
-            "warmup": WARMUP,
-            "steps": STEPS,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        output = Path(folder) / "rows.json"
+        print(f"{'runtime':<8}{'schedule':<24}{'v':>3}{'m':>4}{'ideal s':>9} {'median s':>9}{'ratio':>8}   "
+              f"{'bubble':>8} {'ideal':>8}  passes (ms)")  # fmt: skip
+        launch(measure_time, args.ranks, args.realtime, cases, times, args.steps, output)
+        result["time"] = json.loads(output.read_text())
+        if not args.no_memory:
+            print(f"\n{'runtime':<8}{'schedule':<24}{'v':>3}{'m':>4}  most activations on each rank")
+            memory_cases = [case for case in cases if case[1] not in SPLIT_BACKWARD and case[3] in (8, 32)]
+            launch(measure_memory, args.ranks, False, memory_cases, Times(0.002, 0.002, 0.002), output)
+            result["memory"] = json.loads(output.read_text())
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def runs(runtime: str, schedule: str, degree: int, virtual: int, microbatches: int) -> bool:
+    """Whether the runtime takes that many microbatches."""
+    if runtime == "torch" and schedule == "dualpipe_v" and microbatches < 2 * degree:
+        return False
+    return check_schedule(schedule, degree, virtual, microbatches) is None
 
 
 if __name__ == "__main__":

@@ -60,25 +60,25 @@ class SleepingStage(nn.Module):
         """As long as ``times`` says."""
         if self.is_first:
             x = x + self.entry
-        x = _Sleep.apply(x, self.times, self.weight, self.later)
+        x = _Sleep.apply(x, self)
         return x if self.later is not None else x + _SleepForWeight.apply(self.weight, self.times)
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, times: Times, weight: nn.Parameter, later: WeightGradients | None) -> Any:
-        time.sleep(times.forward)
+    def forward(ctx: Any, x: torch.Tensor, stage: SleepingStage) -> Any:
+        time.sleep(stage.times.forward)
         ctx.save_for_backward(x)  # as layers do
-        ctx.times, ctx.weight, ctx.later = times, weight, later
+        ctx.stage = stage
         return x + 1
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        time.sleep(ctx.times.input_gradient)
-        if ctx.later is not None:
-            ctx.later.put_off(ctx.weight, x, gradient)
-        return gradient * 1, None, None, None
+        time.sleep(ctx.stage.times.input_gradient)
+        if ctx.stage.later is not None:
+            ctx.stage.later.put_off(ctx.stage.weight, x, gradient)
+        return gradient * 1, None
 
 
 class _SleepForWeight(torch.autograd.Function):
@@ -142,9 +142,9 @@ class OwnRuntime:
         device = torch.device("cpu")
         self.pipeline = Pipeline(ParallelModel(stages), self.shape, group, hidden_shape, torch.float32, device)
 
-    def step(self, microbatches: list[torch.Tensor]) -> None:
-        """One step over [batch, seq, hidden] each."""
-        self.pipeline.forward_backward(microbatches, lambda output, _: output.sum())
+    def step(self, microbatches: torch.Tensor) -> None:
+        """One step over [microbatches, seq, hidden]."""
+        self.pipeline.forward_backward(microbatches.split(1), lambda output, _: output.sum())
 
 
 class TorchRuntime:
@@ -164,15 +164,11 @@ class TorchRuntime:
         self.schedule = kind(held, microbatches, loss_fn=lambda output, _: output.sum(), scale_grads=False)
         self._is_first, self._is_last = rank == ranks[0], rank == ranks[-1]
 
-    def step(self, microbatches: list[torch.Tensor]) -> None:
-        """One step over [batch, seq, hidden] each."""
-        whole = torch.cat(microbatches) if self._is_first or self._is_last else None
-        self.schedule.step(
-            *([whole] if self._is_first else []),
-            target=whole if self._is_last else None,
-            losses=[],
-            return_outputs=False,
-        )
+    def step(self, microbatches: torch.Tensor) -> None:
+        """One step over [microbatches, seq, hidden]."""
+        target = microbatches[:, 0, 0] if self._is_last else None  # the loss has no use for it
+        arguments = [microbatches] if self._is_first else []
+        self.schedule.step(*arguments, target=target, losses=[], return_outputs=False)
 
 
 TORCH_SCHEDULES = {
@@ -186,19 +182,27 @@ TORCH_SCHEDULES = {
 }
 
 
-def launch(function: Callable[..., None], world_size: int, *arguments: Any) -> None:
-    """Call ``function(rank, *arguments)`` on every rank of a fresh gloo process group."""
+def launch(function: Callable[..., None], world_size: int, realtime: bool, *arguments: Any) -> None:
+    """Call ``function(rank, *arguments)`` on every rank of a fresh gloo process group.
+
+    ``realtime`` gives the processes precedence over all others, which needs the right to. They are awake for a moment
+    per pass, and then at once, whatever else the machine does.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(_worker, (world_size, port, function, arguments), nprocs=world_size, start_method="spawn")
+    workers = (world_size, port, realtime, function, arguments)
+    mp.start_processes(_worker, workers, nprocs=world_size, start_method="spawn")
 
 
-def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, world_size: int, port: int, realtime: bool, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    if realtime:  # threads that start from here on, such as gloo's, have it too
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
     function(rank, *arguments)
     dist.destroy_process_group()

@@ -159,7 +159,9 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
         problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
         raise ConfigError("activation_checkpoint.mode", "selective", problem)
     if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
-        problem = "dropout of heads on different processes cannot be compiled without sequence_parallel; set that to true"
+        problem = (
+            "dropout of heads on different processes cannot be compiled without sequence_parallel; set that to true"
+        )
         raise ConfigError("compile.enable", True, problem)
 
 
