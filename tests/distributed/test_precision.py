@@ -34,11 +34,24 @@ HALF = [
     for stage in (0, 1, 2, 3)
     if dtype == "bfloat16" or reduce_dtype == "float32"
 ]  # fmt: skip
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
+SEQUENCE = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
+MODEL_PARALLEL = [  # on two ranks
+    Case(f"{dtype} {name}", TINY | layout | {"training.dtype": dtype, "parallelism.zero_stage": stage})
+    for dtype, name, layout, stage in (
+        ("float16", "pipeline", PIPELINE, 0),
+        ("bfloat16", "pipeline", PIPELINE, 3),
+        ("float16", "sequence", SEQUENCE, 1),
+        ("bfloat16", "sequence", SEQUENCE, 0),
+    )
+]
+ON_TWO = [*HALF, *MODEL_PARALLEL]
 STEPS = 16
 WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
 SCALED = {
     f"zero{stage}": TINY | WARMUP | {"training.dtype": "float16", "parallelism.zero_stage": stage} for stage in (0, 3)
 }
+SCALED_ON_TWO = SCALED | {"pipeline": TINY | WARMUP | PIPELINE | {"training.dtype": "float16"}}
 ABSURD_SCALE = 2.0**30
 POISONED = {f"zero{stage}": TINY | WARMUP | {"parallelism.zero_stage": stage} for stage in (0, 1, 3)}
 
@@ -90,9 +103,12 @@ def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: boo
 
 def train_everything(rank: int, folder: Path, world_size: int) -> None:
     results = {
-        "half": {case.name: vars(train_case(case, folder)) for case in HALF},
+        "half": {case.name: vars(train_case(case, folder)) for case in (HALF if world_size == 1 else ON_TWO)},
         "exact": vars(train_case(EXACT, folder)),
-        "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in SCALED.items()},
+        "scaled": {
+            name: train_with_absurd_scale(folder, settings)
+            for name, settings in (SCALED if world_size == 1 else SCALED_ON_TWO).items()
+        },
         "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in POISONED.items()},
         "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in POISONED.items()},
     }
@@ -118,8 +134,11 @@ def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case
     return {name: gradient / scale for name, gradient in found.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [*((case, 1) for case in HALF), *((case, 2) for case in ON_TWO)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_size: int, case: Case) -> None:
     """A gradient element goes through some 20 rounded results per layer, forward and backward.
 
@@ -155,8 +174,9 @@ def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:
     assert max(relative(in_bfloat16[name], in_float32[name]) for name in in_float32) > 1e-4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    ("name", "world_size"), [*((name, 1) for name in SCALED), *((name, 2) for name in SCALED_ON_TWO)]
+)
 def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], world_size: int, name: str) -> None:
     run = results[world_size]["scaled"][name]
     records, weights = run["records"], run["weights"]
