@@ -2,69 +2,62 @@
 
     python benchmarks/pipeline_pictures.py
 
-Four gloo processes run each schedule over the sleeping stages of `pipeline_bubble.py`.
+Four gloo processes run each schedule over the sleeping stages of `sleeping_stages.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
-import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pipeline_bubble import DEGREE, HIDDEN_SHAPE, RANK_TIMES, WARMUP
-from sleeping_stages import OwnRuntime, launch
+from pipeline_bubble import run_step
+from sleeping_stages import OwnRuntime, Times, launch
 
-from titan_like.metrics.step_timeline import measured, simulated
-from titan_like.metrics.timeline import Timeline
+from titan_like.metrics.step_timeline import StepTimeline, simulated
 from titan_like.metrics.timeline_plot import draw
 from titan_like.metrics.timeline_report import figures, report
 from titan_like.parallel.schedules import stages_per_rank
 
-MICROBATCHES = 8
+DEGREE, MICROBATCHES, HIDDEN_SHAPE = 4, 8, (1, 16, 64)
+RANK_TIMES = Times(forward=0.020, input_gradient=0.020, weight_gradient=0.020)  # of all stages of a rank
 PICTURES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}  # stages per rank
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 
 
-def run(rank: int, path: str) -> None:
-    """The last step of each schedule; rank 0 writes them."""
-    steps = {}
-    group = dist.group.WORLD
-    assert group is not None
+def measure(rank: int, folder: Path) -> None:
+    """The second step of each schedule; rank 0 draws it."""
     for schedule, virtual in PICTURES.items():
         runtime = OwnRuntime(schedule, DEGREE, virtual, RANK_TIMES, HIDDEN_SHAPE)
-        batch = [torch.zeros(HIDDEN_SHAPE) for _ in range(MICROBATCHES)]
-        for _ in range(WARMUP + 1):
-            runtime.pipeline.timeline = timeline = Timeline(torch.device("cpu"), group)
-            runtime.step(batch)
-        times = [timeline.finish()] * DEGREE
-        dist.all_gather_object(times, timeline.finish())
-        steps[schedule] = measured(schedule, DEGREE, virtual, times)
-    if rank == 0:
-        Path(path).write_bytes(pickle.dumps(steps))
+        data = torch.zeros(MICROBATCHES, *HIDDEN_SHAPE[1:])
+        run_step(runtime, data)
+        _, step = run_step(runtime, data)
+        dist.barrier()
+        if rank == 0 and step is not None:
+            picture(schedule, virtual, step, folder)
+
+
+def picture(schedule: str, virtual: int, step: StepTimeline, folder: Path) -> None:
+    """The measured step over the one in theory, and its report on the console."""
+    per_stage = RANK_TIMES / stages_per_rank(schedule, virtual)
+    theory = simulated(schedule, DEGREE, virtual, MICROBATCHES, per_stage.of)
+    panels = [
+        (f"{schedule}, {name}: bubble {figures(shown).bubble:.3f}", shown)
+        for name, shown in (("measured", step), ("theory", theory))
+    ]
+    draw(panels, folder / f"{schedule}.png")
+    print(report(step, schedule), end="\n\n", flush=True)
 
 
 def main() -> None:
     """Measure, print the reports, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--realtime", action="store_true", help="precedence over other programs (needs the right to)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.pickle"
-        launch(run, DEGREE, str(path))
-        steps = pickle.loads(path.read_bytes())
-    for schedule, virtual in PICTURES.items():
-        per_stage = RANK_TIMES / stages_per_rank(schedule, virtual)
-        theory = simulated(schedule, DEGREE, virtual, MICROBATCHES, per_stage.of)
-        panels = [
-            (f"{schedule}, {name}: bubble {figures(step).bubble:.3f}", step)
-            for name, step in (("measured", steps[schedule]), ("theory", theory))
-        ]
-        draw(panels, options.folder / f"{schedule}.png")
-        print(report(steps[schedule], schedule), end="\n\n")
+    launch(measure, DEGREE, options.realtime, options.folder)
 
 
 if __name__ == "__main__":

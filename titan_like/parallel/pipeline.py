@@ -5,8 +5,8 @@ microbatch in one stage, and the sends and receives between them. Without pipeli
 forward, backward, and nothing is sent.
 
 torch.distributed.pipelining has these schedules too. Its runtime is not used: it allocates a receive buffer for every
-microbatch at the start and holds every tensor it sends to the end of the step, so that its 1F1B needs memory for all
-microbatches of a step, where here it is for those in flight; and its split of a backward pass in two gives wrong
+microbatch at the start, so that interleaved stages hold activations of all microbatches of a step, where here it is
+those in flight (docs/pipeline_timeline.md has both, measured); and its split of a backward pass in two gives wrong
 gradients under ZeRO 3 and fails under selective recomputation.
 """
 
