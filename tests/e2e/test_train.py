@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def first(home: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Runs a script in this process: (exit code, stdout, stderr)."""
 
     def run(script: str, *argv: str) -> tuple[int, str, str]:
@@ -72,7 +73,9 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
             runpy.run_path(str(REPO / script), run_name="__main__")
         return stop.value.code, *capfd.readouterr()
 
-    return run
+    yield run
+    if dist.is_initialized():  # a run that failed leaves its group to the end of its process
+        dist.destroy_process_group()
 
 
 def lines_of(home: Path) -> list[dict[str, Any]]:
