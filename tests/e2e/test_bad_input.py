@@ -168,6 +168,15 @@ WORLDS = {  # WORLD_SIZE, settings, words
         ["--parallelism.tensor_parallel_degree=4", "--model.overrides.num_kv_heads=2"],
         ["parallelism.tensor_parallel_degree = 4", "num_kv_heads (2)", "use a divisor"],
     ),
+    "vocabulary for fewer": (
+        "32",
+        [
+            "--parallelism.tensor_parallel_degree=32",
+            "--model.overrides.num_attention_heads=32",
+            "--model.overrides.vocab_multiple=1",
+        ],
+        ["parallelism.tensor_parallel_degree = 32", "without a row of the vocabulary (257)", "use a smaller one"],
+    ),
     "sequence parallelism alone": (
         "1",
         ["--parallelism.sequence_parallel=true"],

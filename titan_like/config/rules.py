@@ -106,6 +106,10 @@ def _check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: 
         if size % layout.tensor:
             problem = f"does not divide the model's {name} ({size}); use a divisor of it"
             raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    rows = -(-model.padded_vocab_size // layout.tensor)  # of all processes but the last
+    if rows * (layout.tensor - 1) >= model.padded_vocab_size:
+        problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
+        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
         problem = "shards activations over tensor-parallel processes, and there is one; raise tensor_parallel_degree"
         raise ConfigError("parallelism.sequence_parallel", True, problem)
@@ -140,7 +144,8 @@ def _check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout)
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
         refusal = check_schedule(schedule, pipeline, virtual, microbatches)
         if refusal is not None:
-            raise ConfigError("training.global_batch_size", size, refusal)
+            key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
+            raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
 
 
 def _check_precision(config: JobConfig) -> None:

@@ -11,9 +11,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
 
-# Selective mode keeps the results of matrix products with weights and recomputes all else: the attention core, norms,
-# activation functions, dropout (arXiv 2205.05198).
-_KEPT_OPERATIONS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
+# Selective mode keeps the results of matrix products with weights and of their sums over tensor-parallel processes. It
+# recomputes all else: the attention core, norms, activation functions, dropout, and with sequence parallelism what is
+# gathered from other processes (arXiv 2205.05198).
+_KEPT_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.linear.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
 
 
 def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
@@ -23,8 +30,8 @@ def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoin
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if section.mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
-    for index, layer in enumerate(model.layers.values()):
-        if index % section.every_n_layers == 0:
+    for name, layer in model.layers.items():
+        if int(name) % section.every_n_layers == 0:  # the model's number, the same in every pipeline stage
             layer.forward = partial(checkpoint, layer.forward, **options)
 
 

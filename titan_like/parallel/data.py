@@ -85,6 +85,7 @@ class DataParallel:
             for group in _parameter_groups(module_state):
                 if self._keeps_flat_sums:
                     _fill_missing_gradients(group.fsdp_params)
+                _convert_fresh_gradients(group.fsdp_params)
                 group.post_backward()
         state._root_post_backward_final_callback()
 
@@ -138,6 +139,16 @@ def _fill_missing_gradients(parameters: list[Any]) -> None:
     for parameter in parameters:
         if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
             parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+
+
+def _convert_fresh_gradients(parameters: list[Any]) -> None:
+    """Let all of a unit's gradients have the type that they are summed in.
+
+    FSDP2 has converted those of a split pass's first part, since it did not reduce them then.
+    """
+    for parameter in parameters:
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
 
 
 def _parameter_groups(state: object) -> list:

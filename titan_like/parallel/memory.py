@@ -89,7 +89,7 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     """Most bytes of state at any moment of a step, for one process's stages and its passes in order.
 
     Exact where shards are equal and a step has three microbatches or more, but for split backward passes whose
-    gradients change type under stages 0 and 1; else a little too much, less than one unit. ``actions`` have I and W
+    gradients change type; else a little too much, less than one unit. ``actions`` have I and W
     only where a backward pass is split in fact. At the end of a stage's last backward pass its summed gradients take
     the place of what was added up and gathered.
     """

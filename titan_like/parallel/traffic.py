@@ -184,11 +184,13 @@ def _tensor_parallel_calls(
 ) -> Iterator[_Call]:
     """Entering and leaving every attention, MLP, vocabulary. See `titan_like.parallel.collectives.Enter`, `Leave`.
 
-    A recomputed layer communicates again but for its last sum, which nothing of its backward pass needs.
+    A recomputed layer communicates again but for its last sum, which nothing of its backward pass needs, and with
+    selective recomputation but for all sums.
     """
     whole, training = hidden_bytes(config, model), config.training
     layers, section = len(stage.layers.layers), config.activation_checkpoint
-    recomputed = 0 if section.mode == "none" else -(-layers // section.every_n_layers)
+    recomputed = sum(layer % section.every_n_layers == 0 for layer in stage.layers.layers if section.mode != "none")
+    added_up_again = recomputed if section.mode == "full" else 0
     positions = training.micro_batch_size * training.seq_len
     losses = degree * 2 * positions * max(BYTES[training.dtype], BYTES["float32"])
     spread = "all_gather" if config.parallelism.sequence_parallel else None
@@ -205,7 +207,7 @@ def _tensor_parallel_calls(
         if is_last:
             yield "tp", "all_gather", "parts of the loss", losses
     for _ in range(backwards):
-        yield from calls(add_up, 2 * layers + is_last + recomputed)
+        yield from calls(add_up, 2 * layers + is_last + added_up_again)
         yield from calls(spread, is_first + 2 * layers + 2 * recomputed)
 
 

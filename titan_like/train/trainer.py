@@ -307,7 +307,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -53,7 +53,7 @@ def check_run(config: JobConfig, truth: Truth, runs: list[RunSeen]) -> list[Chec
         _losses(truth, runs, range(1)),
         _gradients(truth, runs, range(1)),
     ]
-    if kind in ("bfloat16", "float16") and rounds_as_one_process(config):
+    if kind in ("bfloat16", "float16") and rounds_as_one_process(config, truth):
         checks.append(_same_type(truth, runs))
     checks.append(_equal_on_ranks(runs))
     if len(truth.steps) > 1:
@@ -76,11 +76,12 @@ def _in_kind(check: Check, kind: str) -> Check:
     return Check(f"{check.name} ({kind})", check.ok, check.worst, check.tolerance, check.parameter, check.detail)
 
 
-def rounds_as_one_process(config: JobConfig) -> bool:
+def rounds_as_one_process(config: JobConfig, truth: Truth) -> bool:
     """Whether a layout rounds the same numbers to a half type as one process does with the same microbatches."""
     section = config.parallelism
     sums_differently = section.tensor_parallel_degree * section.context_parallel_degree > 1
-    return not (sums_differently or config.compile.enable or config.training.reduce_dtype != "float32")
+    other_pieces = config.training.micro_batch_size != truth.micro_batch_size
+    return not (sums_differently or other_pieces or config.compile.enable or config.training.reduce_dtype != "float32")
 
 
 def _worst_of(name: str, found: Iterable[tuple[float, float, str | None, str]], what: str = "differs") -> Check:

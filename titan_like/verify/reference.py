@@ -81,6 +81,7 @@ def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str]
         validation=exact.validation,
         weights={name: norm(weight) for name, weight in exact.weights.items()},
         errors=errors,
+        micro_batch_size=micro_batch,
         folder=folder,
     )
 

@@ -43,6 +43,7 @@ class Truth:
     validation: list[float]  # before the first step, after it, after the last
     weights: dict[str, float]  # L2 norm of each parameter after the last step
     errors: dict[str, Errors]  # by type
+    micro_batch_size: int  # samples that half types round together
     folder: str  # of the tensors: see `titan_like.verify.reference.load_tensors`
 
 

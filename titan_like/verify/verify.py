@@ -143,12 +143,17 @@ def _outcome(checks: list[Check]) -> str:
 
 def _reason(outcomes: list[Outcome]) -> str:
     """Why processes did not come to their end."""
-    failed = next((outcome for outcome in outcomes if outcome.ending == "failed"), None)
-    if failed is None:
+    failures = [
+        (outcome.rank, (outcome.failure or "no message").strip().splitlines()[-1])
+        for outcome in outcomes
+        if outcome.ending == "failed"
+    ]
+    if not failures:
         ranks = [outcome.rank for outcome in outcomes if outcome.ending == "stopped"]
         return f"ranks {ranks} did not come to an end: they wait for one another, or compute for too long"
-    last_line = (failed.failure or "no message").strip().splitlines()[-1]
-    return f"rank {failed.rank}: {last_line}"
+    # Whoever fails takes its connections along, and others then fail for the want of them.
+    rank, message = next((failure for failure in failures if "onnection" not in failure[1]), failures[0])
+    return f"rank {rank}: {message}"
 
 
 def kinds_of(config: JobConfig, dropout: float | None) -> list[str]:
