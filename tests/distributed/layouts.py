@@ -83,13 +83,13 @@ def full_product() -> list[ParallelLayout]:
 def covering_set(layouts: list[ParallelLayout], most_ranks: int = 4) -> list[ParallelLayout]:
     """Few of the layouts, such that any two choices that occur together in one of all occur together in one of these.
 
-    Greedy; among equally good ones the one with the fewest ranks, none with more than ``most_ranks``.
+    Greedy; among equally good ones the one with the fewest ranks and microbatches, none with more than ``most_ranks``.
     """
     missing = set().union(*map(_pairs, layouts))
     small = [layout for layout in layouts if layout.ranks <= most_ranks]
     chosen = []
     while missing:
-        best = max(small, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks))
+        best = max(small, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks, -layout.microbatches))
         chosen.append(best)
         missing -= _pairs(best)
     return sorted(chosen, key=lambda layout: layout.ranks)

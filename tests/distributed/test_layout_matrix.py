@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import Case, Result, run_cases
-from tests.distributed.layouts import GLOBAL_BATCH, ParallelLayout, covering_set, full_product
+from tests.distributed.layouts import GLOBAL_BATCH, SCHEDULES, ParallelLayout, covering_set, full_product
 from tests.distributed.test_parity import GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, without_key_biases, worst
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
@@ -74,7 +74,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
         },
     ),
     **{
-        layout.name: (layout.ranks, layout.settings())
+        layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})
         for layout in (
             ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4),
             ParallelLayout("llama", "zbv_zero_bubble", "2", 2, "2 replicas", "selective", 2),
@@ -95,9 +95,13 @@ def reference(choices: dict[str, Any], run: str) -> Case:
     return Case(label, settings(model, run) | {"training.micro_batch_size": GLOBAL_BATCH})
 
 
-ALL: dict[str, tuple[int, dict[str, Any]]] = {
-    layout.name: (layout.ranks, layout.settings()) for layout in COVERING
-} | MORE
+def small(layout: ParallelLayout) -> dict[str, Any]:
+    """The layout with a narrow model that has a layer for each stage."""
+    has_one_stage = SCHEDULES[layout.schedule] == 1
+    return layout.settings() | {"model.overrides": {"hidden_size": 64, "num_layers": 2 if has_one_stage else 4}}
+
+
+ALL: dict[str, tuple[int, dict[str, Any]]] = {layout.name: (layout.ranks, small(layout)) for layout in COVERING} | MORE
 
 
 @pytest.fixture(scope="module")
