@@ -43,10 +43,10 @@ UNEVEN = {
         "parallelism.data_parallel_replicate_degree": replicas,
         "training.seq_len": 32,
         "training.micro_batch_size": 2,
-        "training.steps": 5,
+        "training.steps": 3,
     }
     for family, shape, optimizer, stage, replicas in (
-        *(("gpt", ODD_GPT, "sgd", stage, 1) for stage in (0, 1, 2, 3)),
+        *(("gpt", ODD_GPT, "sgd", stage, 1) for stage in (0, 2, 3)),
         ("gpt", ODD_GPT, "sgd", 3, 2),
         ("gpt", ODD_GPT, "adamw", 3, 1),
         *(("llama", ODD_LLAMA, "sgd", stage, 1) for stage in (1, 3)),
@@ -57,8 +57,7 @@ UNEVEN_ALONE = {name.split(" | ")[0]: settings | ONE_PROCESS for name, settings 
 
 VALIDATED = {
     f"zero{stage}, {steps} batches": TINY | {"parallelism.zero_stage": stage, "evaluation.steps": steps}
-    for stage in (0, 3)
-    for steps in (2, 100)
+    for stage, steps in ((0, 100), (3, 2))
 }
 
 

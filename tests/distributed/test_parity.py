@@ -83,8 +83,9 @@ ONE_PROCESS = [
             activation_checkpoint__mode=mode, activation_checkpoint__every_n_layers=every,
         ),
     )
-    for family in FAMILIES
-    for mode, every, accumulation in (("none", 1, 4), ("full", 1, 1), ("full", 2, 1), ("selective", 1, 4))
+    for family, mode, every, accumulation in (
+        ("gpt", "none", 1, 4), ("gpt", "full", 1, 1), ("llama", "full", 2, 1), ("llama", "selective", 1, 4),
+    )
 ]  # fmt: skip
 
 
