@@ -1,8 +1,9 @@
 """Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
 
 Trains a small model of the configuration's kind a few steps twice: plainly on one process, and in the configuration's
-layout on CPU processes of this machine. Compares samples, losses, gradients, norms, weights and dropout, and says which
-axis of the layout is at fault if they differ. Ends with 0 if they are the same, 1 if they differ, 2 after bad input.
+layout on CPU processes of this machine, or on its GPUs. Compares samples, losses, gradients, norms, weights and
+dropout, and says which axis of the layout is at fault if they differ. Ends with 0 if they are the same, 1 if they
+differ, 2 after bad input.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--full_size", action="store_true", help="keep the sizes of model, sequences and microbatches")
     parser.add_argument("--keep_layout", action="store_true", help="keep degrees above 4, however many processes")
+    parser.add_argument("--gpus", action="store_true", help="compute on this machine's GPUs, one for each process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     return parser
@@ -64,6 +66,20 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
 
 
+def check_gpus(processes: int) -> None:
+    """Refuse to verify on GPUs that are not there.
+
+    Raises:
+        ConfigError: fewer GPUs than processes.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < processes:
+        problem = f"this machine has {found} GPUs and the verification needs {processes}; leave --gpus out to use CPUs"
+        raise ConfigError("--gpus", processes, problem)
+
+
 def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a table."""
     options, settings = build_parser().parse_known_args(argv)
@@ -81,7 +97,12 @@ def main(argv: list[str]) -> int:
     started = time.perf_counter()
     layout = resolve(config, options.processes)
     small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder), options.timeout) as processes:
+    if options.gpus:
+        check_gpus(max(layout.num_processes for layout in small.layouts))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Processes(Path(folder), options.timeout, on_gpus=options.gpus) as processes,
+    ):
         verdict = Verifier(small, options.steps, processes).verify(
             lambda line: print(line, file=sys.stderr, flush=True)
         )

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 REPO = Path(__file__).parents[2]
 CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
@@ -75,9 +78,21 @@ def test_bad_input_ends_with_2_and_one_sentence() -> None:
         (["--steps", "0"], ["--steps", "at least 1"]),
         (["--parallelism.tensor_parallel_degree", "3"], ["parallelism.tensor_parallel_degree", "3"]),
         (["--json", "/no/such/folder/verdict.json"], ["--json", "folder"]),
+        (["--gpus", "--parallelism.data_parallel_shard_degree", "8"], ["--gpus", "8", "this machine has"]),
     ):
         result = verify(*arguments)
         assert result.returncode == 2, result.stdout + result.stderr
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
         assert all(word in result.stderr for word in words), result.stderr
         assert result.stdout == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("data", [1, 2])
+def test_same_on_gpus(data: int) -> None:
+    if torch.cuda.device_count() < data:
+        pytest.skip(f"needs {data} GPUs")
+    result = verify("--gpus", "--steps", "2", "--parallelism.data_parallel_shard_degree", str(data))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "DIFFERENT" not in result.stdout

@@ -23,6 +23,22 @@ class Layout:
         """Processes that see different samples."""
         return self.replicate * self.shard
 
+    @property
+    def num_processes(self) -> int:
+        """Processes of the job."""
+        return self.pipeline * self.data_parallel * self.context * self.tensor
+
+    def described(self) -> str:
+        """Its degrees above 1, for people."""
+        degrees = {
+            "pipeline": self.pipeline,
+            "replicas": self.replicate,
+            "data": self.shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+        return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
+
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     """The degrees for this many processes; a shard degree of -1 becomes what the others leave.

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask
 from titan_like.parallel.collectives import Enter, Group, Leave
 from titan_like.parallel.weight_gradients import linear
@@ -173,10 +174,7 @@ def _attention_core(module: AttentionCore, forward: Callable, group: Group, *inp
     # All ranks draw one number, from the CPU's generator: no device is waited for, and where activation checkpointing
     # puts the generators back the number is drawn again.
     seed = int(torch.randint(2**48, ())) * group.size + group.rank
-    device = inputs[0].device
-    generator = torch.default_generator
-    if device.type != "cpu":
-        generator = torch.get_device_module(device).default_generators[device.index]
+    generator = generator_of(inputs[0].device)
     state = generator.get_state()
     generator.manual_seed(seed)
     try:

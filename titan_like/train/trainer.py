@@ -70,6 +70,7 @@ class Trainer:
 
         is_writer = dist.get_rank() == 0
         self.console = Console(is_writer, run.total_steps)
+        self.console.print(f" {describe_run(run)}")
         self.profiler = StepProfiler(config, mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if is_writer else []
         peak_name = config.cluster.gpu or device_name(run.device)
@@ -299,6 +300,15 @@ class Trainer:
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
+
+
+def describe_run(run: Run) -> str:
+    """What is about to be trained, on how many processes, in one line."""
+    processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
+    return (
+        f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
+        f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
+    )
 
 
 @contextmanager

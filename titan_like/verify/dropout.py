@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
+from titan_like.models.layers.random import generator_of
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.results import DropoutSeen, Mask
@@ -46,7 +47,7 @@ class Recorder:
         def watched_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             if not training or p == 0:
                 return dropout(x, p, training, inplace)
-            with again() as redraw:
+            with again(x.device) as redraw:
                 result = dropout(x, p, training, inplace)
                 with redraw() as stream:
                     self.note(dropout(torch.ones_like(x), p, True), stream, is_attention=False)
@@ -55,12 +56,11 @@ class Recorder:
         def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
             if not options.get("dropout_p"):
                 return attention(q, k, v, *args, **options)
-            with again() as redraw:
+            with again(q.device) as redraw:
                 result = attention(q, k, v, *args, **options)
-                with (
-                    redraw() as stream
-                ):  # with unit vectors as values the result is the probabilities, those dropped being zero
-                    units = torch.eye(v.shape[2], dtype=v.dtype).expand(*v.shape[:2], -1, -1)
+                with redraw() as stream:
+                    # With unit vectors as values the result is the probabilities, those dropped being zero.
+                    units = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
                     self.note(attention(q, k, units, *args, **options), stream, is_attention=True)
             return result
 
@@ -84,12 +84,12 @@ class Recorder:
 
 
 @contextmanager
-def again() -> Iterator[Callable[[], Any]]:
-    """A function whose context draws again the numbers drawn since this one's start, and leaves no trace.
+def again(device: torch.device) -> Iterator[Callable[[], Any]]:
+    """A function whose context draws again the device's numbers drawn since this one's start, and leaves no trace.
 
     The context's value is a digest of where in which random stream they begin.
     """
-    generator = torch.default_generator
+    generator = generator_of(device)
     before = generator.get_state()
 
     @contextmanager
@@ -105,7 +105,7 @@ def again() -> Iterator[Callable[[], Any]]:
 
 def digest(tensor: torch.Tensor) -> str:
     """Equal for tensors that are equal to the bit."""
-    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=12).hexdigest()
+    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=12).hexdigest()
 
 
 class _KeepsGradients(Trainer):

@@ -56,10 +56,11 @@ class ObservedTrainer(Trainer):
                     self.seen.gradients[name] = None
                     continue
                 value = whole(parameter.grad) / scale
-                distance, so_far = norm(value - expected[name]), self.seen.gradients.get(name, 0.0)
+                distance = norm(value - expected[name].to(value.device))
+                so_far = self.seen.gradients.get(name, 0.0)
                 self.seen.gradients[name] = None if so_far is None else max_or_nan(so_far, distance)
                 if same_type is not None:
-                    self.seen.same_type[name] = norm(value - same_type[name])
+                    self.seen.same_type[name] = norm(value - same_type[name].to(value.device))
         super()._update(grad_norm, lr)
 
 
@@ -107,8 +108,15 @@ _HALF = ("bfloat16", "float16")
 
 def join(place: Place, timeout: float) -> None:
     """Meet the other processes."""
-    store, patience = open_store(place), timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
+    store, patience, device = open_store(place), timedelta(seconds=timeout), torch.device(place.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store, rank=place.rank, world_size=place.world_size, timeout=patience,
+        device_id=device if on_gpu else None,
+    )  # fmt: skip
 
 
 def open_store(place: Place) -> dist.Store:
@@ -135,7 +143,7 @@ def prepare_run(place: Place, config: JobConfig) -> Run:
         model=shape,
         layout=resolve_layout(config.parallelism, place.world_size),
         total_steps=total_steps(config.training),
-        device=torch.device("cpu"),
+        device=torch.device(place.device),
         datasets={
             "train": cast(PackedDataset, training_samples(seed, seq_len, vocabulary)),
             "validation": cast(PackedDataset, validation_samples(seed, seq_len, vocabulary, validation_size(config))),

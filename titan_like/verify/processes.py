@@ -42,13 +42,14 @@ class Outcome:
 
 
 class Processes:
-    """Processes on this machine, without its GPUs. A context manager."""
+    """Processes on this machine. A context manager."""
 
-    def __init__(self, folder: Path, timeout: float = 120.0) -> None:
-        """``folder`` receives files of the batches; a batch may take ``timeout`` seconds."""
-        self.folder, self.timeout = folder, timeout
+    def __init__(self, folder: Path, timeout: float = 120.0, *, on_gpus: bool = False) -> None:
+        """``folder`` receives files of the batches; a batch may take ``timeout`` seconds. With ``on_gpus`` each
+        process has a GPU, otherwise GPUs are left alone."""
+        self.folder, self.timeout, self.on_gpus = folder, timeout, on_gpus
         self._batches = 0
-        self._server = Server(cpu_environment())
+        self._server = Server(child_environment() if on_gpus else cpu_environment())
 
     def __enter__(self) -> Processes:
         return self
@@ -68,7 +69,8 @@ class Processes:
         self._batches += 1
         folder = self.folder / f"batch-{self._batches}"
         folder.mkdir(parents=True)
-        jobs = [make_job(task, Place(rank, world_size, folder)) for rank in range(world_size)]
+        devices = [f"cuda:{rank}" if self.on_gpus else "cpu" for rank in range(world_size)]
+        jobs = [make_job(task, Place(rank, world_size, folder, device)) for rank, device in enumerate(devices)]
         endings = self._server.run(Batch(jobs, self.timeout, patience or self.timeout))
         outcomes = [read_outcome(job.place, endings[job.place.rank]) for job in jobs]
         shutil.rmtree(folder, ignore_errors=True)

@@ -49,25 +49,25 @@ def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str]
     """Train in float64, then in each of ``dtypes`` to see how far their rounding leads away from it."""
     if model_config(config.model).num_parameters() > _LARGE:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    micro_batch = config.training.micro_batch_size
-    training = config.training
+    device, training = torch.device(place.device), config.training
+    micro_batch = training.micro_batch_size
     if training.max_norm:
-        whole_norm = train(config, 1, "float64", training.global_batch_size).grad_norms[0]
+        whole_norm = train(config, 1, "float64", training.global_batch_size, device).grad_norms[0]
         max_norm = float(f"{_CLIPPED_SHARE * whole_norm:.3g}")
         config = config.model_copy(update={"training": training.model_copy(update={"max_norm": max_norm})})
-    exact = train(config, steps, "float64", training.global_batch_size)
+    exact = train(config, steps, "float64", training.global_batch_size, device)
     errors = {}
     for dtype in dtypes:
         # The same samples in another order and in smaller pieces. Types that round more than they add do it piece by
         # piece as every layout does, since it is each piece's gradients that are rounded.
         is_half = dtype in ("bfloat16", "float16")
-        traces = [train(config, steps, dtype, micro_batch, is_reversed=not is_half)]
+        traces = [train(config, steps, dtype, micro_batch, device, is_reversed=not is_half)]
         if dtype == "float32":
-            traces.append(train(config, steps, dtype, training.global_batch_size))
+            traces.append(train(config, steps, dtype, training.global_batch_size, device))
         errors[dtype] = worst_errors(config, traces, exact)
         if is_half:
             save_file(traces[0].gradients[0], Path(folder) / f"gradients_{dtype}.safetensors")
-    other = train(config, steps, "float64", micro_batch, is_reversed=True)
+    other = train(config, steps, "float64", micro_batch, device, is_reversed=True)
     errors["float64"] = worst_errors(config, [other], exact)
     save_file(exact.initial, Path(folder) / "initial.safetensors")
     for step, gradients in enumerate(exact.gradients):
@@ -107,26 +107,29 @@ def alike(initial: Tensors) -> list[tuple[str, str]]:
     return [(names[first], names[second]) for first, second in pairs]
 
 
-def train(config: JobConfig, steps: int, dtype: str, piece: int, is_reversed: bool = False) -> Trace:
+def train(
+    config: JobConfig, steps: int, dtype: str, piece: int, device: torch.device, is_reversed: bool = False
+) -> Trace:
     """Train ``steps`` steps, with at most ``piece`` samples in a forward pass."""
     compute_type = getattr(torch, dtype)
     shape = model_config(config.model)
     model = build_model(shape, config.model.family).to(torch.promote_types(compute_type, torch.float32))
     model.init_weights(config.job.seed)
+    model.to(device)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.values()), config)
     samples = training_samples(config.job.seed, config.training.seq_len, shape.vocab_size)
-    held_out = validation_batch(config, shape.vocab_size)
+    held_out = validation_batch(config, shape.vocab_size).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(initial=copies(parameters))
     trace.validation.append(mean_loss(model, held_out, compute_type, piece))
     consumed = 0
     for step in range(steps):
         batch_size = batch_size_at(config, consumed)
-        batch = samples.first(batch_size, start=consumed)
+        batch = samples.first(batch_size, start=consumed).to(device)
         consumed += batch_size
         num_tokens = (batch[:, 1] != IGNORED).sum()
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         pieces = batch.split(piece)
         for part in reversed(pieces) if is_reversed else pieces:
             part_loss = summed_loss(model, part, compute_type) / num_tokens

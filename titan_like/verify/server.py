@@ -41,6 +41,7 @@ class Place:
     rank: int
     world_size: int
     folder: Path  # shared by the processes of the batch, made for it
+    device: str = "cpu"  # that it computes on
 
     @property
     def log(self) -> Path:

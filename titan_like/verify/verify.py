@@ -74,7 +74,7 @@ class Verifier:
         for layout in self.small.layouts:
             config = in_layout(self.small.config, layout)
             size = num_processes(config)
-            progress(f"{size} processes ({describe_layout(layout)}): {', '.join(self.kinds)}")
+            progress(f"{size} processes ({layout.described()}): {', '.join(self.kinds)}")
             found = self.check(config, self.kinds)
             checks = merge(checks, found)
             failed = [kind for kind in self.kinds if any(not check.ok for check in found[kind])]
@@ -112,7 +112,8 @@ class Verifier:
         truth = self.truth()
         arguments = (config, truth, kinds, self.small.dropout, self.processes.timeout)
         task = Task("titan_like.verify.observe:observe", arguments, self.prepare)
-        patience = None if config.compile.enable else self.patience  # compilers are processes that are not seen
+        # Compilers are processes that are not seen, and whoever waits for a GPU computes.
+        patience = None if config.compile.enable or self.processes.on_gpus else self.patience
         outcomes = self.processes.run(task, num_processes(config), patience)
         rows: dict[str, list[Check]] = {kind: [] for kind in kinds}
         for number, kind in enumerate(kinds):
@@ -180,10 +181,3 @@ def merge(checks: list[Check], found: dict[str, list[Check]]) -> list[Check]:
 
 def _nearness(check: Check) -> float:
     return check.worst / check.tolerance if check.tolerance else check.worst
-
-
-def describe_layout(layout: Layout) -> str:
-    """Its degrees above 1."""
-    names = {"pipeline": "pipeline", "replicate": "replicas", "shard": "data", "context": "context", "tensor": "tensor"}
-    degrees = [f"{title} {getattr(layout, name)}" for name, title in names.items() if getattr(layout, name) > 1]
-    return " × ".join(degrees) or "no parallelism"

@@ -1,0 +1,28 @@
+"""Sizes of pipelines to try, and each one's tables and times."""
+
+from functools import cache
+from itertools import product
+
+from titan_like.parallel.schedules import check_schedule, schedule_table, simulate, stage_ranks, unit_time
+
+SINGLE, V_SHAPED = ("gpipe", "1f1b"), ("zbv_zero_bubble", "dualpipe_v")
+SPLIT = ("interleaved_zero_bubble", *V_SHAPED)
+
+
+def cases(schedule, degrees=range(1, 9)):
+    """All sizes to try that the schedule accepts, as (degree, stages per rank, microbatches)."""
+    counts = {"gpipe": [1], "1f1b": [1], "zbv_zero_bubble": [2], "dualpipe_v": [2]}.get(schedule, [1, 2, 4])
+    for degree, virtual in product(degrees, counts):
+        sizes = {1, 2, 3, degree - 1, degree + 1, 2 * degree - 2, 2 * degree - 1, 2 * degree + 1, 3 * degree + 2}
+        sizes |= {degree * rounds for rounds in (1, 2, 3, 4, 7)}
+        for microbatches in sorted(sizes):
+            if check_schedule(schedule, degree, virtual, microbatches) is None:
+                yield degree, virtual, microbatches
+
+
+@cache
+def unit_run(schedule, degree, virtual, microbatches):
+    """The table, the rank of each stage and the events in the papers' units."""
+    table = schedule_table(schedule, degree, virtual, microbatches)
+    ranks = stage_ranks(schedule, degree, virtual)
+    return table, ranks, simulate(table, ranks, unit_time)
