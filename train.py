@@ -31,14 +31,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
 
     from titan_like.train.host_memory import keep_freed_memory
+    from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run
-    from titan_like.train.trainer import Trainer, process_group
 
     run = prepare_run(config)
     if run.device.type == "cpu":
         keep_freed_memory()
-    with process_group(run.device):
-        Trainer(run).train()
+    run_job(run)
     return 0
 
 

@@ -88,8 +88,8 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference
     from titan_like.evaluate.sampling import generate
     from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.job import process_group
     from titan_like.train.setup import check_settings, environment_number, select_device
-    from titan_like.train.trainer import process_group
 
     def continue_prompt(model: LanguageModel, device: torch.device) -> list[int]:
         return generate(

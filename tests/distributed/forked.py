@@ -73,7 +73,7 @@ def _worker(
 
     import torch
 
-    from titan_like.train.trainer import process_group
+    from titan_like.train.job import process_group
 
     torch.set_num_threads(1)
     with process_group(torch.device("cpu")):

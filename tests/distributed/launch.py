@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer
+from titan_like.train.job import process_group
 from titan_like.train.setup import prepare_run
-from titan_like.train.trainer import Trainer, process_group
+from titan_like.train.trainer import Trainer
 
 
 @dataclass

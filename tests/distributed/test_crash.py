@@ -14,7 +14,7 @@ import pytest
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
 from tests.distributed.forked import Job, died, run
-from titan_like.checkpoint.manager import complete_steps
+from titan_like.checkpoint.folder import complete_steps
 
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1}}
 BACK = {"checkpoint.load_step": 1, "optimizer.lr": 5e-3}  # another branch of the run, with other weights

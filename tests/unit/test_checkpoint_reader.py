@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from titan_like.checkpoint.manager import _REPLACED, _UNFINISHED, complete_steps, sweep
+from titan_like.checkpoint.folder import REPLACED, UNFINISHED, complete_steps, sweep
 from titan_like.checkpoint.reader import TensorReader
 
 DTYPES = [
@@ -133,12 +133,12 @@ def test_metadata_written_by_python_3_13_is_read(tmp_path: Path) -> None:
 
 
 def test_sweep_touches_nothing_but_the_leftovers_of_saves(tmp_path: Path) -> None:
-    for folder in ("step-1", f"step-2{_REPLACED}", f"step-3{_UNFINISHED}", f"mine{_UNFINISHED}", f"mine{_REPLACED}"):
+    for folder in ("step-1", f"step-2{REPLACED}", f"step-3{UNFINISHED}", f"mine{UNFINISHED}", f"mine{REPLACED}"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file").touch()
-    (tmp_path / f"metrics{_UNFINISHED}").touch()  # a crash leaves it where checkpoint.folder is job.dump_folder
+    (tmp_path / f"metrics{UNFINISHED}").touch()  # a crash leaves it where checkpoint.folder is job.dump_folder
     sweep(tmp_path)
-    kept = {f"metrics{_UNFINISHED}", f"mine{_REPLACED}", f"mine{_UNFINISHED}", "step-1", "step-2"}
+    kept = {f"metrics{UNFINISHED}", f"mine{REPLACED}", f"mine{UNFINISHED}", "step-1", "step-2"}
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert complete_steps(tmp_path) == [1, 2]
     sweep(tmp_path / "absent")

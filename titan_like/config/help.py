@@ -8,6 +8,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from titan_like.config.schema import options_of
+
 
 def format_help(config_type: type[BaseModel]) -> str:
     """Every key with its type, default and meaning."""
@@ -16,7 +18,7 @@ def format_help(config_type: type[BaseModel]) -> str:
         section_type = field.annotation
         assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
         lines += ["", f"[{section}] {(section_type.__doc__ or '').strip()}"]
-        for key, option in section_type.model_fields.items():
+        for key, option in options_of(section_type).items():
             default = option.get_default(call_default_factory=True)
             lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {_default(default)}")
             lines += textwrap.wrap(option.description or "", 108, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.help import format_help
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, options_of
 
 # Tables whose keys are the user's or the model family's, not the schema's.
 _FREE_TABLES = ("model.overrides", "model.flavors")
@@ -146,7 +146,7 @@ def _section_fields(section: str) -> dict[str, Any] | None:
     field = JobConfig.model_fields.get(section)
     if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
         return None
-    return field.annotation.model_fields
+    return options_of(field.annotation)
 
 
 def _all_keys() -> list[str]:

@@ -24,6 +24,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_tensor_parallel(config, model, layout)
     _check_pipeline(config, model, layout)
     _check_precision(config)
+    _check_health(config)
     _check_compile(config, model)
     _check_available(config)
 
@@ -146,6 +147,13 @@ def _check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout)
         if refusal is not None:
             key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
             raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
+
+
+def _check_health(config: JobConfig) -> None:
+    health = config.health
+    if health.loss_spike_factor and health.loss_spike_action == "rewind" and not config.checkpoint.enable:
+        problem = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
+        raise ConfigError("health.loss_spike_action", "rewind", problem)
 
 
 def _check_precision(config: JobConfig) -> None:

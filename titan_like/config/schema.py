@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic.fields import FieldInfo
 
 
 def _as_list(value: Any) -> Any:
@@ -16,10 +17,17 @@ StringList = Annotated[list[str], BeforeValidator(_as_list)]
 StepList = Annotated[list[PositiveInt], BeforeValidator(_as_list)]
 
 
+def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The keys of a table as TOML has them (`async` is no name in Python)."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 class Section(BaseModel):
     """Base of every table: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
+    )
 
 
 class Job(Section):
@@ -174,9 +182,22 @@ class Checkpoint(Section):
 
     enable: bool = Field(False, description="save checkpoints, and resume from the newest one in the folder")
     interval: int = Field(500, gt=0, description="steps between checkpoints; the last step is always saved")
+    async_: bool = Field(
+        False,
+        alias="async",
+        description="write checkpoints while training goes on, from copies in host memory of what each process holds",
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop",
+        description="what to do when a checkpoint cannot be written, as on a full disk; the last one always stops",
+    )
     keep_latest: int = Field(0, ge=0, description="checkpoints to keep; 0 keeps all")
     load_step: int | None = Field(None, ge=0, description="step to resume from (default: the newest complete one)")
     folder: str | None = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
+    initial_load_path: str | None = Field(
+        None,
+        description="Hugging Face folder, or a checkpoint's step-N folder, whose weights a new run begins with",
+    )
 
 
 class Metrics(Section):
@@ -199,6 +220,26 @@ class Health(Section):
         True,
         description="skip the update of a step whose gradient norm is not finite; false stops the run (gradients that "
         "overflow float16 are always skipped)",
+    )
+    loss_spike_factor: float = Field(
+        0.0,
+        ge=0,
+        description="robust standard deviations above the median of recent losses that make a loss a spike; 0 never",
+    )
+    loss_spike_window: int = Field(128, gt=1, description="losses that the next one is compared with")
+    loss_spike_action: Literal["skip", "rewind"] = Field(
+        "skip",
+        description="skip the update of a step with a loss spike, or go back to the newest checkpoint and on with the "
+        "samples after it",
+    )
+    max_consecutive_skips: int = Field(
+        100, gt=0, description="steps without an update in a row (bad gradients, overflow, spikes) that end the run"
+    )
+    hang_timeout_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="seconds without progress after which the process that hangs, or has died, is named and the job "
+        "ends; 0 waits for ever",
     )
 
 

@@ -17,6 +17,7 @@ def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -
     samples = sum(record.global_batch_size for record in records)
     losses = [record.loss for record in records if math.isfinite(record.loss)]
     loss = sum(losses) / len(losses) if losses else math.nan
+    spikes = sum(record.spike for record in records)
     tflops = sum(record.throughput.tflops_per_device * record.step_time_s for record in records) / seconds
     parts = [
         f" iteration {last.step:8d}/{total_steps:8d}",
@@ -31,6 +32,7 @@ def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -
         f"actual seq length: {seq_len:5d}",
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
+        *([f"number of loss spikes: {spikes:3d}"] if spikes else []),
         f"samples per second: {samples / seconds:.3f}",
         f"TFLOPs: {tflops:.2f}",
     ]

@@ -25,6 +25,7 @@ class StepRecord:
     peak_memory_bytes: int
     skipped: int  # 1 where the update was left out because float16 overflowed
     nan: int  # 1 where loss or gradient norm was not finite for another reason
+    spike: int = 0  # 1 where the update was left out because the loss was a spike
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
     validation_loss: float | None = None  # on steps that were followed by a validation

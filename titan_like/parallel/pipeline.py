@@ -88,6 +88,7 @@ class Pipeline:
         self.peak_in_flight = dict.fromkeys((stage.index for stage in model.stages), 0)
         self._stages = {stage.index: stage for stage in model.stages}
         self._ranks = shape.ranks
+        self.num_actions = 0  # passes, sends and receives so far, for those who want to see that it gets on
         self._steps: dict[tuple[int, bool], list[Step]] = {}
         self._hidden_shape, self._dtype, self._device = tuple(hidden_shape), dtype, device
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -115,6 +116,7 @@ class Pipeline:
         if key not in self._steps:
             self._steps[key] = self.shape.steps(self.rank, *key)
         for step in self._steps[key]:
+            self.num_actions += 1
             place = step.stage, step.microbatch
             if step.kind in ("SEND_F", "SEND_B"):
                 self._send(step.kind[-1], *place)

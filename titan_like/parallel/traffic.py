@@ -1,7 +1,7 @@
 """What a process says to others in one step: every collective and message, counted without running it.
 
 Pure functions of configuration, layout and schedule; tests hold them to what real processes send. Left out are sums of
-single numbers (tokens, loss, gradient norm).
+single numbers (tokens, loss, gradient norm, what ranks have noticed).
 """
 
 from __future__ import annotations

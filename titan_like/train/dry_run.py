@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.manager import materialise_optimizer_state
+from titan_like.checkpoint.tensors import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import split_weights

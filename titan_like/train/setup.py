@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from titan_like.checkpoint.compatible import check_same_run
-from titan_like.checkpoint.manager import checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig

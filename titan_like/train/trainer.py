@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
-import random
+import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.manager import (
-    RunState,
-    checkpoint_path,
-    complete_steps,
-    load_checkpoint,
-    save_checkpoint,
-    sweep,
-    unreadable,
-)
+from titan_like.checkpoint.folder import RunState
+from titan_like.checkpoint.initial import load_initial_weights
+from titan_like.checkpoint.loader import resume
+from titan_like.checkpoint.saver import SaveError, Saver
+from titan_like.checkpoint.tensors import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
-from titan_like.config.schema import Parallelism
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -43,12 +36,17 @@ from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
 from titan_like.train.batch_size import global_batch_size_at
+from titan_like.train.health import LossWatch
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
+from titan_like.train.random_streams import dropout_stream, seed_everything
 from titan_like.train.setup import Run
+from titan_like.train.signals import StopSignals
+
+_MOST_REWINDS = 3  # to one checkpoint
 
 
 class Trainer:
-    """Trains one model on this process's part of the data. Needs a process group (see `process_group`)."""
+    """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -64,8 +62,14 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.scaler = LossScaler() if config.training.dtype == "float16" else LossScaler(scale=1.0)
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
-        if config.checkpoint.enable:
-            self._resume()
+        self.losses = LossWatch(config.health)
+        self.signals = StopSignals()  # not handled unless someone does
+        self.stop_signal = 0  # that any rank had received when it came to the end of the last step
+        self.rewinds: Counter[int] = Counter()  # to each step
+        self.saver = Saver(run.checkpoint_folder, config.checkpoint.keep_latest, config.checkpoint.async_)
+        is_new = not (config.checkpoint.enable and self._resume(config.checkpoint.load_step))
+        if is_new and config.checkpoint.initial_load_path is not None:
+            load_initial_weights(config.checkpoint.initial_load_path, self.model)
         self.start_step = self.step
 
         is_writer = dist.get_rank() == 0
@@ -80,17 +84,22 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Run to the last step, logging, validating and saving on the way."""
+        """Run to the last step, or until a signal asks to stop, logging, validating and saving on the way."""
         config, total = self.config, self.run.total_steps
         data = self._load_data()
         unlogged: list[StepRecord] = []
         if self.step >= total:
             self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
         try:
-            while self.step < total:
+            while self.step < total and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 record = self.train_step(data)
                 self.profiler.end(record)
+                if record.spike and config.health.loss_spike_action == "rewind" and self._rewind(record):
+                    data.close()
+                    data = self._load_data()
+                    unlogged.clear()
+                    continue
                 unlogged.append(record)
                 is_last = self.step == total
                 if config.evaluation.interval and (self.step % config.evaluation.interval == 0 or is_last):
@@ -100,13 +109,19 @@ class Trainer:
                     )
                 for writer in self.writers:
                     writer.write(record)
+                is_last = is_last or self.stop_signal > 0
                 if self._logs(self.step) or is_last:
                     self.console.print(format_log_line(unlogged, total, config.training.seq_len))
                     unlogged.clear()
                 self.console.advance_to(self.step)
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or is_last):
-                    path = self.save()
-                    self.console.print(f" saved {path}")
+                    self.save(is_last)
+            if self.stop_signal and self.step < total:
+                self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
+        except RunError:  # raised by all ranks alike
+            with suppress(SaveError):
+                self.saver.finish()
+            raise
         finally:
             data.close()
             self.console.close()
@@ -143,15 +158,19 @@ class Trainer:
         grad_norm = global_grad_norm(self.model.counted_parameters(), pipeline_group) / self.scaler.scale
         logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
         num_zeros = count_zeros(self.model.counted_parameters(), pipeline_group).item() if logs else None
-        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+        # What single ranks notice becomes known to all of them in the same step.
+        noticed = torch.tensor([self.signals.received, self.saver.is_writing], device=device, dtype=self.loss_dtype)
+        dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
+        loss_value, norm_value, stop, is_writing = torch.cat((torch.stack((loss, grad_norm)), noticed)).tolist()
         self.profiler.mark("gradient norm")
 
         lr = config.optimizer.lr * lr_factor(
             config.lr_scheduler, self.step + 1 - self.skipped_steps, self.run.total_steps
         )
         loss_scale = self.scaler.scale
-        finite = math.isfinite(norm_value)
-        if finite:
+        finite, spike = math.isfinite(norm_value), self.losses.is_spike(loss_value)
+        if finite and not spike:
+            self.saver.before_update()
             self._update(norm_value, lr)
         self.optimizer.zero_grad(set_to_none=True)
         self.profiler.mark("optimizer")
@@ -161,13 +180,17 @@ class Trainer:
         overflowed = scales_loss and not finite and math.isfinite(loss_value)
 
         self.step += 1
-        self.skipped_steps += not finite
+        self.skipped_steps += not finite or spike
         self.consumed_samples += batch_size
         self.consumed_tokens += batch_size * config.training.seq_len
         seconds = time.perf_counter() - started
         if not finite and not overflowed and not config.health.skip_nonfinite:
             problem = f"the loss of step {self.step} is {loss_value:.6g} and its gradient norm {norm_value:.6g}"
             raise RunError(f"{problem}; lower optimizer.lr, or set health.skip_nonfinite to go on without such steps")
+        self.losses.add(self.step, loss_value, skipped=not finite or spike)
+        self.stop_signal = int(stop)
+        if not is_writing:
+            self.finish_save()
         return StepRecord(
             step=self.step,
             loss=loss_value,
@@ -182,6 +205,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),
+            spike=int(spike),
             num_zeros=num_zeros,
             loss_scale=loss_scale if scales_loss else None,
         )
@@ -226,8 +250,9 @@ class Trainer:
         self._sum_over_samples(total)
         return (total[0] / total[1]).item()
 
-    def save(self) -> Path:
-        """Write a checkpoint of this moment."""
+    def save(self, is_last: bool = False) -> None:
+        """Write a checkpoint of this moment; with `checkpoint.async` only begin to, unless it is the last."""
+        self.finish_save()
         state = RunState(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -237,47 +262,68 @@ class Trainer:
             loss_scale_good_steps=self.scaler.good_steps,
             model=self.run.model.model_dump(mode="json"),
             config=self.config.model_dump(mode="json"),
+            recent_losses=list(self.losses.recent),
+            consecutive_skips=self.losses.consecutive_skips,
+            versions={name: version(name) for name in ("torch", "safetensors")},
         )
-        keep = self.config.checkpoint.keep_latest
-        return save_checkpoint(self.run.checkpoint_folder, self.model, self.optimizer, state, keep)
+        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
+        self.saver.save(tensors, state)
+        if is_last or not self.config.checkpoint.async_:
+            self.finish_save(is_last)
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint that loads, naming any that does not."""
-        folder, wanted = self.run.checkpoint_folder, self.config.checkpoint.load_step
-        found: list[list[int]] = [[]]
-        if dist.get_rank() == 0:
-            sweep(folder)
-            found = [complete_steps(folder) if wanted is None else [wanted]]
-        dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
-        steps = found[0]
-        for step in reversed(steps):
-            path = checkpoint_path(folder, step)
-            try:
-                self._agree(unreadable(path))  # or some would wait for the others in the collective load
-                state = load_checkpoint(path, self.model, self.optimizer)
-            except Exception as error:  # whatever a damaged file raises
-                if dist.get_rank() == 0:
-                    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                    print(f"checkpoint {path} is damaged and is not used ({reason})", flush=True)
-                continue
-            self.step, self.consumed_samples = state.step, state.consumed_samples
-            self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
-            self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
-            if dist.get_rank() == 0:
-                print(f"resumed from {path}", flush=True)
+    def finish_save(self, is_last: bool = False) -> None:
+        """Wait for the save under way, if there is one, and say how it went.
+
+        Raises:
+            RunError: it failed, and the configuration or its being the last says to stop.
+        """
+        try:
+            path = self.saver.finish()
+        except SaveError as error:
+            if is_last or self.config.checkpoint.on_failure == "stop":
+                raise RunError(str(error)) from error
+            self.console.print(f" {error}; training goes on")
             return
-        if steps:
-            if wanted is not None:
-                raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step")
-            raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
+        if path is not None:
+            self.console.print(f" saved {path}")
 
-    def _agree(self, problem: str | None) -> None:
-        """Raise on every rank what any rank found."""
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                raise RuntimeError(f"rank {rank}: {text}")
+    def _resume(self, wanted: int | None) -> bool:
+        """Go on from the checkpoint of a step, or from the newest that loads. Whether there was one."""
+        state = resume(self.run.checkpoint_folder, wanted, self.model, self.optimizer)
+        if state is None:
+            return False
+        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
+        self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
+        self.losses = LossWatch(self.config.health, state.recent_losses, state.consecutive_skips)
+        return True
+
+    def _rewind(self, record: StepRecord) -> bool:
+        """Go back to the newest checkpoint, and on with the samples after those of a bad step (as in arXiv 2204.02311).
+
+        False where there is none: then only the step's update is left out.
+
+        Raises:
+            RunError: it has been tried too often.
+        """
+        self.finish_save()
+        consumed, skips = (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips
+        if not self._resume(None):
+            return False
+        self.rewinds[self.step] += 1
+        if self.rewinds[self.step] > _MOST_REWINDS:
+            problem = f"went back to step {self.step} {_MOST_REWINDS} times, and the loss spikes again"
+            raise RunError(f"{problem} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
+        left_out = range(self.consumed_samples, consumed[0])
+        (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips = consumed, skips
+        for writer in self.writers:
+            writer.close()
+        self.writers = build_writers(self.config, self.step) if self.writers else []
+        self.console.print(
+            f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step}, and on "
+            f"without the samples {left_out.start} to {left_out.stop - 1}"
+        )
+        return True
 
     def _load_data(self) -> BackgroundLoader:
         config = self.config
@@ -309,40 +355,3 @@ def describe_run(run: Run) -> str:
         f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
     )
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """The default process group: torchrun's processes, or this one alone."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
-
-
-def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
-    """Number of the random stream that this process draws dropout from.
-
-    Processes that hold different activations draw differently. Tensor-parallel processes hold the same ones between
-    layers, except under sequence parallelism.
-    """
-    sharded = ["pp", "dp_replicate", "dp_shard", *(["tp"] if parallelism.sequence_parallel else [])]
-    stream = 0
-    for name in sharded:
-        stream = stream * mesh[name].size() + mesh[name].get_local_rank()
-    return stream
-
-
-def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
-    """Seed every generator, and choose deterministic kernels if asked."""
-    random.seed(seed + stream)
-    np.random.seed((seed + stream) % 2**32)
-    torch.manual_seed(seed + stream)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,122 @@
+"""The folder of a run's checkpoints: which are complete, and how one becomes so.
+
+``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes and ``run.json``: the step,
+the data cursor, the loss scaler and the configuration. It is written as ``step-<N>.unfinished``, flushed to disk and
+renamed, so a crash at any instant leaves the checkpoints before it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.schema import JobConfig
+
+UNFINISHED = ".unfinished"
+REPLACED = ".replaced"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The part of a checkpoint that is numbers, not tensors."""
+
+    step: int
+    consumed_samples: int  # the whole data cursor
+    consumed_tokens: int
+    skipped_steps: int  # steps whose update was left out; the learning rate does not count them
+    loss_scale: float
+    loss_scale_good_steps: int
+    model: dict[str, Any]  # the resolved shape
+    config: dict[str, Any]  # the whole configuration
+    recent_losses: list[float] = field(default_factory=list)  # that a loss is compared with to tell a spike
+    consecutive_skips: int = 0
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
+
+
+def checkpoint_folder(config: JobConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Folder of one checkpoint."""
+    return folder / f"step-{step}"
+
+
+def unfinished_path(folder: Path, step: int) -> Path:
+    """Folder that a checkpoint is written to before it is complete."""
+    return folder / f"step-{step}{UNFINISHED}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_run_state(path: Path) -> RunState:
+    """The numbers of a checkpoint."""
+    return RunState(**json.loads((path / "run.json").read_text(encoding="utf-8")))
+
+
+def begin_checkpoint(folder: Path, step: int) -> None:
+    """Make room for the files of a checkpoint. One process calls it, while no other writes to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
+    unfinished_path(folder, step).mkdir()
+
+
+def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
+    """Give a checkpoint whose tensors are on disk its name. One process calls it.
+
+    ``keep_latest`` above 0 then removes all but that many: this one and the newest before it.
+    """
+    final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
+    _write_durably(unfinished / "run.json", json.dumps(asdict(run), indent=2))
+    _flush_folder(unfinished)
+    if final.exists():  # a run that went back passes this step again
+        os.rename(final, final.with_name(final.name + REPLACED))
+    os.rename(unfinished, final)
+    _flush_folder(folder)
+    steps = complete_steps(folder)
+    kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
+    for step in sorted(set(steps) - set(kept)) if keep_latest else []:
+        os.rename(checkpoint_path(folder, step), unfinished_path(folder, step))
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what interrupted saves left; a checkpoint whose replacement never arrived gets its name back.
+
+    One process calls it, while no other writes to the folder.
+    """
+    for path in folder.glob(f"step-*{REPLACED}"):
+        original = path.with_name(path.name.removesuffix(REPLACED))
+        if original.exists():
+            shutil.rmtree(path)
+        else:
+            os.rename(path, original)
+    for path in folder.glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

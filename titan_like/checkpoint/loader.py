@@ -1,0 +1,120 @@
+"""Reading checkpoints, in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_like.checkpoint.folder import RunState, checkpoint_path, complete_steps, read_run_state, sweep
+from titan_like.checkpoint.reader import TensorReader
+from titan_like.checkpoint.tensors import (
+    materialise_optimizer_state,
+    model_tensors,
+    optimizer_tensors,
+    restore_rng,
+    rng_tensors,
+)
+from titan_like.config.errors import RunError
+from titan_like.parallel.model import ParallelModel
+
+
+def resume(folder: Path, wanted: int | None, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunState | None:
+    """Go on from the newest checkpoint that loads, or from step ``wanted``. Names any that does not load.
+
+    Every rank calls it. None where the folder holds no checkpoint.
+
+    Raises:
+        RunError: there are checkpoints, and none that was asked for loads.
+    """
+    found: list[list[int]] = [[]]
+    if dist.get_rank() == 0:
+        sweep(folder)
+        found = [complete_steps(folder) if wanted is None else [wanted]]
+    dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
+    for step in reversed(found[0]):
+        path = checkpoint_path(folder, step)
+        try:
+            _agree(unreadable(path))  # or some would wait for the others in the collective load
+            state = load_checkpoint(path, model, optimizer)
+        except Exception as error:  # whatever a damaged file raises
+            if dist.get_rank() == 0:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                print(f"checkpoint {path} is damaged and is not used ({reason})", flush=True)
+            continue
+        if dist.get_rank() == 0:
+            print(f"resumed from {path}", flush=True)
+        return state
+    if not found[0]:
+        return None
+    if wanted is not None:
+        raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step")
+    raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
+
+
+def load_checkpoint(
+    path: Path, model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> RunState:
+    """Read a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
+
+    Random generators are restored where the checkpoint holds this rank's state. Without an optimizer only weights are
+    read. Damaged files raise an exception of no particular type, on every rank.
+    """
+    run = read_run_state(path)
+    reader = TensorReader(path)
+    stored = reader.read_metadata().state_dict_metadata  # here, for its own error: torch's loading hides it
+    tensors = model_tensors(model)
+    if optimizer is not None:
+        optimizer.state.clear()
+        if run.step > run.skipped_steps:  # before the first update there is no state
+            materialise_optimizer_state(optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
+        tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # no Exception but a BaseException, raised on every rank
+        raise RuntimeError(first_failure(error)) from error
+    if isinstance(model, ParallelModel):
+        _update_copies(model, optimizer)
+    if optimizer is not None:
+        restore_rng(tensors)
+    return run
+
+
+def unreadable(path: Path) -> str | None:
+    """Why this process cannot read what describes a checkpoint; None where it can. Tensors are not read."""
+    try:
+        read_run_state(path)
+        TensorReader(path).read_metadata()
+    except Exception as error:  # whatever a damaged file raises
+        return str(error).strip() or type(error).__name__
+    return None
+
+
+def first_failure(error: CheckpointException) -> str:
+    """The first rank's reason, in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
+
+
+def _agree(problem: str | None) -> None:
+    """Raise on every rank what any rank found."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise RuntimeError(f"rank {rank}: {text}")
+
+
+@torch.no_grad()
+def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
+    """A table that this process holds twice was read once."""
+    for copy, original in model.copies():
+        copy.copy_(original)
+        if optimizer is not None:
+            for key, value in optimizer.state.get(original, {}).items():
+                optimizer.state[copy][key].copy_(value)

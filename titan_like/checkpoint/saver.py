@@ -1,0 +1,160 @@
+"""Writing checkpoints, at once or while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from titan_like.checkpoint.folder import (
+    RunState,
+    begin_checkpoint,
+    checkpoint_path,
+    complete_checkpoint,
+    unfinished_path,
+)
+from titan_like.checkpoint.loader import first_failure
+
+Tensors = dict[str, torch.Tensor]
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; the message is one sentence, the same on every rank."""
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank calls each method at the same point of its run.
+
+    With ``in_background`` a thread copies the tensors while the next step computes its gradients, and writes the copies
+    while training goes on: only `before_update` may have to wait. Copies are kept from one save to the next.
+    """
+
+    def __init__(self, folder: Path, keep_latest: int, in_background: bool) -> None:
+        self.folder, self.keep_latest, self.in_background = folder, keep_latest, in_background
+        # Its own: collectives of the thread must not mix with those of training.
+        self._group = dist.new_group(backend="gloo")
+        self._save: _Save | None = None
+        self._copies: Tensors = {}
+
+    def save(self, tensors: Tensors, run: RunState) -> None:
+        """Write a checkpoint, or begin to; `finish` tells how it went. None may be under way."""
+        assert self._save is None
+        self._save = _Save(checkpoint_path(self.folder, run.step))
+        if not self.in_background:
+            self._save.problem = self._write(tensors, run)
+            return
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        ready = torch.cuda.current_stream().record_event() if on_gpu else None
+        target = partial(self._copy_and_write, self._save, tensors, run, ready)
+        self._save.thread = threading.Thread(target=target, name="checkpoint", daemon=True)
+        self._save.thread.start()
+
+    def before_update(self) -> None:
+        """Wait until the tensors of a save under way are copied and may be changed."""
+        if self._save is not None and self._save.thread is not None:
+            self._save.is_copied.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still at work on a save."""
+        return self._save is not None and self._save.thread is not None and self._save.thread.is_alive()
+
+    def finish(self) -> Path | None:
+        """Wait until the save under way is over; the checkpoint's folder, or None if there was none.
+
+        Raises:
+            SaveError: it could not be written. Earlier checkpoints are as they were.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return None
+        if save.thread is not None:
+            save.thread.join()
+        if save.crash is not None:
+            raise save.crash
+        if save.problem is not None:
+            raise SaveError(f"{save.path} cannot be written ({save.problem}); the checkpoints before it are whole")
+        return save.path
+
+    def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
+        try:
+            copies = self._copy(tensors, ready)
+            save.is_copied.set()
+            save.problem = self._write(copies, run)
+        except BaseException as error:  # raised again where the save is awaited
+            save.crash = error
+        finally:
+            save.is_copied.set()
+
+    def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
+        """The tensors in host memory, as they were when ``ready`` happened on the GPU."""
+        if ready is None:
+            return {name: self._copy_one(name, tensor) for name, tensor in tensors.items()}
+        device = next(tensor.device for tensor in tensors.values() if tensor.device.type == "cuda")
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            copies = {name: self._copy_one(name, tensor) for name, tensor in tensors.items()}
+        stream.synchronize()
+        return copies
+
+    @torch.no_grad()
+    def _copy_one(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
+            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+            self._copies[name] = copy
+        copy.copy_(local, non_blocking=True)
+        if not isinstance(tensor, DTensor):
+            return copy
+        whole = tensor.detach()
+        whole._local_tensor = copy  # type: ignore[attr-defined]  # from_local would move it to the mesh's device
+        return whole
+
+    def _write(self, tensors: Tensors, run: RunState) -> str | None:
+        """Why the checkpoint could not be written, the same on every rank; None if it was."""
+        unfinished = unfinished_path(self.folder, run.step)
+        problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
+        if problem is None:
+            try:
+                writer = FileSystemWriter(unfinished, sync_files=True)
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            except CheckpointException as error:  # raised on every rank
+                problem = first_failure(error)
+        if problem is None:
+            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, self.keep_latest))
+        if problem is not None:
+            self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
+        return problem
+
+    def _on_first_rank(self, action: Callable[[], object]) -> str | None:
+        """Why rank 0 could not do something with files, known to every rank; None if it could."""
+        problems: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except OSError as error:
+                problems = [str(error).splitlines()[0]]
+        dist.broadcast_object_list(problems, src=0, group=self._group)
+        return problems[0]
+
+
+class _Save:
+    """One save under way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem: str | None = None
+        self.crash: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self.is_copied = threading.Event()

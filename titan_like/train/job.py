@@ -1,0 +1,77 @@
+"""One process of a job, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_like.train.setup import Run
+from titan_like.train.signals import StopSignals
+from titan_like.train.trainer import Trainer
+from titan_like.train.watchdog import Watchdog
+
+_CLOCKS_MAY_DIFFER = 2.0  # seconds
+
+
+def run_job(run: Run) -> None:
+    """Train.
+
+    Raises:
+        RunError: the run cannot go on; the message says why.
+    """
+    patience = run.config.health.hang_timeout_seconds
+    with process_group(run.device, patience), StopSignals() as signals, Watchdog(patience) as watchdog:
+        warning = clock_warning()
+        if warning is not None and dist.get_rank() == 0:
+            print(warning, flush=True)
+        trainer = Trainer(run)
+        trainer.signals = signals
+        watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
+        trainer.train()
+
+
+@contextmanager
+def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]:
+    """The default process group: torchrun's processes, or this one alone.
+
+    Collectives may take ``patience`` seconds and a minute, so that a `Watchdog` is first to end them; 0 is torch's
+    default.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    is_alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
+    place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=patience + 60) if patience else None,
+        device_id=device if on_gpu else None,
+        **place,
+    )
+    yield
+    dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
+
+
+def clock_warning(clock: Callable[[], float] = time.time) -> str | None:
+    """A sentence if the clocks of the job's machines differ. Every rank calls it.
+
+    Args:
+        clock: tells this machine's time, in seconds.
+    """
+    dist.barrier()
+    clocks: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(clocks, clock())
+    first, last = min(clocks), max(clocks)
+    if last - first <= _CLOCKS_MAY_DIFFER:
+        return None
+    return (
+        f"the clock of rank {clocks.index(last)} is {last - first:.1f} s ahead of that of rank {clocks.index(first)}; "
+        "times in their logs cannot be compared"
+    )
