@@ -53,14 +53,16 @@ class MortalTrainer(Trainer):
 
     death: Death | None = None
 
-    def save(self) -> Path:
+    def save(self, is_last: bool = False) -> None:
         dies = (
             self.death is not None and self.death.step == self.step and self.death.rank == torch.distributed.get_rank()
         )
         if not dies:
-            return super().save()
+            super().save(is_last)
+            return
         operations = die_in(self.run.checkpoint_folder, self.death)
-        super().save()
+        super().save(is_last)
+        self.finish_save()
         survived(self.run.checkpoint_folder.parent, operations)
         raise AssertionError
 
@@ -70,7 +72,7 @@ def die_in(folder: Path, death: Death) -> list[str]:
     operations: list[str] = []
 
     def before(event: str, args: tuple[Any, ...]) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() not in (threading.main_thread(), *background_saves()):
             return
         is_open = event == "open" and str(args[0]).startswith(str(folder))
         if not is_open and event not in CHANGES:
@@ -85,6 +87,11 @@ def die_in(folder: Path, death: Death) -> list[str]:
 
     sys.addaudithook(before)
     return operations
+
+
+def background_saves() -> list[threading.Thread]:
+    """Threads that write checkpoints."""
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
 
 
 def survived(dump: Path, operations: list[str]) -> None:
