@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
         folder = checkpoint_folder(config)
         _check_writable("checkpoint.folder", folder, make)
         _check_checkpoints(config, model, folder)
+        if make:
+            _check_space(config, model, folder)
     elif config.checkpoint.load_step is not None:
         problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
@@ -141,6 +144,20 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
+
+
+def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
+    """Size of a checkpoint: master weights and the optimizer's moments, without what is small."""
+    element = 8 if config.training.dtype == "float64" else 4
+    tensors = 3 if config.optimizer.name == "adamw" else 1
+    return tensors * element * model.num_parameters()
+
+
+def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
+    needed, free = checkpoint_bytes(config, model), shutil.disk_usage(folder).free
+    if free < needed:
+        problem = f"a checkpoint takes {needed / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB left"
+        raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
 
 
 def check_tokenizer(config: JobConfig, tokenizer: Tokenizer, model: TransformerConfig) -> None:

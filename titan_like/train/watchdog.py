@@ -80,7 +80,9 @@ class Watchdog:
             return
         by_others = not isinstance(error, RunError) and any(word in str(error).lower() for word in _COMMUNICATION)
         if self.size > 1 and by_others and (lost := self._who_is_lost()):
-            raise RunError(lost) from error
+            with suppress(RuntimeError):
+                lost = lost if self._store.add("reporters", 1) == 1 else ""
+            self._end_process(lost)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         self._give_sign(f"{type(error).__name__}: {reason}")
 

@@ -1,0 +1,323 @@
+"""Kills training runs at random moments until each has reached its end, and compares them with one that was left alone.
+
+    python benchmarks/chaos.py --runs 20 --json chaos.json
+
+Every run is torchrun of train.py's trainer on the debug model, dropout on, a checkpoint every second step. A random
+rank gets kill -9 at a random moment, every third time while a checkpoint is being written, and the job is started
+again, until it ends by itself. Some runs keep their layout, others are started again in another one each time.
+
+- Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
+  kept; otherwise the largest difference from the reference on one rank, relative to the largest weight.
+- Samples: each rank logs the index of every sample that it trains on. In the history that survived (of each step the
+  last attempt at it) each index from 0 on must be there exactly once.
+- metrics.jsonl must have each step once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = [
+    "--job.config_file=train_configs/debug_gpt.toml",
+    "--model.overrides.num_layers=4",
+    "--training.seq_len=32",
+    "--training.micro_batch_size=1",
+    "--training.global_batch_size=8",
+    "--lr_scheduler.warmup_steps=2",
+    "--lr_scheduler.decay=constant",
+    "--optimizer.lr=0.001",
+    "--evaluation.interval=0",
+    "--metrics.log_interval=100000",
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=2",
+    "--checkpoint.keep_latest=2",
+]
+BATCH = 8
+TENSOR, PIPELINE = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
+ASYNC = "--checkpoint.async=true"
+# Processes and settings.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "ZeRO 1 on 2": (2, ["--parallelism.zero_stage=1"]),
+    "ZeRO 3 on 2, async": (2, ["--parallelism.zero_stage=3", ASYNC]),
+    "tensor 2, async": (2, [f"{TENSOR}=2", "--parallelism.sequence_parallel=true", ASYNC]),
+    "pipeline 2": (2, [f"{PIPELINE}=2"]),
+    "ZBV 2 × ZeRO 2, async": (
+        4,
+        [f"{PIPELINE}=2", "--parallelism.pipeline_schedule=zbv_zero_bubble", "--parallelism.zero_stage=2", ASYNC],
+    ),
+}
+DROPOUT = "--model.overrides.dropout=0.1"  # drawn otherwise in another layout
+
+
+@dataclass
+class Outcome:
+    """What became of one run."""
+
+    layouts: list[str]
+    kills: int
+    kills_in_saves: int
+    seconds: float
+    lost_steps: int  # trained again after a kill
+    max_difference: float  # of weights and optimizer from the reference, relative to the largest element
+    identical: bool
+    samples_once: bool
+    steps_once: bool
+
+
+def worker(log: str, argv: list[str]) -> None:
+    """One rank: train.py whose samples are logged."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    import train
+    from titan_like.config.load import run_command
+    from titan_like.data.gpt import PackedDataset
+    from titan_like.train.trainer import Trainer
+
+    torch.set_num_threads(1)
+    known: dict[bytes, int] = {}
+    read, step = PackedDataset.__getitem__, Trainer.train_step
+
+    def watched_read(self: Any, index: int) -> torch.Tensor:
+        sample = read(self, index)
+        known[sample.numpy().tobytes()] = index
+        return sample
+
+    def logged_step(self: Any, data: Any) -> Any:
+        seen: list[int] = []
+
+        def watched() -> Any:
+            for batch in data:
+                seen.extend(known[sample.numpy().tobytes()] for sample in batch)
+                yield batch
+
+        record = step(self, watched())
+        if self.mesh["tp"].get_local_rank() == 0 and self.mesh["pp"].get_local_rank() == 0:
+            with open(f"{log}-{os.environ['RANK']}.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": record.step, "samples": seen}) + "\n")
+        return record
+
+    PackedDataset.__getitem__ = watched_read  # type: ignore[method-assign]
+    Trainer.train_step = logged_step  # type: ignore[method-assign]
+    sys.argv = ["train.py", *argv]
+    run_command(train.main)
+
+
+class Attempt:
+    """One start of a job."""
+
+    def __init__(self, dump: Path, number: int, layout: str, settings: list[str]) -> None:
+        processes, degrees = LAYOUTS[layout]
+        self.output = dump / f"output-{number}.txt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        arguments = [__file__, "--worker", str(dump / f"samples-{number}"), *settings, *degrees]
+        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with open(self.output, "w", encoding="utf-8") as output:
+            self.process = subprocess.Popen(
+                [*command, *arguments, f"--job.dump_folder={dump}"],
+                stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks, as far as they are started."""
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except OSError:
+            return []
+        return [int(pid) for pid in children]
+
+    def wait(self) -> int:
+        """Exit code."""
+        code = self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return code
+
+
+def resumed_step(attempt: Attempt) -> int:
+    """The step that an attempt began at."""
+    lines = [line for line in attempt.output.read_text().splitlines() if line.startswith("resumed from ")]
+    return int(lines[0].rpartition("step-")[2]) if lines else 0
+
+
+def kill_once(attempt: Attempt, dump: Path, moments: random.Random, in_save: bool, patience: float) -> bool | None:
+    """Kill a random rank; whether a checkpoint was being written then, or None if the job ended before."""
+    began = time.monotonic()
+    while time.monotonic() < began + patience or in_save:
+        if attempt.process.poll() is not None:
+            return None
+        if in_save and attempt.ranks() and list((dump / "checkpoint").glob("*.unfinished")):
+            time.sleep(moments.uniform(0, 0.02))
+            break
+        time.sleep(0.002)
+    ranks = attempt.ranks()
+    if not ranks or attempt.process.poll() is not None:
+        return None
+    was_writing = bool(list((dump / "checkpoint").glob("*.unfinished")))
+    os.kill(moments.choice(ranks), signal.SIGKILL)
+    return was_writing
+
+
+def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
+    """Whole tensors of the last checkpoint, without random generators (those differ by rank)."""
+    sys.path.insert(0, str(ROOT))
+    import warnings
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from titan_like.checkpoint.reader import TensorReader
+
+    reader = TensorReader(dump / "checkpoint" / f"step-{steps}")
+    described = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if not name.startswith("rng.")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]:
+    """Whether all tensors are equal to the bit, and the largest relative difference."""
+    import torch
+
+    assert found.keys() == wanted.keys()
+    identical = all(torch.equal(found[name], wanted[name]) for name in wanted)
+    scale = {name: wanted[name].double().abs().max().item() or 1.0 for name in wanted}
+    worst = max(
+        (found[name].double() - wanted[name].double()).abs().max().item() / scale[name]
+        for name in wanted
+        if name.startswith("model.")
+    )
+    return identical, worst
+
+
+def check_samples(dump: Path, starts: list[int], steps: int) -> tuple[bool, int]:
+    """Whether each sample is in the surviving history exactly once, and how many steps were trained again."""
+    history: dict[int, list[int]] = {}
+    again = 0
+    for number, start in enumerate(starts):
+        by_step: dict[int, list[int]] = {}
+        for path in dump.glob(f"samples-{number}-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    entry = json.loads(line)
+                    by_step.setdefault(entry["step"], []).extend(entry["samples"])
+        for step in [step for step in history if step > start]:
+            del history[step]
+            again += 1
+        history |= by_step
+    counted = Counter(sample for samples in history.values() for sample in samples)
+    return counted == Counter(range(BATCH * steps)) and sorted(history) == list(range(1, steps + 1)), again
+
+
+def run(
+    dump: Path, layouts: list[str], settings: list[str], steps: int, kills: int, moments: random.Random
+) -> dict[str, Any]:
+    """Train in ``dump`` through that many kills; each attempt takes the next of ``layouts``, round and round."""
+    dump.mkdir(parents=True)
+    starts, used, killed, in_saves, began = [], [], 0, 0, time.monotonic()
+    while True:
+        layout = layouts[len(used) % len(layouts)]
+        attempt = Attempt(dump, len(used), layout, [*settings, f"--training.steps={steps}"])
+        used.append(layout)
+        if killed < kills:
+            was_writing = kill_once(attempt, dump, moments, moments.random() < 1 / 3, moments.uniform(1.0, 9.0))
+            if was_writing is not None:
+                killed, in_saves = killed + 1, in_saves + was_writing
+        code = attempt.wait()
+        starts.append(resumed_step(attempt))
+        if code == 0:
+            break
+        if len(used) > 10 * (kills + 1):
+            raise RuntimeError(f"no end is in sight: {attempt.output.read_text()[-2000:]}")
+    once, again = check_samples(dump, starts, steps)
+    logged = [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "layouts": list(dict.fromkeys(used)), "kills": killed, "kills_in_saves": in_saves,
+        "seconds": round(time.monotonic() - began, 1), "lost_steps": again, "samples_once": once,
+        "steps_once": logged == list(range(1, steps + 1)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run it all and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=3, help="in each run")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="PATH")
+    options = parser.parse_args()
+    moments = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        references: dict[tuple[str, bool], dict[str, Any]] = {}
+
+        def reference(layout: str, dropout: bool) -> dict[str, Any]:
+            if (layout, dropout) not in references:
+                dump = folder / f"reference {len(references)}"
+                run(dump, [layout], [*SETTINGS, *([DROPOUT] if dropout else [])], options.steps, 0, moments)
+                references[layout, dropout] = final_tensors(dump, options.steps)
+            return references[layout, dropout]
+
+        titles = ("kills", "in saves", "again", "weights", "samples", "steps", "seconds")
+        print(f"{'layouts':62}" + "".join(f" {title:>9}" for title in titles))
+        outcomes = []
+        for number in range(options.runs):
+            keeps = number % 2 == 0
+            names = list(LAYOUTS)
+            layouts = [names[number // 2 % len(names)]] if keeps else moments.sample(names, 3)
+            dump = folder / f"run {number}"
+            found = run(
+                dump, layouts, [*SETTINGS, *([DROPOUT] if keeps else [])], options.steps, options.kills, moments
+            )
+            wanted = reference(layouts[0], True) if keeps else reference("one rank", False)
+            identical, worst = compare(final_tensors(dump, options.steps), wanted)
+            outcome = Outcome(**found, identical=identical, max_difference=worst)
+            outcomes.append(outcome)
+            same = "identical" if identical else f"{worst:.1e}"
+            marks = ["once" if good else "WRONG" for good in (outcome.samples_once, outcome.steps_once)]
+            cells = (outcome.kills, outcome.kills_in_saves, outcome.lost_steps, same, *marks, round(outcome.seconds))
+            print(f"{', '.join(outcome.layouts):62}" + "".join(f" {cell:>9}" for cell in cells), flush=True)
+    kept = [outcome for outcome in outcomes if len(outcome.layouts) == 1]
+    changed = [outcome for outcome in outcomes if len(outcome.layouts) > 1]
+    summary = {
+        "runs": len(outcomes),
+        "kills": sum(outcome.kills for outcome in outcomes),
+        "kills_in_saves": sum(outcome.kills_in_saves for outcome in outcomes),
+        "same_layout_identical": all(outcome.identical for outcome in kept),
+        "other_layouts_worst": max((outcome.max_difference for outcome in changed), default=0.0),
+        "samples_once": all(outcome.samples_once for outcome in outcomes),
+        "steps_once": all(outcome.steps_once for outcome in outcomes),
+    }
+    print(json.dumps(summary, indent=2))
+    if options.json:
+        result = summary | {"outcomes": [asdict(outcome) for outcome in outcomes]}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], sys.argv[3:])
+    else:
+        main()

@@ -1,0 +1,140 @@
+"""What saving a checkpoint costs: the steps that it holds up, and bytes per second beside torch.save.
+
+    python benchmarks/checkpoint_cost.py --json checkpoint_cost.json
+
+One process trains a GPT of 100 million parameters. In turn, round after round: a step that nothing disturbs; a save
+that training waits for; a save in the background, with the steps that go on beside it until it is on disk; torch.save
+and torch.load of the same tensors, flushed to disk as the checkpoint is; loading the checkpoint.
+
+Stall: seconds for which training stands still because of a save in the background, that is until `save` returns and,
+in the next step, until its tensors are copied. Slowdown: how much longer the steps beside it take in all, which on
+a machine without a GPU has the copying and writing on the cores that also compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_like.checkpoint.folder import checkpoint_path
+from titan_like.checkpoint.loader import load_checkpoint
+from titan_like.checkpoint.tensors import model_tensors, optimizer_tensors
+from titan_like.config import load_config
+from titan_like.train.job import process_group
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+SETTINGS = [
+    "--model.flavor", "gpt2_124m", "--model.overrides.num_layers", "9", "--model.overrides.dropout", "0.0",
+    "--training.seq_len", "128", "--training.micro_batch_size", "1", "--training.global_batch_size", "4",
+    "--training.steps", "1000", "--evaluation.interval", "0", "--checkpoint.enable", "true",
+    "--checkpoint.keep_latest", "1", "--data.tokenizer", "byte",
+]  # fmt: skip
+
+
+class Watched(Trainer):
+    """Notes for how long updates wait for a save."""
+
+    waited = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        wait = self.saver.before_update
+
+        def timed() -> None:
+            started = time.perf_counter()
+            wait()
+            self.waited += time.perf_counter() - started
+
+        self.saver.before_update = timed  # type: ignore[method-assign]
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """torch.save, on disk when it returns."""
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def one_round(trainer: Watched, data: Any, folder: Path) -> dict[str, float]:
+    """One figure of each kind, in seconds."""
+    tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
+    found = {"step": seconds(lambda: trainer.train_step(data))}
+    trainer.saver.in_background = False
+    found["save"] = seconds(lambda: trainer.save(is_last=True))
+    path = checkpoint_path(trainer.saver.folder, trainer.step)
+    found["load"] = seconds(lambda: load_checkpoint(path, trainer.model, trainer.optimizer))
+    found["torch_save"] = seconds(lambda: torch_save(tensors, folder / "tensors.pt"))
+    found["torch_load"] = seconds(lambda: torch.load(folder / "tensors.pt", weights_only=True))
+    plain = [seconds(lambda: trainer.train_step(data)) for _ in range(3)]
+    found["step"] = statistics.median([found["step"], *plain])
+
+    trainer.saver.in_background, trainer.waited, beside = True, 0.0, []
+    blocked = seconds(lambda: trainer.save())
+    began = time.perf_counter()
+    while trainer.saver.is_writing:
+        beside.append(seconds(lambda: trainer.train_step(data)))
+    found["background_save"] = blocked + time.perf_counter() - began
+    found["stall"] = blocked + trainer.waited
+    found["step_that_saves"] = blocked + beside[0]
+    found["slowdown"] = blocked + sum(beside) - len(beside) * found["step"]
+    trainer.finish_save()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch: leave a core to the saves")
+    parser.add_argument("--json", metavar="PATH")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as name, process_group(torch.device("cpu")):
+        config = load_config([*SETTINGS, "--job.dump_folder", name, "--checkpoint.async", "true"])
+        trainer = Watched(prepare_run(config))
+        data = trainer._load_data()
+        trainer.train_step(data)
+        tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        one_round(trainer, data, Path(name))  # buffers are made
+        rounds = [one_round(trainer, data, Path(name)) for _ in range(options.rounds)]
+        data.close()
+    medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    shares = [found["stall"] / found["save"] for found in rounds]
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "parameters": trainer.run.model.num_parameters(),
+        "bytes": size,
+        "seconds": medians,
+        "stall_over_save": statistics.median(shares),
+        "gigabytes_per_second": {
+            key: size / 1e9 / medians[key] for key in ("save", "torch_save", "load", "torch_load", "background_save")
+        },
+        "rounds": rounds,
+    }
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=2))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What the processes of the tests of saves do while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.crash_worker import build, digest
+from titan_like.checkpoint.folder import RunState
+from titan_like.checkpoint.saver import Saver
+from titan_like.config.errors import RunError
+from titan_like.train.trainer import Trainer
+
+Tensors = dict[str, torch.Tensor]
+
+
+def slow(seconds_to_copy: float, seconds_to_write: float) -> contextlib.ExitStack:
+    """Saves take that much longer."""
+    copy, write = Saver._copy, Saver._write
+
+    def late_copy(saver: Saver, *args: Any) -> Tensors:
+        time.sleep(seconds_to_copy)
+        return copy(saver, *args)
+
+    def late_write(saver: Saver, tensors: Tensors, run: RunState) -> str | None:
+        time.sleep(seconds_to_write)
+        return write(saver, tensors, run)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(Saver, "_copy", late_copy))
+    stack.enter_context(patch.object(Saver, "_write", late_write))
+    return stack
+
+
+def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float) -> None:
+    """Train while saves take long; note when each step ended and each save was at an end."""
+    times: dict[str, float] = {}
+
+    class Noting(Trainer):
+        def _update(self, grad_norm: float, lr: float) -> None:
+            times[f"update {self.step + 1}"] = time.monotonic()
+            super()._update(grad_norm, lr)
+
+        def save(self, is_last: bool = False) -> None:
+            times[f"save {self.step} begins"] = time.monotonic()
+            super().save(is_last)
+            times[f"save {self.step} returns"] = time.monotonic()
+
+    with slow(copy, write):
+        trainer = build(folder, dump, settings, Noting)
+        trainer.train()
+    if rank == 0:
+        (dump / "times.json").write_text(json.dumps(times))
+
+
+def digests(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
+    """Write the digest of every checkpoint of a run."""
+    found = {}
+    for step in range(1, settings["training.steps"] + 1):
+        found[step] = digest(build(folder, dump, settings | {"checkpoint.load_step": step}))
+    if rank == 0:
+        (dump / "digests.json").write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """This process cannot write larger files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error then, as of a full disk, and not the process's death
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def train_where_a_save_fails(rank: int, folder: Path, dump: Path, settings: dict[str, Any], step: int) -> None:
+    """Train where the last rank cannot write its part of one step's checkpoint."""
+
+    class Failing(Trainer):
+        def save(self, is_last: bool = False) -> None:
+            fails = self.step == step and rank == dist.get_world_size() - 1
+            with files_of_at_most(20_000) if fails else contextlib.nullcontext():
+                super().save(is_last)
+                if fails and self.saver._save is not None:
+                    assert self.saver._save.thread is not None
+                    self.saver._save.thread.join()
+
+    outcome: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = build(folder, dump, settings, Failing)
+        try:
+            trainer.train()
+        except RunError as error:
+            outcome["error"] = str(error)
+    outcome |= {"step": trainer.step, "printed": printed.getvalue()}
+    (dump / f"outcome_{rank}.json").write_text(json.dumps(outcome))

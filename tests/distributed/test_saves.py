@@ -1,0 +1,91 @@
+"""Saves in the background hold exactly the step that they are of; a save that fails leaves everything else whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import crash_worker, save_worker
+from tests.distributed.forked import run
+from titan_like.checkpoint.folder import complete_steps
+
+STEPS = {"training.steps": 5}
+BACKGROUND = STEPS | {"checkpoint.async": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saves")
+    crash_worker.base_config(root, {})  # writes the text
+    return root
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[str, str]:
+    """Digest of every step of a run that saves nothing, on two ranks."""
+    path = folder / "straight.json"
+    run(crash_worker.reference, 2, folder / "log.txt", folder, path, STEPS)
+    digests: dict[str, str] = json.loads(path.read_text())
+    return digests
+
+
+@pytest.mark.parametrize(("copy", "write"), [(0.3, 0.0), (0.0, 0.5)], ids=["slow to copy", "slow to write"])
+def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
+    folder: Path, wanted: dict[str, str], copy: float, write: float
+) -> None:
+    dump, log = folder / f"background {copy} {write}", folder / "log.txt"
+    run(save_worker.train_slowly, 2, log, folder, dump, BACKGROUND, copy, write)
+    run(save_worker.digests, 2, log, folder, dump, STEPS)
+    assert json.loads((dump / "digests.json").read_text()) == wanted
+    times = json.loads((dump / "times.json").read_text())
+    for step in (1, 2, 3):
+        assert times[f"save {step} returns"] < times[f"save {step} begins"] + max(copy, write) / 2
+        waited = times[f"update {step + 1}"] - times[f"save {step} returns"]
+        assert waited >= 0.9 * copy  # nothing changes before it is copied
+        if write:  # the next save waits for the one before, and no update does
+            assert times[f"update {step + 1}"] < times[f"save {step} begins"] + write
+            assert times[f"save {step + 1} returns"] > times[f"save {step} returns"] + 0.9 * write
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: bool, on_failure: str) -> None:
+    dump, log = folder / f"fails {background} {on_failure}", folder / "log.txt"
+    settings: dict[str, Any] = STEPS | {"checkpoint.async": background, "checkpoint.on_failure": on_failure}
+    run(save_worker.train_where_a_save_fails, 2, log, folder, dump, settings, 3)
+    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    problem = f"{dump}/checkpoint/step-3 cannot be written (rank 1: "
+    saved = complete_steps(dump / "checkpoint")
+    assert not [path.name for path in (dump / "checkpoint").iterdir() if not path.name.startswith("step-")]
+    assert not list((dump / "checkpoint").glob("*.unfinished"))
+    if on_failure == "continue":
+        assert [outcome["step"] for outcome in outcomes] == [5, 5]
+        assert saved == [1, 2, 4, 5]
+        (line,) = [line for line in outcomes[0]["printed"].splitlines() if "cannot be written" in line]
+        assert line.strip().startswith(problem) and line.endswith(
+            "the checkpoints before it are whole; training goes on"
+        )
+    else:
+        errors = [outcome["error"] for outcome in outcomes]
+        assert errors[0] == errors[1] and errors[0].startswith(problem)
+        assert errors[0].endswith("the checkpoints before it are whole") and "\n" not in errors[0]
+        assert saved == [1, 2]
+        assert outcomes[0]["step"] == outcomes[1]["step"] <= 4
+    # What is there is whole.
+    run(crash_worker.resume_each, 2, log, folder, [dump], STEPS)
+    outcome = json.loads((dump / "outcome.json").read_text())
+    assert outcome["step"] == saved[-1] and outcome["digest"] == wanted[str(saved[-1])]
+    assert outcome["final"] == wanted["5"]
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_failure: str) -> None:
+    dump = folder / f"last fails {on_failure}"
+    settings: dict[str, Any] = STEPS | {"checkpoint.async": True, "checkpoint.on_failure": on_failure}
+    run(save_worker.train_where_a_save_fails, 1, folder / "log.txt", folder, dump, settings, 5)
+    outcome = json.loads((dump / "outcome_0.json").read_text())
+    assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 cannot be written (rank 0: ")
+    assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]

@@ -1,0 +1,35 @@
+"""train.py on whose rank 1 something goes wrong after step 3: --disturb=sleep or fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train
+from titan_like.config.load import run_command
+from titan_like.parallel import pipeline
+
+forward_backward = pipeline.Pipeline.forward_backward
+calls = 0
+
+
+def disturbed_step(self: pipeline.Pipeline, *args: object) -> None:
+    """The third step's passes go well, the fourth's do not."""
+    global calls
+    calls += 1
+    if calls == 4 and os.environ["RANK"] == "1":
+        if "--disturb=sleep" in ARGUMENTS:
+            time.sleep(1000)
+        if "--disturb=fail" in ARGUMENTS:
+            raise ZeroDivisionError("the test divides by zero")
+    forward_backward(self, *args)  # type: ignore[arg-type]
+
+
+ARGUMENTS = list(sys.argv)
+sys.argv = [argument for argument in sys.argv if not argument.startswith("--disturb")]
+pipeline.Pipeline.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
+run_command(train.main)

@@ -1,0 +1,88 @@
+"""A job that loses a rank or a node goes on by itself, with the same samples and the same losses."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import REPO, TorchrunJob, kill, records, steps
+
+LAST = 40
+SETTINGS = [
+    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
+    "--training.seq_len=32",
+    "--training.micro_batch_size=1",
+    "--training.global_batch_size=4",
+    f"--training.steps={LAST}",
+    "--lr_scheduler.warmup_steps=2",
+    "--lr_scheduler.decay=constant",
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=5",
+    "--evaluation.interval=0",
+    "--parallelism.zero_stage=3",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """A run that nothing disturbs, on two ranks."""
+    folder = tmp_path_factory.mktemp("straight")
+    arguments = [*SETTINGS, f"--job.dump_folder={folder / 'out'}"]
+    with TorchrunJob(folder / "log.txt", REPO / "train.py", arguments, 2, ("--standalone",)) as job:
+        assert job.wait() == 0, job.output
+    return records(folder / "out")
+
+
+def test_a_killed_rank_restarts_the_job_from_its_last_checkpoint(
+    tmp_path: Path, straight: list[dict[str, float]]
+) -> None:
+    dump, options = tmp_path / "out", ("--standalone", "--max-restarts=3")
+    with TorchrunJob(
+        tmp_path / "log.txt", REPO / "train.py", [*SETTINGS, f"--job.dump_folder={dump}"], 2, options
+    ) as job:
+        for step, rank in ((7, 1), (18, 0)):
+            job.until(lambda step=step: len(steps(dump)) >= step, f"step {step}")
+            kill(job.workers()[rank], signal.SIGKILL)
+            job.until(lambda step=step: len(steps(dump)) < step or len(steps(dump)) > step + 8, "the restart")
+        assert job.wait() == 0, job.output
+    assert job.output.count("resumed from ") == 2
+    assert steps(dump) == list(range(1, LAST + 1))
+    for key in ("loss", "grad_norm", "consumed_samples", "consumed_tokens", "lr"):
+        assert [record[key] for record in records(dump)] == [record[key] for record in straight], key
+
+
+def test_a_lost_node_leaves_a_smaller_job_with_the_same_curve(tmp_path: Path, straight: list[dict[str, float]]) -> None:
+    dump, port = tmp_path / "out", free_port()
+    arguments = [*SETTINGS, f"--job.dump_folder={dump}", "--training.steps=60"]
+
+    def options(is_host: int) -> tuple[str, ...]:
+        return (
+            "--nnodes=1:2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=7", "--local_addr=127.0.0.1",
+            f"--rdzv_endpoint=127.0.0.1:{port}",
+            f"--rdzv_conf=is_host={is_host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2",
+        )  # fmt: skip
+
+    with (
+        TorchrunJob(tmp_path / "log_0.txt", REPO / "train.py", arguments, 1, options(1)) as first,
+        TorchrunJob(tmp_path / "log_1.txt", REPO / "train.py", arguments, 1, options(0)) as second,
+    ):
+        first.until(lambda: len(steps(dump)) >= 12, "step 12")
+        assert len(first.workers()) == len(second.workers()) == 1
+        second.kill()
+        assert first.wait() == 0, first.output
+    assert "2 processes on cpu (data 2)" in first.output + second.output
+    assert "1 process on cpu (no parallelism)" in first.output
+    assert steps(dump) == list(range(1, 61))
+    found = records(dump)[:LAST]
+    assert [record["consumed_samples"] for record in found] == [4.0 * step for step in range(1, LAST + 1)]
+    for record, wanted in zip(found, straight, strict=True):
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
