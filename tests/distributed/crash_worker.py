@@ -199,3 +199,25 @@ def load_each(rank: int, folder: Path, names: list[str], layouts: dict[str, dict
             found[f"{name} in {layout}"] = digest(trainer)
     if rank == 0:
         (folder / f"loaded at {torch.distributed.get_world_size()}.json").write_text(json.dumps(found))
+
+
+def train_from(
+    rank: int, folder: Path, jobs: list[tuple[str, Path | None, dict[str, Any]]], settings: dict[str, Any], step: int
+) -> None:
+    """Train each job to its end, from scratch or from a step of another's checkpoints; write the losses after that."""
+    for name, source, layout in jobs:
+        start = (
+            {} if source is None else {"checkpoint.folder": str(source / "checkpoint"), "checkpoint.load_step": step}
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = build(folder, folder / name, settings | layout | start)
+        assert trainer.step == (0 if source is None else step)
+        data, losses = trainer._load_data(), []
+        while trainer.step < trainer.run.total_steps:
+            record = trainer.train_step(data)
+            losses.append(record.loss)
+            if source is None and trainer.step == step:
+                trainer.save()
+        data.close()
+        if rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(losses if source is not None else losses[step:]))

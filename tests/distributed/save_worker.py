@@ -25,17 +25,21 @@ from titan_like.train.trainer import Trainer
 Tensors = dict[str, torch.Tensor]
 
 
-def slow(seconds_to_copy: float, seconds_to_write: float) -> contextlib.ExitStack:
-    """Saves take that much longer."""
+def slow(seconds_to_copy: float, seconds_to_write: float, events: list[str]) -> contextlib.ExitStack:
+    """Saves take that much longer; ``events`` notes when they have copied and written."""
     copy, write = Saver._copy, Saver._write
 
     def late_copy(saver: Saver, *args: Any) -> Tensors:
         time.sleep(seconds_to_copy)
-        return copy(saver, *args)
+        copies = copy(saver, *args)
+        events.append("copied")
+        return copies
 
     def late_write(saver: Saver, tensors: Tensors, run: RunState) -> str | None:
         time.sleep(seconds_to_write)
-        return write(saver, tensors, run)
+        problem = write(saver, tensors, run)
+        events.append(f"written {run.step}")
+        return problem
 
     stack = contextlib.ExitStack()
     stack.enter_context(patch.object(Saver, "_copy", late_copy))
@@ -44,24 +48,23 @@ def slow(seconds_to_copy: float, seconds_to_write: float) -> contextlib.ExitStac
 
 
 def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float) -> None:
-    """Train while saves take long; note when each step ended and each save was at an end."""
-    times: dict[str, float] = {}
+    """Train while saves take long; note in which order things happen."""
+    events: list[str] = []
 
     class Noting(Trainer):
         def _update(self, grad_norm: float, lr: float) -> None:
-            times[f"update {self.step + 1}"] = time.monotonic()
+            events.append(f"update {self.step + 1}")
             super()._update(grad_norm, lr)
 
         def save(self, is_last: bool = False) -> None:
-            times[f"save {self.step} begins"] = time.monotonic()
             super().save(is_last)
-            times[f"save {self.step} returns"] = time.monotonic()
+            events.append(f"save {self.step} returns")
 
-    with slow(copy, write):
+    with slow(copy, write, events):
         trainer = build(folder, dump, settings, Noting)
         trainer.train()
     if rank == 0:
-        (dump / "times.json").write_text(json.dumps(times))
+        (dump / "events.json").write_text(json.dumps(events))
 
 
 def digests(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
@@ -91,6 +94,7 @@ def train_where_a_save_fails(rank: int, folder: Path, dump: Path, settings: dict
     class Failing(Trainer):
         def save(self, is_last: bool = False) -> None:
             fails = self.step == step and rank == dist.get_world_size() - 1
+            self.finish_save()  # the one before is to be whole
             with files_of_at_most(20_000) if fails else contextlib.nullcontext():
                 super().save(is_last)
                 if fails and self.saver._save is not None:

@@ -18,6 +18,7 @@ SETTINGS = [
     "--training.global_batch_size=4",
     f"--training.steps={LAST}",
     "--lr_scheduler.warmup_steps=2",
+    "--optimizer.lr=0.0005",
     "--lr_scheduler.decay=constant",
     "--checkpoint.enable=true",
     "--checkpoint.interval=5",

@@ -47,10 +47,11 @@ def _sum_over_shards(
         assert gradient is not None, "a parameter received no gradient"
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
             assert isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements, (
                 "a gradient is split unlike its parameter"
             )
+            # Not the gradient's: torch keeps results of earlier operations, whose mesh may be equal but another one.
+            mesh = parameter.data.device_mesh
             groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
             gradient = gradient.to_local()
         by_groups.setdefault(groups, []).append(gradient)

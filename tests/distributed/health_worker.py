@@ -1,0 +1,72 @@
+"""What the processes of the tests of bad steps do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.crash_worker import build, digest
+from titan_like.config.errors import RunError
+from titan_like.train import trainer as trainer_module
+from titan_like.train.job import clock_warning
+from titan_like.train.trainer import Trainer
+
+
+def train(
+    rank: int, folder: Path, dump: Path, settings: dict[str, Any], bad: dict[int, float], set_back: int | None = None
+) -> None:
+    """Train where the losses of the steps that begin at some samples are multiplied. Write what came of it.
+
+    With ``set_back`` the data cursor is moved there first.
+    """
+    cross_entropy = trainer_module.summed_cross_entropy
+    digests: dict[int, str] = {}
+
+    class Watched(Trainer):
+        def train_step(self, data: Any) -> Any:
+            record = super().train_step(data)
+            digests[record.step] = digest(self)
+            return record
+
+    outcome: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = build(folder, dump, settings, Watched)
+        if set_back is not None:
+            trainer.consumed_samples = set_back
+
+        def sometimes_bad(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(logits, labels) * bad.get(trainer.consumed_samples, 1.0)
+
+        with patch.object(trainer_module, "summed_cross_entropy", sometimes_bad):
+            try:
+                trainer.train()
+            except RunError as error:
+                outcome["error"] = str(error)
+    outcome |= {
+        "step": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+        "consumed_samples": trainer.consumed_samples,
+        "digests": digests,
+        "printed": printed.getvalue(),
+    }
+    (dump / f"outcome_{rank}.json").write_text(json.dumps(outcome))
+
+
+def clocks(rank: int, path: Path, ahead: float) -> None:
+    """Write what is said of clocks where the last rank's is ahead."""
+    clock: Callable[[], float] = time.time
+    if rank == dist.get_world_size() - 1:
+        clock = lambda: time.time() + ahead  # noqa: E731
+    warning = clock_warning(clock)
+    assert math.isfinite(ahead)
+    path.with_name(f"{path.name}_{rank}").write_text(str(warning))

@@ -1,0 +1,125 @@
+"""Bad steps are left out on all ranks alike, and a run that has too many of them ends with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import crash_worker, health_worker
+from tests.distributed.forked import run
+
+BATCH = 4  # samples
+SETTINGS: dict[str, Any] = {
+    "training.steps": 14,
+    "checkpoint.interval": 4,
+    "health.loss_spike_factor": 8.0,
+    "health.loss_spike_window": 8,
+}
+BAD_STEP = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("health")
+    crash_worker.base_config(root, {})
+    return root
+
+
+def train(folder: Path, name: str, bad: dict[int, float], **changes: Any) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
+    dump = folder / name
+    run(health_worker.train, 2, folder / "log.txt", folder, dump, settings, bad)
+    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    for key in ("step", "skipped_steps", "consumed_samples", "digests"):
+        assert outcomes[0][key] == outcomes[1][key], key
+    return outcomes
+
+
+def records(dump: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_spike_changes_nothing_and_is_counted(folder: Path) -> None:
+    outcome = train(folder, "skip", {BATCH * (BAD_STEP - 1): 5.0})[0]
+    digests = outcome["digests"]
+    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert outcome["skipped_steps"] == 1 and outcome["step"] == 14
+    found = records(folder / "skip")
+    assert [record["step"] for record in found if record["spike"]] == [BAD_STEP]
+    assert not any(record["nan"] or record["skipped"] for record in found)
+    assert found[BAD_STEP - 1]["loss"] > 3 * found[BAD_STEP - 2]["loss"]
+    rates = [record["lr"] for record in found]
+    assert rates[BAD_STEP] == pytest.approx(rates[BAD_STEP - 1])  # the schedule does not count the step
+
+
+def test_gradients_that_are_no_numbers_change_nothing_either(folder: Path) -> None:
+    outcome = train(folder, "nan", {BATCH * (BAD_STEP - 1): math.nan}, health__loss_spike_factor=0.0)[0]
+    digests = outcome["digests"]
+    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert [record["step"] for record in records(folder / "nan") if record["nan"]] == [BAD_STEP]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, background: bool) -> None:
+    name = f"rewind {background}"
+    bad_from = BATCH * (BAD_STEP - 1)
+    extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__async": background}
+    outcome = train(folder, name, {bad_from: 5.0}, **extra)[0]
+    assert (
+        f" the loss of step {BAD_STEP} is a spike (" in outcome["printed"]
+        and f"went back to step 8, and on without the samples 32 to {bad_from + BATCH - 1}" in outcome["printed"]
+    )
+    found = records(folder / name)
+    assert [record["step"] for record in found] == list(range(1, 15)) and not any(r["spike"] for r in found)
+    left_out = bad_from + BATCH - 32
+    wanted = [BATCH * step + (left_out if step > 8 else 0) for step in range(1, 15)]
+    assert [record["consumed_samples"] for record in found] == wanted
+    # The same by hand: a run that begins at step 8 with the samples after the bad ones.
+    by_hand = folder / f"by hand {background}"
+    shutil.copytree(folder / name / "checkpoint", by_hand / "checkpoint")
+    shutil.rmtree(by_hand / "checkpoint" / "step-12")
+    shutil.rmtree(by_hand / "checkpoint" / "step-14")
+    settings = SETTINGS | {"health.loss_spike_factor": 0.0}
+    run(health_worker.train, 2, folder / "log.txt", folder, by_hand, settings, {}, bad_from + BATCH)
+    other = json.loads((by_hand / "outcome_0.json").read_text())
+    assert other["digests"]["14"] == outcome["digests"]["14"]
+
+
+def test_a_spike_before_the_first_checkpoint_is_only_left_out(folder: Path) -> None:
+    extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__interval": 100}
+    outcome = train(folder, "no checkpoint", {BATCH * (BAD_STEP - 1): 5.0}, **extra)[0]
+    assert outcome["step"] == 14 and outcome["skipped_steps"] == 1
+    assert outcome["consumed_samples"] == 14 * BATCH
+
+
+def test_spikes_that_come_back_end_the_run(folder: Path) -> None:
+    bad = {BATCH * step: 5.0 for step in range(BAD_STEP - 1, 200)}
+    outcomes = train(folder, "again and again", bad, health__loss_spike_action="rewind")
+    assert outcomes[0]["error"] == outcomes[1]["error"]
+    assert outcomes[0]["error"].startswith("went back to step 8 3 times, and the loss spikes again (")
+    assert outcomes[0]["error"].endswith("lower optimizer.lr")
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_whole(folder: Path) -> None:
+    bad = {BATCH * step: math.nan for step in range(5, 200)}
+    outcomes = train(folder, "too many", bad, health__max_consecutive_skips=3, checkpoint__async=True)
+    assert outcomes[0]["error"] == outcomes[1]["error"]
+    assert outcomes[0]["error"].startswith("3 steps in a row up to step 8 had no usable gradients (last loss nan)")
+    assert (folder / "too many" / "checkpoint" / "step-4" / "run.json").exists()
+
+
+@pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
+def test_clocks_that_differ_are_named(tmp_path: Path, ahead: float, warns: bool) -> None:
+    run(health_worker.clocks, 2, tmp_path / "log.txt", tmp_path / "said", ahead)
+    said = {(tmp_path / f"said_{rank}").read_text() for rank in (0, 1)}
+    assert len(said) == 1
+    (sentence,) = said
+    assert (
+        sentence.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else sentence == "None"
+    )
