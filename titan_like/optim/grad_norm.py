@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -15,17 +16,17 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def global_grad_norm(parameters: Iterable[torch.Tensor], pipeline: dist.ProcessGroup) -> torch.Tensor:
-    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank.
+def global_grad_norm(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank of the ``mesh``.
 
-    ``parameters`` of all ranks of the ``pipeline`` group together have each parameter of the model once.
+    ``parameters`` of all its pipeline stages together have each parameter of the model once.
     """
-    return _sum_over_shards(parameters, pipeline, _sum_of_squares).sqrt()
+    return _sum_over_shards(parameters, mesh, _sum_of_squares).sqrt()
 
 
-def count_zeros(parameters: Iterable[torch.Tensor], pipeline: dist.ProcessGroup) -> torch.Tensor:
+def count_zeros(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, over all ranks."""
-    return _sum_over_shards(parameters, pipeline, lambda parts: torch.stack([(g == 0).sum() for g in parts]).sum())
+    return _sum_over_shards(parameters, mesh, lambda parts: torch.stack([(g == 0).sum() for g in parts]).sum())
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -34,34 +35,35 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 def _sum_over_shards(
     parameters: Iterable[torch.Tensor],
-    pipeline: dist.ProcessGroup,
+    mesh: DeviceMesh,
     reduce_local: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> torch.Tensor:
     """Reduce the local gradients, sum over exactly those process groups that they are sharded over, then over stages.
 
-    The groups are summed in an order that is equal on all ranks.
+    They are summed in an order that is equal on all ranks. Groups are looked up in ``mesh`` by name: the tensors' own
+    meshes may be equal ones of an earlier model, since torch remembers results of operations on DTensors.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    by_dimensions: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None, "a parameter received no gradient"
-        groups: tuple[dist.ProcessGroup, ...] = ()
+        dimensions: tuple[str, ...] = ()
         if isinstance(gradient, DTensor):
             assert isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements, (
                 "a gradient is split unlike its parameter"
             )
-            # Not the gradient's: torch keeps results of earlier operations, whose mesh may be equal but another one.
-            mesh = parameter.data.device_mesh
-            groups = tuple(mesh.get_group(i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
+            names = gradient.device_mesh.mesh_dim_names or ()
+            placed = zip(names, gradient.placements, strict=True)
+            dimensions = tuple(name for name, placement in placed if not placement.is_replicate())
             gradient = gradient.to_local()
-        by_groups.setdefault(groups, []).append(gradient)
+        by_dimensions.setdefault(dimensions, []).append(gradient)
     total = None
-    for groups, gradients in by_groups.items():
+    for dimensions, gradients in by_dimensions.items():
         part = reduce_local(gradients)
-        for group in groups:
-            dist.all_reduce(part, group=group)
+        for name in dimensions:
+            dist.all_reduce(part, group=mesh[name].get_group())
         total = part if total is None else total + part
     assert total is not None, "no parameter has a gradient"
-    if dist.get_world_size(pipeline) > 1:
-        dist.all_reduce(total, group=pipeline)
+    if mesh["pp"].size() > 1:
+        dist.all_reduce(total, group=mesh["pp"].get_group())
     return total

@@ -154,10 +154,9 @@ class Trainer:
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(loss)
 
-        pipeline_group = self.mesh["pp"].get_group()
-        grad_norm = global_grad_norm(self.model.counted_parameters(), pipeline_group) / self.scaler.scale
+        grad_norm = global_grad_norm(self.model.counted_parameters(), self.mesh) / self.scaler.scale
         logs = self._logs(self.step + 1) or self.step + 1 == self.run.total_steps
-        num_zeros = count_zeros(self.model.counted_parameters(), pipeline_group).item() if logs else None
+        num_zeros = count_zeros(self.model.counted_parameters(), self.mesh).item() if logs else None
         # What single ranks notice becomes known to all of them in the same step.
         noticed = torch.tensor([self.signals.received, self.saver.is_writing], device=device, dtype=self.loss_dtype)
         dist.all_reduce(noticed, op=dist.ReduceOp.MAX)

@@ -68,6 +68,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
+            self._give_sign()
             self._thread.start()
         return self
 
@@ -130,7 +131,8 @@ class Watchdog:
         if self._store.add("reporters", 1) > 1:
             deadline = time.monotonic() + 4 * self.period
             while not self._store.check(["report"]) and time.monotonic() < deadline:
-                time.sleep(self.period / 8)
+                self._give_sign()
+                time.sleep(self.period / 4)
             return ""
         ranks = list(range(self.size))
         before = self._signs(ranks)
