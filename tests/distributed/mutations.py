@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models import transformer
 from titan_like.models.llama.model import Llama
@@ -40,9 +41,9 @@ def norm_of_one_stage() -> Iterator[None]:
     """Every stage clips at its own gradient norm."""
     original = trainer.global_grad_norm
 
-    def of_this_stage(parameters: Any, group: dist.ProcessGroup) -> torch.Tensor:
-        with patch.object(dist, "all_reduce", _unless_group(group)):
-            return original(parameters, group)
+    def of_this_stage(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
+        with patch.object(dist, "all_reduce", _unless_group(mesh["pp"].get_group())):
+            return original(parameters, mesh)
 
     with patch.object(trainer, "global_grad_norm", of_this_stage):
         yield
