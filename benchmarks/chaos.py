@@ -7,7 +7,8 @@ rank gets kill -9 at a random moment, every third time while a checkpoint is bei
 again, until it ends by itself. Some runs keep their layout, others are started again in another one each time.
 
 - Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
-  kept; otherwise the largest difference from the reference on one rank, relative to the largest weight.
+  kept. Where it changed: the largest difference of a weight from the reference on one rank, relative to the tensor's
+  largest, beside that of undisturbed runs in the same layouts, which is rounding. It may be 8 times as large.
 - Samples: each rank logs the index of every sample that it trains on. In the history that survived (of each step the
   last attempt at it) each index from 0 on must be there exactly once.
 - metrics.jsonl must have each step once.
@@ -74,6 +75,7 @@ class Outcome:
     seconds: float
     lost_steps: int  # trained again after a kill
     max_difference: float  # of weights and optimizer from the reference, relative to the largest element
+    undisturbed_difference: float  # the same of runs in these layouts that were left alone; 0 where it was kept
     identical: bool
     samples_once: bool
     steps_once: bool
@@ -281,7 +283,7 @@ def main() -> None:
             return references[layout, dropout]
 
         titles = ("kills", "in saves", "again", "weights", "samples", "steps", "seconds")
-        print(f"{'layouts':62}" + "".join(f" {title:>9}" for title in titles))
+        print(f"{'layouts':58}" + "".join(f" {title:>15}" for title in titles))
         outcomes = []
         for number in range(options.runs):
             keeps = number % 2 == 0
@@ -293,12 +295,13 @@ def main() -> None:
             )
             wanted = reference(layouts[0], True) if keeps else reference("one rank", False)
             identical, worst = compare(final_tensors(dump, options.steps), wanted)
-            outcome = Outcome(**found, identical=identical, max_difference=worst)
+            rounding = 0.0 if keeps else max(compare(reference(name, False), wanted)[1] for name in layouts)
+            outcome = Outcome(**found, identical=identical, max_difference=worst, undisturbed_difference=rounding)
             outcomes.append(outcome)
-            same = "identical" if identical else f"{worst:.1e}"
+            same = "identical" if identical else f"{worst:.1e}/{rounding:.1e}"
             marks = ["once" if good else "WRONG" for good in (outcome.samples_once, outcome.steps_once)]
             cells = (outcome.kills, outcome.kills_in_saves, outcome.lost_steps, same, *marks, round(outcome.seconds))
-            print(f"{', '.join(outcome.layouts):62}" + "".join(f" {cell:>9}" for cell in cells), flush=True)
+            print(f"{', '.join(outcome.layouts):58}" + "".join(f" {cell:>15}" for cell in cells), flush=True)
     kept = [outcome for outcome in outcomes if len(outcome.layouts) == 1]
     changed = [outcome for outcome in outcomes if len(outcome.layouts) > 1]
     summary = {
@@ -306,7 +309,7 @@ def main() -> None:
         "kills": sum(outcome.kills for outcome in outcomes),
         "kills_in_saves": sum(outcome.kills_in_saves for outcome in outcomes),
         "same_layout_identical": all(outcome.identical for outcome in kept),
-        "other_layouts_worst": max((outcome.max_difference for outcome in changed), default=0.0),
+        "other_layouts_within_rounding": all(o.max_difference <= 8 * o.undisturbed_difference for o in changed),
         "samples_once": all(outcome.samples_once for outcome in outcomes),
         "steps_once": all(outcome.steps_once for outcome in outcomes),
     }
