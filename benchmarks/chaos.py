@@ -3,8 +3,8 @@
     python benchmarks/chaos.py --runs 20 --json chaos.json
 
 Every run is torchrun of train.py's trainer on the debug model, dropout on, a checkpoint every second step. A random
-rank gets kill -9 at a random moment, every third time while a checkpoint is being written, and the job is started
-again, until it ends by itself. Some runs keep their layout, others are started again in another one each time.
+rank gets kill -9 at a random moment (after some seconds, while a checkpoint is being written, or after some step), and
+the job is started again, until it ends by itself. Some runs keep their layout, others are started again in another one each time.
 
 - Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
   kept. Where it changed: the largest difference of a weight from the reference on one rank, relative to the tensor's
@@ -151,28 +151,38 @@ class Attempt:
         return code
 
 
-def resumed_step(attempt: Attempt) -> int:
-    """The step that an attempt began at."""
-    lines = [line for line in attempt.output.read_text().splitlines() if line.startswith("resumed from ")]
-    return int(lines[0].rpartition("step-")[2]) if lines else 0
+def last_step(dump: Path) -> int:
+    """The last step in metrics.jsonl."""
+    path = dump / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
 
 
-def kill_once(attempt: Attempt, dump: Path, moments: random.Random, in_save: bool, patience: float) -> bool | None:
-    """Kill a random rank; whether a checkpoint was being written then, or None if the job ended before."""
-    began = time.monotonic()
-    while time.monotonic() < began + patience or in_save:
+def kill_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int) -> bool | None:
+    """Kill a random rank: after some time, while a checkpoint is written, or after some step.
+
+    Whether a checkpoint was being written then, or None if the job ended before.
+    """
+    kind, began = moments.choice(("time", "save", "step")), time.monotonic()
+    patience, step = moments.uniform(0.5, 10.0), moments.randint(min(last_step(dump) + 1, steps - 1), steps - 1)
+    while True:
         if attempt.process.poll() is not None:
             return None
-        if in_save and attempt.ranks() and list((dump / "checkpoint").glob("*.unfinished")):
+        is_writing = bool(list((dump / "checkpoint").glob("*.unfinished")))
+        if kind == "time" and time.monotonic() > began + patience:
+            break
+        if kind == "save" and is_writing and attempt.ranks():
             time.sleep(moments.uniform(0, 0.02))
+            break
+        if kind == "step" and last_step(dump) >= step:
             break
         time.sleep(0.002)
     ranks = attempt.ranks()
     if not ranks or attempt.process.poll() is not None:
         return None
-    was_writing = bool(list((dump / "checkpoint").glob("*.unfinished")))
     os.kill(moments.choice(ranks), signal.SIGKILL)
-    return was_writing
+    return is_writing
 
 
 def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
@@ -213,18 +223,18 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]
     return identical, worst
 
 
-def check_samples(dump: Path, starts: list[int], steps: int) -> tuple[bool, int]:
+def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, int]:
     """Whether each sample is in the surviving history exactly once, and how many steps were trained again."""
     history: dict[int, list[int]] = {}
     again = 0
-    for number, start in enumerate(starts):
+    for number in range(attempts):
         by_step: dict[int, list[int]] = {}
         for path in dump.glob(f"samples-{number}-*.jsonl"):
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):
                     entry = json.loads(line)
                     by_step.setdefault(entry["step"], []).extend(entry["samples"])
-        for step in [step for step in history if step > start]:
+        for step in [step for step in history if by_step and step >= min(by_step)]:
             del history[step]
             again += 1
         history |= by_step
@@ -237,22 +247,21 @@ def run(
 ) -> dict[str, Any]:
     """Train in ``dump`` through that many kills; each attempt takes the next of ``layouts``, round and round."""
     dump.mkdir(parents=True)
-    starts, used, killed, in_saves, began = [], [], 0, 0, time.monotonic()
+    used, killed, in_saves, began = [], 0, 0, time.monotonic()
     while True:
         layout = layouts[len(used) % len(layouts)]
         attempt = Attempt(dump, len(used), layout, [*settings, f"--training.steps={steps}"])
         used.append(layout)
         if killed < kills:
-            was_writing = kill_once(attempt, dump, moments, moments.random() < 1 / 3, moments.uniform(1.0, 9.0))
+            was_writing = kill_once(attempt, dump, moments, steps)
             if was_writing is not None:
                 killed, in_saves = killed + 1, in_saves + was_writing
         code = attempt.wait()
-        starts.append(resumed_step(attempt))
         if code == 0:
             break
         if len(used) > 10 * (kills + 1):
             raise RuntimeError(f"no end is in sight: {attempt.output.read_text()[-2000:]}")
-    once, again = check_samples(dump, starts, steps)
+    once, again = check_samples(dump, len(used), steps)
     logged = [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
     return {
         "layouts": list(dict.fromkeys(used)), "kills": killed, "kills_in_saves": in_saves,
@@ -266,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--kills", type=int, default=3, help="in each run")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH")
     options = parser.parse_args()

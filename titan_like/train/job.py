@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,16 +46,29 @@ def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    is_alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-    place: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if is_alone else {}
+    timeout = timedelta(seconds=patience + 60) if patience else dist.constants.default_pg_timeout
+    store, rank, world_size = meeting_place(timeout)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=patience + 60) if patience else None,
+        store=store, rank=rank, world_size=world_size,
+        timeout=timeout if patience else None,
         device_id=device if on_gpu else None,
-        **place,
-    )
+    )  # fmt: skip
     yield
     dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
+
+
+def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store that the job's processes meet at, this one's rank, and how many they are.
+
+    torchrun may keep one store from one start of the processes to the next, and with it the addresses of processes that
+    are gone: each start has its own part of it.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start-{start}-of-{world_size}", store), rank, world_size
 
 
 def clock_warning(clock: Callable[[], float] = time.time) -> str | None:
