@@ -4,7 +4,7 @@
 
 Every run is torchrun of train.py's trainer on the debug model, dropout on, a checkpoint every second step. A random
 rank gets kill -9 at a random moment (after some seconds, while a checkpoint is being written, or after some step), and
-the job is started again, until it ends by itself. Some runs keep their layout, others are started again in another one each time.
+the job is started again, until it ends by itself. Some runs keep their layout, others change it with every start.
 
 - Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
   kept. Where it changed: the largest difference of a weight from the reference on one rank, relative to the tensor's

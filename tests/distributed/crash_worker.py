@@ -81,10 +81,10 @@ def die_in(folder: Path, death: Death) -> list[str]:
             os.kill(os.getpid(), signal.SIGKILL)
         operations.append(" ".join([event, *(Path(str(name)).name for name in args[: 1 + (event == "os.rename")])]))
         if death.file and is_open and str(args[0]).endswith(death.file):
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process that writes further
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
 
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills the process that writes further
     sys.addaudithook(before)
     return operations
 

@@ -16,7 +16,8 @@ from tests.distributed.crash_worker import Death
 from tests.distributed.forked import Job, died, run
 from titan_like.checkpoint.folder import complete_steps
 
-LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1}}
+# Two ranks write their checkpoints in the background.
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1, "checkpoint.async": True}}
 BACK = {"checkpoint.load_step": 1, "optimizer.lr": 5e-3}  # another branch of the run, with other weights
 LONG = {"training.steps": 40, "checkpoint.keep_latest": 2}
 NEVER = 10**9
