@@ -23,7 +23,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
-AuthInfo=cred_expire=3
+AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
