@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 REPO = Path(__file__).parents[2]
-STEPS = 200
+STEPS = 40
 SETTINGS = [
     "--training.seq_len=32",
     "--training.micro_batch_size=2",
