@@ -114,7 +114,9 @@ def test_the_manifest() -> None:
     elastic, workers = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert elastic["rdzvBackend"] == "c10d"
     assert elastic["minReplicas"] <= workers["replicas"] <= elastic["maxReplicas"]
-    assert all(set(setting) == {"key", "value"} and isinstance(setting["value"], str) for setting in elastic["rdzvConf"])
+    assert all(
+        set(setting) == {"key", "value"} and isinstance(setting["value"], str) for setting in elastic["rdzvConf"]
+    )
     pod = workers["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > 300
     [container] = pod["containers"]
