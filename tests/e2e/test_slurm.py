@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm_cluster import SlurmCluster, missing_program, wait_until
+from tests.e2e.slurm_cluster import NODES, SlurmCluster, missing_program, wait_until
 
 REPO = Path(__file__).parents[2]
 STEPS = 80
@@ -131,6 +131,17 @@ def test_a_process_that_dies_is_started_again(cluster: SlurmCluster, tmp_path: P
     assert training.wait_for_state("COMPLETED")["Restarts"] == "0"
     assert training.steps() == list(range(1, STEPS + 1))
     assert len(re.findall(rf"^resumed from {tmp_path}/checkpoint/step-[1-7]0$", training.output(), re.MULTILINE)) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
+    training.wait_for_step(12)
+    cluster.call(
+        "scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test"
+    )  # back by itself, as it is well
+    assert training.wait_for_state("COMPLETED")["Restarts"] == "1"
+    assert training.steps() == list(range(1, STEPS + 1))
 
 
 @pytest.mark.exhaustive
