@@ -22,6 +22,7 @@ SETTINGS = [
     "--training.micro_batch_size=2",
     "--training.global_batch_size=8",
     f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=2",
     "--evaluation.interval=0",
     "--checkpoint.interval=100000",
 ]
@@ -92,7 +93,7 @@ def test_pods_save_when_one_is_to_go_and_go_on_when_they_are_back(pods: Pods, tm
     first = pods.start()
     deadline = time.monotonic() + 90
     while len(steps(tmp_path)) < 5:
-        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline and first[0].poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     first[1].send_signal(signal.SIGTERM)
     assert [pod.wait(timeout=60) for pod in first] == [143, 143]  # torchrun alone would wait 5 minutes for the other
