@@ -63,12 +63,12 @@ class Training:
 
     def wait_for_step(self, step: int) -> int:
         """Wait until the run has come to a step."""
-        wait_until(lambda: len(self.steps()) >= step, 90)
+        wait_until(lambda: len(self.steps()) >= step, 180)
         return self.steps()[-1]
 
     def wait_for_state(self, state: str) -> dict[str, str]:
         """Wait until the job has come to a state, and say what Slurm knows of it."""
-        self.cluster.wait_for_state(self.number, state, 90)
+        self.cluster.wait_for_state(self.number, state, 180)
         return self.cluster.job(self.number)
 
 
@@ -84,12 +84,12 @@ def test_a_warned_and_preempted_run_goes_on_to_its_end(cluster: SlurmCluster, tm
     training.wait_for_step(5)
     # What slurmctld does before the time limit because of --signal=B:USR1@300: USR1, to the batch shell alone.
     cluster.call("scancel", "--batch", "--signal=USR1", training.number)
-    wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 60)
+    wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 120)
     warned = training.steps()[-1]
 
     training.wait_for_step(warned + 5)
     other = cluster.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
-    cluster.wait_for_state(other, "COMPLETED", 60)
+    cluster.wait_for_state(other, "COMPLETED", 120)
     preempted = training.steps()[-1]
 
     job = training.wait_for_state("COMPLETED")
