@@ -85,7 +85,8 @@ class Watchdog:
                 lost = lost if self._store.add("reporters", 1) == 1 else ""
             self._end_process(lost)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        self._give_sign(f"{type(error).__name__}: {reason}")
+        with suppress(RuntimeError):  # the store may be gone
+            self._give_sign(f"{type(error).__name__}: {reason}")
 
     def _watch(self) -> None:
         while not self._ended.wait(self.period):

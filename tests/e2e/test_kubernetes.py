@@ -1,0 +1,128 @@
+"""scripts/k8s: the manifest, and what its pods run, as two process groups of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPO = Path(__file__).parents[2]
+STEPS = 40
+SETTINGS = [
+    "--training.seq_len=32",
+    "--training.micro_batch_size=2",
+    "--training.global_batch_size=8",
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=2",
+    "--evaluation.interval=0",
+    "--checkpoint.interval=100000",
+]
+
+
+class Pods:
+    """Starts pods, and ends what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[subprocess.Popen[bytes]] = []
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPO),
+            "CUDA_VISIBLE_DEVICES": "",
+            "NPROC": "1",
+            "PET_NNODES": "2:2",
+            "PET_MAX_RESTARTS": "0",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_ID": "test",
+        }
+
+    def start(self) -> list[subprocess.Popen[bytes]]:
+        """Two of them."""
+        settings = ["train_configs/debug_gpt.toml", f"--job.dump_folder={self.folder}", *SETTINGS]
+        with open(self.folder / "log", "ab") as log:
+            pods = [
+                subprocess.Popen(
+                    ["bash", str(REPO / "scripts/k8s/run.sh"), *settings], env=self.environment, stdout=log, stderr=log
+                )
+                for _ in range(2)
+            ]
+        self.all += pods
+        return pods
+
+    def close(self) -> None:
+        """End them."""
+        for pod in self.all:
+            pod.kill()
+            pod.wait()
+        mark = f"--job.dump_folder={self.folder}".encode()
+        for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if mark in arguments.read_bytes().split(b"\0"):
+                    os.kill(int(arguments.parent.name), signal.SIGKILL)
+            except OSError:  # it has just ended
+                continue
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    pods = Pods(tmp_path)
+    yield pods
+    pods.close()
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the pods are Linux")
+def test_pods_save_when_one_is_to_go_and_go_on_when_they_are_back(pods: Pods, tmp_path: Path) -> None:
+    first = pods.start()
+    deadline = time.monotonic() + 180
+    while len(steps(tmp_path)) < 5:
+        assert time.monotonic() < deadline and first[0].poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    first[1].send_signal(signal.SIGTERM)
+    assert [pod.wait(timeout=120) for pod in first] == [143, 143]  # torchrun alone would wait 5 minutes for the other
+    stopped = steps(tmp_path)[-1]
+    assert 5 <= stopped < STEPS
+    log = (tmp_path / "log").read_text()
+    assert f" saved {tmp_path}/checkpoint/step-{stopped}\n" in log
+    assert f" stopped by SIGTERM after step {stopped}\n" in log
+
+    assert [pod.wait(timeout=180) for pod in pods.start()] == [0, 0]
+    assert f"resumed from {tmp_path}/checkpoint/step-{stopped}\n" in (tmp_path / "log").read_text()
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_the_manifest() -> None:
+    job = yaml.safe_load((REPO / "scripts/k8s/pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(job["spec"]) <= {"elasticPolicy", "runPolicy", "pytorchReplicaSpecs", "nprocPerNode"}
+    elastic, workers = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert elastic["rdzvBackend"] == "c10d"
+    assert elastic["minReplicas"] <= workers["replicas"] <= elastic["maxReplicas"]
+    assert all(
+        set(setting) == {"key", "value"} and isinstance(setting["value"], str) for setting in elastic["rdzvConf"]
+    )
+    pod = workers["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 300
+    [container] = pod["containers"]
+    assert container["name"] == "pytorch"
+    script = container["command"][-1]
+    assert (REPO / script).is_file()
+    assert (REPO / container["args"][0]).is_file()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}

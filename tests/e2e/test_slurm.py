@@ -1,0 +1,157 @@
+"""scripts/slurm/train.sbatch on a real Slurm, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.slurm_cluster import NODES, SlurmCluster, missing_program, wait_until
+
+REPO = Path(__file__).parents[2]
+STEPS = 80
+SETTINGS = [
+    "--training.seq_len=32",
+    "--training.micro_batch_size=2",
+    "--training.global_batch_size=8",
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=2",
+    "--metrics.log_interval=100",
+    "--evaluation.interval=0",
+    "--checkpoint.interval=100000",
+]
+
+lacks = missing_program()
+pytestmark = pytest.mark.skipif(lacks is not None, reason=f"Slurm is not installed: no {lacks}")
+
+
+class Training:
+    """A job of train.sbatch: one process on each of two nodes."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, *options: str, settings: list[str]) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir(exist_ok=True)
+        python = str(Path(sys.executable).parent)
+        self.number = cluster.submit(
+            f"--export=ALL,PATH={python}:{os.environ['PATH']},PYTHONPATH={REPO},CUDA_VISIBLE_DEVICES=,MAX_RESTARTS=1",
+            f"--chdir={REPO}",
+            f"--output={folder}/job.out",
+            "--nodes=2",
+            "--gpus-per-node=0",
+            *options,
+            str(REPO / "scripts/slurm/train.sbatch"),
+            "train_configs/debug_gpt.toml",
+            f"--job.dump_folder={folder}",
+            *settings,
+        )
+
+    def steps(self) -> list[int]:
+        """The steps in metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+    def output(self) -> str:
+        """What the job has printed in all its lives."""
+        return (self.folder / "job.out").read_text()
+
+    def wait_for_step(self, step: int) -> int:
+        """Wait until the run has come to a step."""
+        wait_until(lambda: len(self.steps()) >= step, 180)
+        return self.steps()[-1]
+
+    def wait_for_state(self, state: str) -> dict[str, str]:
+        """Wait until the job has come to a state, and say what Slurm knows of it."""
+        self.cluster.wait_for_state(self.number, state, 180)
+        return self.cluster.job(self.number)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+    assert cluster.processes() == []
+
+
+def test_a_warned_and_preempted_run_goes_on_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path, settings=SETTINGS)
+    training.wait_for_step(5)
+    # What slurmctld does before the time limit because of --signal=B:USR1@300: USR1, to the batch shell alone.
+    cluster.call("scancel", "--batch", "--signal=USR1", training.number)
+    wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 120)
+    warned = training.steps()[-1]
+
+    training.wait_for_step(warned + 5)
+    other = cluster.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    cluster.wait_for_state(other, "COMPLETED", 120)
+    preempted = training.steps()[-1]
+
+    job = training.wait_for_state("COMPLETED")
+    assert (job["ExitCode"], job["Restarts"]) == ("0:0", "2")
+    assert 5 <= warned < preempted < STEPS
+    assert training.steps() == list(range(1, STEPS + 1))
+    output = training.output()
+    assert re.findall(r"^ stopped by (\w+) after step (\d+)$", output, re.MULTILINE) == [
+        ("SIGUSR1", str(warned)),
+        ("SIGTERM", str(preempted)),
+    ]
+    checkpoints = [f"{tmp_path}/checkpoint/step-{step}" for step in (warned, preempted, STEPS)]
+    assert re.findall(r"^ saved (.*)$", output, re.MULTILINE) == checkpoints
+    assert re.findall(r"^resumed from (.*)$", output, re.MULTILINE) == checkpoints[:2]
+
+
+def test_a_wrong_setting_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path, settings=["--training.global_batch_size=3"])
+    job = training.wait_for_state("FAILED")
+    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
+    assert training.output().count("error: training.global_batch_size = 3: ") == 1
+
+
+def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    diverging = ["--optimizer.name=sgd", "--optimizer.lr=1e30", "--training.max_norm=0"]
+    options = ["--health.skip_nonfinite=false", *SETTINGS, *diverging]
+    training = Training(cluster, tmp_path, "--nodes=1", settings=options)
+    job = training.wait_for_state("FAILED")
+    assert (job["ExitCode"], job["Restarts"]) == ("1:0", "0")
+    assert training.output().count("error: the loss of step 2 is ") == 2  # torchrun tried again once
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_dies_is_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
+    training.wait_for_step(12)
+    environments = {process: Path(f"/proc/{process}/environ").read_bytes() for process in cluster.processes()}
+    os.kill(next(process for process, text in environments.items() if b"\0RANK=1\0" in text), signal.SIGKILL)
+    assert training.wait_for_state("COMPLETED")["Restarts"] == "0"
+    assert training.steps() == list(range(1, STEPS + 1))
+    assert len(re.findall(rf"^resumed from {tmp_path}/checkpoint/step-[1-7]0$", training.output(), re.MULTILINE)) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
+    training.wait_for_step(12)
+    cluster.call(
+        "scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test"
+    )  # back by itself, as it is well
+    assert training.wait_for_state("COMPLETED")["Restarts"] == "1"
+    assert training.steps() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.exhaustive
+def test_the_time_limit_itself(cluster: SlurmCluster, tmp_path: Path) -> None:
+    endless = [*SETTINGS, "--training.steps=100000"]
+    training = Training(cluster, tmp_path, "--time=1", "--signal=B:USR1@10", settings=endless)
+    wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 90)
+    warned = training.steps()[-1]
+    assert f" stopped by SIGUSR1 after step {warned}\n" in training.output()
+    training.wait_for_step(warned + 5)
+    assert f"resumed from {tmp_path}/checkpoint/step-{warned}\n" in training.output()
+    cluster.call("scancel", training.number)
+    assert training.wait_for_state("CANCELLED")["Restarts"] == "1"
