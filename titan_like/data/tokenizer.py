@@ -68,8 +68,15 @@ def build_tokenizer(spec: str) -> Tokenizer:
     Raises:
         ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
     """
-    if spec == "byte":
-        return ByteTokenizer()
+    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*read_tokenizer(spec))
+
+
+def read_tokenizer(spec: str) -> tuple[HFTokenizer, int]:
+    """A tokenizer of the `tokenizers` library, and the id of its end-of-document token.
+
+    Raises:
+        ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
+    """
     if spec.startswith("gpt2:"):
         tokenizer = _read_gpt2(spec)
     else:
@@ -81,7 +88,7 @@ def build_tokenizer(spec: str) -> Tokenizer:
     for token in _END_OF_DOCUMENT:
         eod_id = tokenizer.token_to_id(token)
         if eod_id is not None:
-            return HuggingFaceTokenizer(tokenizer, eod_id)
+            return tokenizer, eod_id
     raise ConfigError(_KEY, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
 
 
