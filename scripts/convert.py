@@ -24,18 +24,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
-    to_hf.add_argument("--checkpoint", required=True, help="a step-N folder, or a folder of them: then the newest")
-    to_hf.add_argument("--output", required=True, help="folder to write, which must not exist")
+    to_hf.add_argument(
+        "--checkpoint", required=True, metavar="FOLDER", help="a step-N folder, or a folder of them: then the newest"
+    )
+    to_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write, which must not exist")
     to_hf.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="type of the weights (default: float32, or what an imported checkpoint came in)",
     )
-    to_hf.add_argument("--max_shard_size", type=float, default=5.0, help="most GB in one file (default: 5)")
+    to_hf.add_argument(
+        "--max_shard_size", type=float, default=5.0, metavar="GB", help="most GB in one file (default: 5)"
+    )
     to_hf.add_argument("--tokenizer", help="what data.tokenizer may name (default: the checkpoint's)")
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training begins with", allow_abbrev=False)
-    from_hf.add_argument("--input", required=True, help="folder with config.json and safetensors files")
-    from_hf.add_argument("--output", required=True, help="folder that gets the checkpoint step-0")
+    from_hf.add_argument(
+        "--input", required=True, metavar="FOLDER", help="folder with config.json and safetensors files"
+    )
+    from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder that gets the checkpoint step-0")
     return parser
 
 

@@ -29,9 +29,8 @@ from titan_like.train.trainer import Trainer
 
 SIZES = {"num_layers": 4, "vocab_size": 301, "max_seq_len": 64}  # an odd vocabulary, padded to 384
 MODELS = {
-    "gpt": gpt_config(**SIZES),
+    "gpt": gpt_config(**SIZES, hidden_size=30, num_attention_heads=2),  # tied; shards over 4 ranks are uneven
     "llama": llama_config(**SIZES),
-    "llama, tied": llama_config(**SIZES, tied_embeddings=True),
 }
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
 TENSOR = {"parallelism.tensor_parallel_degree": 2}
@@ -45,7 +44,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "2 stages of tensor 2": PIPELINE | TENSOR,
         "tensor 2 of zero 3": TENSOR | {"parallelism.zero_stage": 3, "parallelism.sequence_parallel": True},
-        "uneven zero 2": {"parallelism.zero_stage": 2},
         "2 replicas of zero 3": {"parallelism.zero_stage": 3, "parallelism.data_parallel_replicate_degree": 2},
         "interleaved stages of zero 1 in bfloat16": PIPELINE
         | {
@@ -159,7 +157,7 @@ def test_weights_are_bit_equal_in_every_layout(folder: Path, ranks: int, layout:
 def test_checkpoint_of_split_layers_exports_the_same_bytes(folder: Path, tmp_path: Path, model: str) -> None:
     weights = CheckpointWeights(folder / model / "saved" / "step-0")
     files = to_hugging_face(weights, tmp_path / "hf", None, 100_000, None)
-    assert len(files) > 3
+    assert len(files) > 2
     for file in files:
         found, expected = load_file(file), load_file(folder / model / "hf" / file.name)
         assert found.keys() == expected.keys()

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_state, save_checkpoint
-from tests.unit.test_checkpoint_reader import Call
 from titan_like.checkpoint.inference import load_for_inference
 from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.checkpoint.weights import CheckpointWeights
@@ -115,6 +115,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.5,
         "resid_pdrop": 2,
         "n_layer": None,
+        "n_embd": True,
         "n_head": 5,
         "n_positions": 2**70,
         "layer_norm_epsilon": True,
@@ -232,6 +233,13 @@ LIES: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, bytes] | tuple[Any,
 }
 
 
+def test_names_that_would_act_on_a_terminal_are_not_printed(gpt: Path) -> None:
+    file = gpt / "model.safetensors"
+    save_file(load_file(file) | {"h.0.\x1b[2J\n\u202e" + "x" * 9999: torch.ones(1)}, file)
+    sentence = refusal(gpt)
+    assert sentence.isprintable() and len(sentence) < 1000
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_lying_header_is_refused(llama: Path, lie: str) -> None:
     file = first_file(llama)
@@ -284,50 +292,26 @@ def test_shapes_that_gpt2_lacks_are_not_exported(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-1"]
 
 
-def metadata_with(path: Path, change: Callable[[Any], object]) -> None:
+def forget_places(path: Path) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
+    metadata.storage_data = None
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def rename_places(name: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for place in metadata.storage_data.values():
-            place.relative_path = name
-
-    return change
-
-
-def encode(metadata: Any) -> None:
-    for place in metadata.storage_data.values():
-        place.transform_descriptors = ["stream.zstd/1"]
-
-
-def evil_tensors(path: Path, mark: Path) -> None:
-    """Every tensor's bytes become a pickle that runs a command, in the form that torch.save writes."""
-    torch.save(Call(os.system, f"touch {mark}"), path / "evil")
-    content = (path / "evil").read_bytes()
-    (path / "evil").unlink()
-    (path / "__0_0.distcp").write_bytes(content)
-
-    def change(metadata: Any) -> None:
-        for place in metadata.storage_data.values():
-            place.offset, place.length = 0, len(content)
-
-    metadata_with(path, change)
+def encode(path: Path) -> None:
+    edit_places(path, lambda place: setattr(place, "transform_descriptors", ["stream.zstd/1"]))
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "path outside": (lambda p, m: metadata_with(p, rename_places("../__0_0.distcp")), "no file in its folder"),
-    "absolute path": (lambda p, m: metadata_with(p, rename_places(str(m))), "no file in its folder"),
-    "path that is none": (lambda p, m: metadata_with(p, rename_places(7)), "no file in its folder"),  # type: ignore
-    "encoding": (lambda p, m: metadata_with(p, encode), "names the encoding"),
-    "no places": (lambda p, m: metadata_with(p, lambda x: setattr(x, "storage_data", None)), "no stored tensors"),
+    "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "no file in its folder"),
+    "absolute path": (lambda p, m: place_at(p, str(m)), "no file in its folder"),
+    "encoding": (lambda p, m: encode(p), "names the encoding"),
+    "no places": (lambda p, m: forget_places(p), "no stored tensors"),
     "pickle in .metadata": (
         lambda p, m: (p / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {m}"))),
         "posix.system, which is no tensor metadata",
     ),
-    "pickle among the tensors": (evil_tensors, "holds something that is no tensor"),
+    "pickle among the tensors": (hide_pickle, "holds something that is no tensor"),
     "other sizes in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["model"].update(ffn_hidden_size=96)),
         "run.json describes a model.layers.0.mlp.gate.weight of shape [96, 64], which is not there",
@@ -362,7 +346,7 @@ def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
         with pytest.raises(RunError) as error:
             load_for_inference(JobConfig.model_validate(settings), path, torch.device("cpu"))
         assert str(error.value).startswith(f"{path} cannot be loaded (") and words in str(error.value)
-    if name not in ("pickle among the tensors",):  # that is seen when training begins
+    if name != "pickle among the tensors":  # that is found when training begins
         config = JobConfig.model_validate(settings | {"checkpoint": {"initial_load_path": str(path)}})
         with pytest.raises(ConfigError):
             check_initial_weights(config, model_config(config.model))

@@ -67,6 +67,7 @@ class CheckpointWeights:
             RunError: its file is damaged.
         """
         stored = self._stored[f"model.{name}"]
+        assert isinstance(stored, TensorStorageMetadata)  # checked before
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         try:
             with warnings.catch_warnings():
@@ -91,7 +92,7 @@ class CheckpointWeights:
             known.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in known:
-                raise RunError(f"{self.path} cannot be loaded ({name} is not in the model of its run.json)")
+                raise RunError(f"{self.path} cannot be loaded ({name!r} is not in the model of its run.json)")
 
 
 class _CachingReader(TensorReader):

@@ -34,6 +34,7 @@ WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # that float32 holds exactly
 
 _MOST_JSON_BYTES = 64 << 20  # the largest real index has about 1 MB
+_MOST_SHOWN = 400  # characters
 _REOPEN_AFTER_BYTES = 32 << 20
 
 
@@ -84,7 +85,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         tensors = _tensors(path, family)
         _check_tensors(model, tensors)
     except RefusedError as refusal:
-        raise ConfigError(key, str(path), str(refusal)) from None
+        raise ConfigError(key, str(path), _printable(str(refusal))) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
@@ -126,6 +127,12 @@ class TensorSlices:
             self._file.__exit__(None, None, None)
         self._file = self._path = None
         self._bytes_touched = 0
+
+
+def _printable(text: str) -> str:
+    """What files say may be of any length and could move the cursor of a terminal."""
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:

@@ -62,6 +62,6 @@ def write_safetensors(path: Path, specs: list[TensorSpec], values: Iterator[torc
             value = next(values)
             assert tuple(value.shape) == spec.shape and value.dtype == spec.dtype, spec.name
             file.seek(8 + len(text) + offsets[spec.name])
-            file.write(value.contiguous().view(torch.uint8).numpy())
+            file.write(value.contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

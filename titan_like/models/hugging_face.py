@@ -78,7 +78,7 @@ class Family(Protocol):
 
 def family_module(family: str) -> Family:
     """The module of a family."""
-    return importlib.import_module(f"titan_like.models.{family}.hugging_face")  # type: ignore[return-value]
+    return importlib.import_module(f"titan_like.models.{family}.hugging_face")
 
 
 def family_of(config: TransformerConfig) -> Family:
@@ -180,8 +180,14 @@ class Fields:
         self._place = place  # of a table in the file
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Raise, naming a field and its value."""
-        shown = json.dumps(self.values.get(field))
+        """Refuse, naming a field and its value.
+
+        Raises:
+            RefusedError: always.
+        """
+        if field not in self.values:
+            raise RefusedError(f"config.json has no {self._place}{field}, {problem}")
+        shown = json.dumps(self.values[field])
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise RefusedError(f"config.json has {self._place}{field} = {shown}, {problem}")
 
