@@ -6,6 +6,7 @@ import json
 import logging
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,15 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
+from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards
+from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.train.setup import check_folders
 
 REPO = Path(__file__).parents[2]
 NEW_TOKENS = 50
@@ -164,8 +169,6 @@ def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, na
         assert torch.equal(found, expected), parameter
 
     # The settings that it prints describe the same model, and generate.py's way of loading takes it.
-    import tomllib
-
     settings = tomllib.loads(capsys.readouterr().out)
     settings["checkpoint"]["folder"] = str(tmp_path / "run")
     config = JobConfig.model_validate(settings)
@@ -235,6 +238,39 @@ def test_shards_are_no_larger_than_asked_for():
     specs = [TensorSpec(str(i), (size,), torch.float32) for i, size in enumerate([3, 5, 9, 1, 1, 2, 20, 1])]
     shards = [[spec.num_bytes // 4 for spec in shard] for shard in plan_shards(specs, 40)]
     assert shards == [[3, 5], [9, 1], [1, 2], [20], [1]]
+
+
+def settings_for(config, path: Path, **checkpoint: object) -> JobConfig:
+    family = "gpt" if config in (MODELS["gpt"], MODELS["gpt, untied, narrow mlp"]) else "llama"
+    flavors = {"x": config.model_dump(mode="json", exclude_none=True)}
+    tree = {"model": {"family": family, "flavor": "x", "flavors": flavors}, "job": {"dump_folder": str(path.parent)}}
+    return JobConfig.model_validate(tree | {"checkpoint": {"initial_load_path": str(path), **checkpoint}})
+
+
+@pytest.mark.parametrize("source", ["hf", "run/step-1"])
+def test_weights_of_another_model_are_refused_before_training(tmp_path, source):
+    config, path = MODELS["llama"], tmp_path / source
+    weights = CheckpointWeights(save_checkpoint(tmp_path / "run", random_model(config).float()))
+    to_hugging_face(weights, tmp_path / "hf", None, 10**9, None)
+
+    def check(model) -> None:
+        check_folders(settings_for(model, path), model, make=False)
+
+    check(config)
+    check(config.model_copy(update={"init_std": 0.5, "max_seq_len": 32}))  # of no consequence for weights
+    for field, value in {"num_layers": 2, "num_kv_heads": 4, "rope_theta": 5.0, "norm_eps": 1e-6}.items():
+        with pytest.raises(ConfigError, match=rf"^model\.overrides\.{field} = .*{path} holds weights of a model with "):
+            check(config.model_copy(update={field: value}))
+    with pytest.raises(ConfigError, match=rf'^model\.family = "gpt": {path} holds a "llama"; choose that$'):
+        check(MODELS["gpt"])
+    with pytest.raises(ConfigError, match=r"neither a checkpoint's step-N folder nor.*; name .*/run/step-1$"):
+        check_initial_weights(settings_for(config, tmp_path / "run"), config)
+    # A run that has a checkpoint of its own goes on from that.
+    settings = settings_for(config, tmp_path / "none", enable=True, folder=str(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match="neither a checkpoint"):
+        check_folders(settings, config, make=False)
+    (tmp_path / "mine" / "step-3").mkdir(parents=True)
+    check_folders(settings, config, make=False)
 
 
 def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, monkeypatch, capsys):
