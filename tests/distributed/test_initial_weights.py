@@ -39,6 +39,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "zero 3": {"parallelism.zero_stage": 3},
         "tensor": TENSOR,
+        "zero 0 in bfloat16": {"training.dtype": "bfloat16"},
         "both ends of a V": PIPELINE | {"parallelism.pipeline_schedule": "zbv_zero_bubble"},  # a tied table twice
     },
     4: {

@@ -232,6 +232,14 @@ def test_tokenizer_files_come_along(tmp_path, kind):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == ours.eod_id
+    # A run that trains on with the tokenizer of such a folder keeps what the folder says of it.
+    about = tmp_path / "hf" / "tokenizer_config.json"
+    about.write_text(about.read_text().replace("bos_token", "pad_token"))
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    spec = f"{tmp_path}/hf/tokenizer.json"
+    convert("to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "more", "--tokenizer", spec)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "more" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 
 
 def test_shards_are_no_larger_than_asked_for():
@@ -296,5 +304,8 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         assert stop.value.code == 2 and line.startswith("error: ")
         assert all(word in line for word in words), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
-    convert(*to_hf, "--output", tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    (tmp_path / "empty.unfinished").mkdir()  # of a process that was killed
+    convert(*to_hf, "--output", ".")
     assert (tmp_path / "empty" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]

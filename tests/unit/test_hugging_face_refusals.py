@@ -298,6 +298,12 @@ def forget_places(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def forget_rows(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def encode(path: Path) -> None:
     edit_places(path, lambda place: setattr(place, "transform_descriptors", ["stream.zstd/1"]))
 
@@ -306,6 +312,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "no file in its folder"),
     "absolute path": (lambda p, m: place_at(p, str(m)), "no file in its folder"),
     "encoding": (lambda p, m: encode(p), "names the encoding"),
+    "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
     "no places": (lambda p, m: forget_places(p), "no stored tensors"),
     "pickle in .metadata": (
         lambda p, m: (p / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {m}"))),

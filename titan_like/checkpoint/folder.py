@@ -115,6 +115,7 @@ def written_aside(final: Path) -> Iterator[Path]:
 
     One process writes it, and nothing may be there before, but for an empty folder.
     """
+    final = Path(os.path.abspath(final))  # "." has no name
     aside = final.with_name(final.name + UNFINISHED)
     if aside.exists():  # of a process that was killed
         shutil.rmtree(aside)

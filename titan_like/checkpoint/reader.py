@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
@@ -44,11 +45,13 @@ class TensorReader(FileSystemReader):
         """Names, shapes and places of the stored tensors.
 
         Raises:
-            pickle.UnpicklingError: the file holds anything else, or places a tensor outside of the checkpoint's folder.
+            pickle.UnpicklingError: the file holds anything else, places a tensor outside of the checkpoint's folder, or
+                leaves out parts of one.
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         _check_places(metadata)
+        _check_pieces(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -76,6 +79,15 @@ def _check_places(metadata: Metadata) -> None:
             raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is no file in its folder")
         if place.transform_descriptors:
             raise pickle.UnpicklingError(f"checkpoint metadata names the encoding {place.transform_descriptors!r}")
+
+
+def _check_pieces(metadata: Metadata) -> None:
+    """The pieces of a tensor have to make it whole: what they leave out would be loaded as it was, in silence."""
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in tensor.chunks}
+            if sum(prod(sizes) for _, sizes in pieces) != prod(tensor.size):
+                raise pickle.UnpicklingError(f"checkpoint metadata leaves out parts of {name!r}")
 
 
 def is_file_name(name: str) -> bool:

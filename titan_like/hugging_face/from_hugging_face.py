@@ -24,7 +24,7 @@ from titan_like.config.errors import RunError
 from titan_like.config.schema import Data, JobConfig, Model
 from titan_like.hugging_face.folder import HuggingFaceFolder, TensorSlices
 from titan_like.hugging_face.origin import write_origin
-from titan_like.hugging_face.tokenizer import TOKENIZER_FILE, copy_tokenizer_files
+from titan_like.hugging_face.tokenizer import GENERATION_FILE, TOKENIZER_FILE, copy_files, copy_tokenizer_files
 from titan_like.models.hugging_face import Stored, fill_part
 
 FLAVOR = "imported"  # the name that the shape gets in run.json and in the lines for a TOML
@@ -40,6 +40,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
     final = checkpoint_path(output, 0)
     with written_aside(final) as aside:
         copy_tokenizer_files(source.path, aside)
+        copy_files(source.path, aside, [GENERATION_FILE])
         planner = _Planner(source, most_chunk_bytes)
         # A file for each piece: torch keeps the pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=True)

@@ -15,7 +15,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards, write_safetensors
-from titan_like.hugging_face.tokenizer import copy_tokenizer_files, write_tokenizer
+from titan_like.hugging_face.tokenizer import GENERATION_FILE, copy_files, copy_tokenizer_files, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, family_module, to_tensors
 
 
@@ -51,6 +51,7 @@ def to_hugging_face(
     with written_aside(output) as aside:
         if tokenizer is None and origin.fields:
             copy_tokenizer_files(weights.path, aside)
+            copy_files(weights.path, aside, [GENERATION_FILE])
             tokens = {}
         else:
             eod_id = write_tokenizer(tokenizer or weights.run.config["data"]["tokenizer"], weights.model, aside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,17 +15,17 @@ from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_token
 from titan_like.models.config import TransformerConfig
 
 TOKENIZER_FILE = "tokenizer.json"
-# What transformers may look for beside a model's weights and config.json.
-_FILES = (
+ABOUT_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+_TOKENIZER_FILES = (  # that transformers may look for
     TOKENIZER_FILE,
-    "tokenizer_config.json",
+    ABOUT_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
 )
 
 
@@ -41,6 +42,9 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec)
     if spec == "byte" or spec.startswith("gpt2:"):
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    elif Path(spec).name == TOKENIZER_FILE and Path(spec).with_name(ABOUT_FILE).is_file():
+        copy_tokenizer_files(Path(spec).parent, folder)  # transformers' own: it says all there is to say
+        return eod_id
     else:  # as it is, whatever this version of the library would make of it
         shutil.copyfile(spec, folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
@@ -51,13 +55,18 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    write_durably(folder / "tokenizer_config.json", json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     return eod_id
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy what one folder has of a tokenizer's files and of generation settings to another."""
-    for name in _FILES:
+    """Copy what one folder has of a tokenizer's files to another."""
+    copy_files(source, target, _TOKENIZER_FILES)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those files that are there."""
+    for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
