@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--max_shard_size", type=float, default=5.0, metavar="GB", help="most GB in one file (default: 5)"
     )
-    to_hf.add_argument("--tokenizer", help="what data.tokenizer may name (default: the checkpoint's)")
+    to_hf.add_argument("--tokenizer", help='what data.tokenizer may name, or "none" (default: the checkpoint\'s)')
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training begins with", allow_abbrev=False)
     from_hf.add_argument(
         "--input", required=True, metavar="FOLDER", help="folder with config.json and safetensors files"

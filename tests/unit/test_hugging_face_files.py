@@ -282,7 +282,7 @@ def test_weights_of_another_model_are_refused_before_training(tmp_path, source):
 
 
 def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, monkeypatch, capsys):
-    save_checkpoint(tmp_path / "run", random_model(MODELS["gpt"]).float())
+    save_checkpoint(tmp_path / "run", random_model(gpt_config(vocab_size=256)).float())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "empty").mkdir()
@@ -292,7 +292,11 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "no folder that you may write to"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "above 0"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "above 0"]),
-        ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "no.json"], ['"no.json"', "no such file"]),
+        (
+            [*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "no.json"],
+            ['--tokenizer = "no.json"', "no such file"],
+        ),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "byte"], ['--tokenizer = "byte"', "257 tokens"]),
         (["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"], ["--checkpoint", "neither a checkpoint"]),
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
         (["from-hf", "--input", f"{tmp_path}/none", "--output", "x"], ["--input", "has no config.json"]),
@@ -306,6 +310,6 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
     monkeypatch.chdir(tmp_path / "empty")
     (tmp_path / "empty.unfinished").mkdir()  # of a process that was killed
-    convert(*to_hf, "--output", ".")
-    assert (tmp_path / "empty" / "model.safetensors").is_file()
+    convert(*to_hf, "--output", ".", "--tokenizer", "none")
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]

@@ -327,6 +327,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda p, m: edit(p / "run.json", lambda run: run["model"].update(num_layers=10**15)),
         "run.json describes a model.layers.1.attention_norm.weight of shape [64], which is not there",
     ),
+    "no tokenizer in run.json": (
+        lambda p, m: edit(p / "run.json", lambda run: run["config"].update(data={"tokenizer": [1]})),
+        "names no tokenizer",
+    ),
     "another family in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["config"]["model"].update(family="../gpt")),
         "'../gpt'",
@@ -353,7 +357,7 @@ def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
         with pytest.raises(RunError) as error:
             load_for_inference(JobConfig.model_validate(settings), path, torch.device("cpu"))
         assert str(error.value).startswith(f"{path} cannot be loaded (") and words in str(error.value)
-    if name != "pickle among the tensors":  # that is found when training begins
+    if name not in ("pickle among the tensors", "no tokenizer in run.json"):  # found when training begins, not used
         config = JobConfig.model_validate(settings | {"checkpoint": {"initial_load_path": str(path)}})
         with pytest.raises(ConfigError):
             check_initial_weights(config, model_config(config.model))

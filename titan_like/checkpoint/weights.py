@@ -53,6 +53,9 @@ class CheckpointWeights:
         try:
             self.run = read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
+            self.tokenizer: str = self.run.config["data"]["tokenizer"]
+            if not isinstance(self.tokenizer, str):
+                raise TypeError("run.json names no tokenizer")
             self.model = FAMILIES[self.family].model_validate(self.run.model)
             self._reader = _CachingReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata

@@ -18,6 +18,8 @@ from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards, wr
 from titan_like.hugging_face.tokenizer import GENERATION_FILE, copy_files, copy_tokenizer_files, write_tokenizer
 from titan_like.models.hugging_face import RefusedError, family_module, to_tensors
 
+NO_TOKENIZER = "none"
+
 
 def to_hugging_face(
     weights: CheckpointWeights, output: Path, dtype: torch.dtype | None, most_bytes: int, tokenizer: str | None
@@ -29,7 +31,7 @@ def to_hugging_face(
         output: the folder, which must not exist.
         dtype: type of the weights; None is the type that an imported checkpoint came in, float32 for any other.
         most_bytes: size of a file with weights.
-        tokenizer: what `data.tokenizer` may name; None is the tokenizer that the checkpoint was trained or came with.
+        tokenizer: what `data.tokenizer` may name, or "none"; None is what the checkpoint was trained or came with.
 
     Raises:
         ConfigError: transformers has no such model, or a tokenizer's files are missing.
@@ -49,12 +51,12 @@ def to_hugging_face(
     shards = plan_shards(specs, most_bytes)
     names = shard_names(len(shards))
     with written_aside(output) as aside:
+        tokens: dict[str, int] = {}
         if tokenizer is None and origin.fields:
             copy_tokenizer_files(weights.path, aside)
             copy_files(weights.path, aside, [GENERATION_FILE])
-            tokens = {}
-        else:
-            eod_id = write_tokenizer(tokenizer or weights.run.config["data"]["tokenizer"], weights.model, aside)
+        elif tokenizer != NO_TOKENIZER:
+            eod_id = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
             tokens = {"bos_token_id": eod_id, "eos_token_id": eod_id}
         config = _config(origin, fields, tokens, specs[0].dtype, module.ARCHITECTURE)
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")

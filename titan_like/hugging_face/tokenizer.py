@@ -14,6 +14,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer
 from titan_like.models.config import TransformerConfig
 
+_KEY = "--tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
@@ -35,11 +36,11 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     Raises:
         ConfigError: its files are missing or are none, or it has more tokens than the model.
     """
-    vocab_size = build_tokenizer(spec).vocab_size
+    vocab_size = build_tokenizer(spec, _KEY).vocab_size
     if vocab_size > model.vocab_size:
         problem = f"it has {vocab_size} tokens, and the model {model.vocab_size}; name the one it was trained with"
-        raise ConfigError("--tokenizer", spec, problem)
-    tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec)
+        raise ConfigError(_KEY, spec, problem)
+    tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
     if spec == "byte" or spec.startswith("gpt2:"):
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     elif Path(spec).name == TOKENIZER_FILE and Path(spec).with_name(ABOUT_FILE).is_file():
