@@ -15,6 +15,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.forked import run
+from tests.unit.attacks import hide_pickle, place_at
 
 REPO = Path(__file__).parents[2]
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 3}}
@@ -42,6 +43,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "run.json of something else": lambda path: (path / "run.json").write_text("[1, 2]"),
     "no run.json": lambda path: (path / "run.json").unlink(),
     "empty folder": empty,
+    "pickle in a tensor file": lambda path: hide_pickle(path, path.parent / "mark"),  # it would lie beside them
+    "tensor files elsewhere": lambda path: place_at(path, "../step-2/__0_0.distcp"),
 }
 OF_OTHER_RANKS: dict[str, Callable[[Path], object]] = {
     "tensor file of rank 1 cut": lambda path: halve(path / "__1_0.distcp"),

@@ -118,6 +118,10 @@ OVERRIDES = {
         [STEPS, "--checkpoint.enable", "--checkpoint.load_step=7"],
         ["checkpoint.load_step = 7", "no such checkpoint in {tmp}/out/checkpoint", "there are none"],
     ),
+    "no initial weights": (
+        [STEPS, "--checkpoint.initial_load_path={tmp}"],
+        ["checkpoint.initial_load_path", "{tmp}", "neither a checkpoint's step-N folder nor", "name one with run.json"],
+    ),
     "missing TOML": (["--job.config_file={tmp}/no.toml"], ["job.config_file", "{tmp}/no.toml", "no such file"]),
     "folder as TOML": (["--job.config_file={tmp}"], ["job.config_file", "{tmp}", "give a readable TOML file"]),
 }

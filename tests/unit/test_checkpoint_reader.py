@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from tests.unit.attacks import Call, place_at
 from titan_like.checkpoint.folder import REPLACED, UNFINISHED, complete_steps, sweep
 from titan_like.checkpoint.reader import TensorReader
 
@@ -27,16 +28,6 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-
-
-class Call:
-    """Pickles to a call, as an attacker's object does."""
-
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.function, self.args = function, args
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.function, self.args
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -119,6 +110,21 @@ def test_torch_module_gives_its_types_of_elements_only(tmp_path: Path, name: str
     )
     with pytest.raises(pickle.UnpicklingError, match="no tensor metadata"):
         TensorReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/__0_0.distcp", "/etc/passwd", "..", "a/../../b", "a\\b", "C:b", "", None, 5]
+)
+def test_tensor_outside_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    for folder in ("this", "other"):
+        save(tmp_path / folder, {"weight": torch.ones(2)})
+    place_at(tmp_path / "this", name)
+    with pytest.raises(pickle.UnpicklingError, match="which is no file in its folder"):
+        TensorReader(tmp_path / "this").read_metadata()
+    weight = torch.zeros(2)
+    with pytest.raises(CheckpointException):
+        load(tmp_path / "this", {"weight": weight})
+    assert torch.equal(weight, torch.zeros(2))
 
 
 def test_metadata_written_by_python_3_13_is_read(tmp_path: Path) -> None:

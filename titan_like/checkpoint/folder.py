@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,12 +81,12 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
     ``keep_latest`` above 0 then removes all but that many: this one and the newest before it.
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
-    _write_durably(unfinished / "run.json", json.dumps(asdict(run), indent=2))
-    _flush_folder(unfinished)
+    write_durably(unfinished / "run.json", json.dumps(asdict(run), indent=2))
+    flush_folder(unfinished)
     if final.exists():  # a run that went back passes this step again
         os.rename(final, final.with_name(final.name + REPLACED))
     os.rename(unfinished, final)
-    _flush_folder(folder)
+    flush_folder(folder)
     steps = complete_steps(folder)
     kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
     for step in sorted(set(steps) - set(kept)) if keep_latest else []:
@@ -107,14 +109,37 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _write_durably(path: Path, text: str) -> None:
+@contextmanager
+def written_aside(final: Path) -> Iterator[Path]:
+    """A folder to write to that gets its name, ``final``, when everything in it is on disk; else it is removed.
+
+    One process writes it, and nothing may be there before, but for an empty folder.
+    """
+    final = Path(os.path.abspath(final))  # "." has no name
+    aside = final.with_name(final.name + UNFINISHED)
+    if aside.exists():  # of a process that was killed
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        flush_folder(aside)
+        os.rename(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    flush_folder(final.parent)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file, and wait until it is on disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from titan_like.config.errors import ConfigError
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_like.checkpoint.folder import complete_steps, read_run_state
+from titan_like.checkpoint.loader import agree, load_checkpoint, unreadable
+from titan_like.checkpoint.tensors import model_tensors
+from titan_like.checkpoint.weights import is_checkpoint
+from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
+from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face
 from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import fill_part
+from titan_like.models.layers.init import local_part
 from titan_like.parallel.model import ParallelModel
+
+_KEY = "checkpoint.initial_load_path"
+# Fields of a shape that say nothing of its weights' meaning or sizes. Llama has no table of positions.
+_MAY_DIFFER = {"gpt": {"dropout", "init_std"}, "llama": {"init_std", "max_seq_len"}}
 
 
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
@@ -14,14 +31,86 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     Raises:
         ConfigError: it is no folder of either kind, or holds another model.
     """
-    if config.checkpoint.initial_load_path is not None:
-        raise ConfigError("checkpoint.initial_load_path", config.checkpoint.initial_load_path, "not available yet")
+    text = config.checkpoint.initial_load_path
+    if text is None:
+        return
+    path = Path(text)
+    if is_checkpoint(path):
+        problem = unreadable(path)
+        if problem is not None:
+            raise ConfigError(_KEY, text, f"cannot be loaded ({problem.splitlines()[0]}); name another checkpoint")
+        family, shape = _model_of_checkpoint(path)
+        _check_same(path, config, model, family, shape, _MAY_DIFFER)
+    elif is_hugging_face(path):
+        source = open_hugging_face(path, _KEY)
+        may_differ = {family: fields | {"vocab_multiple"} for family, fields in _MAY_DIFFER.items()}
+        _check_same(path, config, model, source.family, source.model.model_dump(mode="json"), may_differ)
+    else:
+        steps = complete_steps(path)
+        cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
+        raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
-    """Read weights into a model in any layout. Every rank calls it.
+    """Read weights into a model in any layout. Every rank calls it, and reads only what it holds of the model.
 
     Raises:
         RunError: the files are damaged.
     """
-    raise NotImplementedError
+    folder = Path(path)
+    try:
+        if is_checkpoint(folder):
+            agree(unreadable(folder))  # or some would wait for the others in the collective load
+            load_checkpoint(folder, model)
+        else:
+            agree(_read_hugging_face(folder, model))
+    except Exception as error:  # whatever a damaged file raises
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(f"{path} cannot be loaded ({reason}); name another {_KEY}") from error
+    if dist.get_rank() == 0:
+        print(f"weights from {path}", flush=True)
+
+
+@torch.no_grad()
+def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
+    """Why this process could not read its part; None where it could."""
+    try:
+        source = open_hugging_face(folder, _KEY)
+        shape = model.stages[0].module.config
+        tensors = model_tensors(model)
+        read = TensorSlices(source.tensors)
+        for stored in source.stored_parameters(shape):
+            tensor = tensors.get(f"model.{stored.name}")
+            if tensor is not None:  # else another stage of the pipeline has it
+                fill_part(*local_part(tensor), stored, read)
+        read.close()
+        for copy, original in model.copies():
+            copy.copy_(original)
+    except Exception as error:  # whatever a damaged file raises
+        return str(error).strip() or type(error).__name__
+    return None
+
+
+def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        state = read_run_state(path)
+        return state.config["model"]["family"], dict(state.model)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"cannot be loaded (its run.json does not describe a model: {error!r}); name another checkpoint"
+        raise ConfigError(_KEY, str(path), problem) from None
+
+
+def _check_same(
+    path: Path,
+    config: JobConfig,
+    model: TransformerConfig,
+    family: str,
+    shape: dict[str, Any],
+    may_differ: dict[str, set[str]],
+) -> None:
+    if family != config.model.family:
+        raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
+    for name, value in model.model_dump(mode="json").items():
+        if name not in may_differ[family] and shape.get(name) != value:
+            problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
+            raise ConfigError(f"model.overrides.{name}", value, problem)

@@ -39,7 +39,7 @@ def resume(folder: Path, wanted: int | None, model: ParallelModel, optimizer: to
     for step in reversed(found[0]):
         path = checkpoint_path(folder, step)
         try:
-            _agree(unreadable(path))  # or some would wait for the others in the collective load
+            agree(unreadable(path))  # or some would wait for the others in the collective load
             state = load_checkpoint(path, model, optimizer)
         except Exception as error:  # whatever a damaged file raises
             if dist.get_rank() == 0:
@@ -101,8 +101,12 @@ def first_failure(error: CheckpointException) -> str:
     return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
 
 
-def _agree(problem: str | None) -> None:
-    """Raise on every rank what any rank found."""
+def agree(problem: str | None) -> None:
+    """Raise on every rank what any rank found. Every rank calls it.
+
+    Raises:
+        RuntimeError: the first rank's problem.
+    """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, text in enumerate(problems):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -42,11 +45,51 @@ class TensorReader(FileSystemReader):
         """Names, shapes and places of the stored tensors.
 
         Raises:
-            pickle.UnpicklingError: the file holds anything else.
+            pickle.UnpicklingError: the file holds anything else, places a tensor outside of the checkpoint's folder, or
+                leaves out parts of one.
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        _check_places(metadata)
+        _check_pieces(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read tensors, and nothing but tensors.
+
+        Raises:
+            pickle.UnpicklingError: a file holds anything else.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:  # torch's own text says how to run what is in it
+            raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
+
+
+def _check_places(metadata: Metadata) -> None:
+    """Every stored tensor has to lie in a file of the same folder, in no encoding: that is how they are written."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError("checkpoint metadata describes no stored tensors")
+    for place in metadata.storage_data.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(place, _StorageInfo) or not isinstance(name, str) or not is_file_name(name):
+            raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is no file in its folder")
+        if place.transform_descriptors:
+            raise pickle.UnpicklingError(f"checkpoint metadata names the encoding {place.transform_descriptors!r}")
+
+
+def _check_pieces(metadata: Metadata) -> None:
+    """The pieces of a tensor have to make it whole: what they leave out would be loaded as it was, in silence."""
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in tensor.chunks}
+            if sum(prod(sizes) for _, sizes in pieces) != prod(tensor.size):
+                raise pickle.UnpicklingError(f"checkpoint metadata leaves out parts of {name!r}")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is that of a file in the same folder, on any system."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\:\0")

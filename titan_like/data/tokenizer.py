@@ -62,27 +62,34 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def build_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, or another setting, ``key``, like it.
 
     Raises:
         ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
     """
-    if spec == "byte":
-        return ByteTokenizer()
+    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*read_tokenizer(spec, key))
+
+
+def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
+    """A tokenizer of the `tokenizers` library, and the id of its end-of-document token.
+
+    Raises:
+        ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
+    """
     if spec.startswith("gpt2:"):
-        tokenizer = _read_gpt2(spec)
+        tokenizer = _read_gpt2(spec, key)
     else:
-        _require_file(spec, spec, 'give "byte", the path of a tokenizer.json, or "gpt2:vocab.json,merges.txt"')
+        _require_file(spec, spec, key, 'give "byte", the path of a tokenizer.json, or "gpt2:vocab.json,merges.txt"')
         try:
             tokenizer = HFTokenizer.from_file(spec)
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(_KEY, spec, f"not a Hugging Face tokenizer.json ({error})") from None
+            raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({error})") from None
     for token in _END_OF_DOCUMENT:
         eod_id = tokenizer.token_to_id(token)
         if eod_id is not None:
-            return HuggingFaceTokenizer(tokenizer, eod_id)
-    raise ConfigError(_KEY, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
+            return tokenizer, eod_id
+    raise ConfigError(key, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
 
 
 def tokenizer_files(spec: str) -> list[Path]:
@@ -92,22 +99,22 @@ def tokenizer_files(spec: str) -> list[Path]:
     return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
 
 
-def _read_gpt2(spec: str) -> HFTokenizer:
+def _read_gpt2(spec: str, key: str) -> HFTokenizer:
     paths = tokenizer_files(spec)
     if len(paths) != 2:
-        raise ConfigError(_KEY, spec, "must name two files, gpt2:vocab.json,merges.txt")
+        raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
-        _require_file(str(path), spec, "give the paths of GPT-2's vocab.json and merges.txt")
+        _require_file(str(path), spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
     try:
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(_KEY, spec, f"not GPT-2's vocab.json and merges.txt ({error})") from None
+        raise ConfigError(key, spec, f"not GPT-2's vocab.json and merges.txt ({error})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
 
 
-def _require_file(path: str, spec: str, cure: str) -> None:
+def _require_file(path: str, spec: str, key: str, cure: str) -> None:
     if not Path(path).is_file():
-        raise ConfigError(_KEY, spec, f"no such file as {path}; {cure}")
+        raise ConfigError(key, spec, f"no such file as {path}; {cure}")

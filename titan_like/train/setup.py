@@ -11,6 +11,7 @@ import torch
 
 from titan_like.checkpoint.compatible import check_same_run
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
@@ -73,10 +74,11 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Whether the run can write where it is to, and resume from what is there.
+    """Whether the run can write where it is to, and resume or begin from what is there.
 
     Raises:
-        ConfigError: a folder that cannot be made or written to, or checkpoints of another run.
+        ConfigError: a folder that cannot be made or written to, checkpoints of another run, or initial weights that
+            are not of the model.
     """
     _check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     if config.checkpoint.enable:
@@ -88,6 +90,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     elif config.checkpoint.load_step is not None:
         problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
+    if not (config.checkpoint.enable and complete_steps(checkpoint_folder(config))):  # else those come before it
+        check_initial_weights(config, model)
 
 
 def select_device(dtype: str) -> torch.device:

@@ -34,17 +34,18 @@ def _block_seed(seed: int, name: str, block: int) -> int:
 @torch.no_grad()
 def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
     """Write the initial value into a parameter, or into this rank's shard of it."""
-    if isinstance(parameter, DTensor):
-        local_shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        local = parameter.to_local()
-    else:
-        local_shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
-        local = parameter.data
+    local, offset = local_part(parameter)
     if local.numel() == 0:
         return
-    value = normal_rows(seed, name, parameter.shape, std, offset[0], offset[0] + local_shape[0])
+    value = normal_rows(seed, name, parameter.shape, std, offset[0], offset[0] + local.shape[0])
     for dim in range(1, parameter.ndim):
-        value = value.narrow(dim, offset[dim], local_shape[dim])
+        value = value.narrow(dim, offset[dim], local.shape[dim])
     local.copy_(value)
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where it lies in the whole. Writing to it writes to the parameter."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), (0,) * parameter.ndim
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local().detach(), tuple(offset)

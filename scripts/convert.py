@@ -1,0 +1,108 @@
+"""Convert checkpoints to and from Hugging Face folders (GPT2LMHeadModel and LlamaForCausalLM, in safetensors).
+
+python scripts/convert.py to-hf --checkpoint outputs/debug_gpt/checkpoint --output my_model
+python scripts/convert.py from-hf --input my_model --output outputs/imported
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+from titan_like.config import ConfigError
+from titan_like.config.errors import RunError
+from titan_like.config.load import run_command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The two commands and their options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
+    to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
+    to_hf.add_argument(
+        "--checkpoint", required=True, metavar="FOLDER", help="a step-N folder, or a folder of them: then the newest"
+    )
+    to_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write, which must not exist")
+    to_hf.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the weights (default: float32, or what an imported checkpoint came in)",
+    )
+    to_hf.add_argument(
+        "--max_shard_size", type=float, default=5.0, metavar="GB", help="most GB in one file (default: 5)"
+    )
+    to_hf.add_argument("--tokenizer", help='what data.tokenizer may name, or "none" (default: the checkpoint\'s)')
+    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training begins with", allow_abbrev=False)
+    from_hf.add_argument(
+        "--input", required=True, metavar="FOLDER", help="folder with config.json and safetensors files"
+    )
+    from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder that gets the checkpoint step-0")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Convert."""
+    options = build_parser().parse_args(argv)
+    return to_hf(options) if options.command == "to-hf" else from_hf(options)
+
+
+def to_hf(options: argparse.Namespace) -> int:
+    """Write a Hugging Face folder."""
+    if not (options.max_shard_size > 0 and math.isfinite(options.max_shard_size)):
+        raise ConfigError("--max_shard_size", options.max_shard_size, "must be a number of GB above 0")
+    output = Path(options.output)
+    check_new(output)
+
+    import torch
+
+    from titan_like.checkpoint.weights import CheckpointWeights, one_checkpoint
+    from titan_like.hugging_face.to_hugging_face import to_hugging_face
+
+    weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    try:
+        files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
+    except OSError as error:
+        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
+    return 0
+
+
+def from_hf(options: argparse.Namespace) -> int:
+    """Write a checkpoint, and print the settings that train on from it."""
+    output = Path(options.output)
+    check_new(output / "step-0")
+
+    from titan_like.hugging_face.folder import open_hugging_face
+    from titan_like.hugging_face.from_hugging_face import from_hugging_face, settings_to_train
+
+    source = open_hugging_face(Path(options.input), "--input")
+    try:
+        path = from_hugging_face(source, output)
+    except OSError as error:
+        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {source.path} as {path}; to train on from it:\n", file=sys.stderr)
+    print(settings_to_train(source, path))
+    return 0
+
+
+def check_new(output: Path) -> None:
+    """Refuse a folder that is there already, or cannot be made.
+
+    Raises:
+        ConfigError: it holds something, or is in a folder that is not writable.
+    """
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise ConfigError("--output", str(output), "is there already; name a new folder")
+    there = next(path for path in output.absolute().parents if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError("--output", str(output), f"{there} is no folder that you may write to; name another place")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,188 @@
+"""A new run begins with the weights of a Hugging Face folder or of a checkpoint, bit for bit in every layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.forked import run
+from tests.distributed.launch import all_stages, base_config, by_name
+from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
+from titan_like.checkpoint.initial import load_initial_weights
+from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.config.errors import RunError
+from titan_like.hugging_face.folder import open_hugging_face
+from titan_like.hugging_face.from_hugging_face import from_hugging_face
+from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.models.layers.init import local_part
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train import trainer as trainer_module
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+SIZES = {"num_layers": 4, "vocab_size": 301, "max_seq_len": 64}  # an odd vocabulary, padded to 384
+MODELS = {
+    "gpt": gpt_config(**SIZES, hidden_size=30, num_attention_heads=2),  # tied; shards over 4 ranks are uneven
+    "llama": llama_config(**SIZES),
+}
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
+TENSOR = {"parallelism.tensor_parallel_degree": 2}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"1 rank": {}},
+    2: {
+        "zero 3": {"parallelism.zero_stage": 3},
+        "tensor": TENSOR,
+        "zero 0 in bfloat16": {"training.dtype": "bfloat16"},
+        "both ends of a V": PIPELINE | {"parallelism.pipeline_schedule": "zbv_zero_bubble"},  # a tied table twice
+    },
+    4: {
+        "2 stages of tensor 2": PIPELINE | TENSOR,
+        "tensor 2 of zero 3": TENSOR | {"parallelism.zero_stage": 3, "parallelism.sequence_parallel": True},
+        "2 replicas of zero 3": {"parallelism.zero_stage": 3, "parallelism.data_parallel_replicate_degree": 2},
+        "interleaved stages of zero 1 in bfloat16": PIPELINE
+        | {
+            "parallelism.pipeline_schedule": "interleaved_1f1b",
+            "parallelism.virtual_stages_per_rank": 2,
+            "parallelism.zero_stage": 1,
+            "training.dtype": "bfloat16",
+        },
+    },
+}
+SOURCES = {"hugging face": "hf", "imported": "run/step-0", "of a run": "run/step-5"}
+
+
+def build(folder: Path, model: str, source: Path, settings: dict[str, Any]) -> Trainer:
+    config = MODELS[model]
+    family = "gpt" if model == "gpt" else "llama"
+    own = {
+        "model.family": family,
+        "model.flavor": "x",
+        "model.flavors": {"x": config.model_dump(mode="json", exclude_none=True)},
+        "training.steps": 2,
+        "job.dump_folder": str(folder / "run"),
+        "checkpoint.initial_load_path": str(source),
+    }
+    return Trainer(prepare_run(base_config(folder, own | settings)))
+
+
+def load_each(rank: int, folder: Path, ranks: int) -> None:
+    """Every source in every layout: whether all weights have the bits that they should have."""
+    same: dict[str, bool] = {}
+    trainer_module.build_mesh = cache(build_mesh)  # groups of one layout are there once
+    for model in MODELS:
+        expected = torch.load(folder / model / "expected.pt", weights_only=True)
+        for layout, settings in LAYOUTS[ranks].items():
+            trainer = build(folder, model, folder / model / SOURCES["hugging face"], settings)
+            assert (trainer.step, len(trainer.optimizer.state)) == (0, 0)
+            for source, path in SOURCES.items():
+                if source != "hugging face":  # that is what the run began with
+                    spoil(trainer)
+                    load_initial_weights(str(folder / model / path), trainer.model)
+                weights = all_stages(trainer, by_name(trainer.model.named_parameters()))
+                assert weights.keys() == expected.keys()
+                same[f"{model} | {layout} | {source}"] = all(torch.equal(weights[n], expected[n]) for n in expected)
+            if layout == "2 stages of tensor 2":
+                train_and_save(trainer, folder / model)
+    if rank == 0:
+        (folder / f"same {ranks}.json").write_text(json.dumps(same))
+
+
+def spoil(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            local_part(parameter)[0].fill_(math.nan)
+
+
+def train_and_save(trainer: Trainer, folder: Path) -> None:
+    """Save as it is, then train: the loss is that of one process."""
+    object.__setattr__(trainer.run, "checkpoint_folder", folder / "saved")
+    trainer.saver.folder = folder / "saved"
+    trainer.save(is_last=True)
+    data = trainer._load_data()
+    losses = [trainer.train_step(data).loss for _ in range(2)]
+    data.close()
+    if torch.distributed.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:
+    """A file that only some processes need is damaged after the checks: all of them end with the same sentence."""
+    import titan_like.checkpoint.initial as initial
+
+    checked = initial.open_hugging_face(source, "x")
+    if rank == 1:
+        broken = {name: tensor for name, tensor in checked.tensors.items() if "layers.3" not in name}
+        object.__setattr__(checked, "tensors", broken)
+    initial.open_hugging_face = lambda path, key: checked
+    with pytest.raises(RunError) as error:
+        build(folder, "llama", source, {})
+    out.with_name(f"{out.name}.{rank}").write_text(str(error.value))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("initial")
+    base_config(folder, {})
+    for name, config in MODELS.items():
+        model = random_model(config).float()
+        with torch.no_grad():
+            for table in ("embedding", "output"):
+                if hasattr(getattr(model, table), "weight"):
+                    getattr(model, table).weight[config.vocab_size :] = 0
+        torch.save(dict(model.named_parameters()), folder / f"{name}.pt")
+        (folder / name).mkdir()
+        (folder / f"{name}.pt").rename(folder / name / "expected.pt")
+        weights = CheckpointWeights(save_checkpoint(folder / name / "run", model, step=5))
+        to_hugging_face(weights, folder / name / "hf", None, 100_000, None)
+        from_hugging_face(open_hugging_face(folder / name / "hf", "x"), folder / name / "run", most_chunk_bytes=5_000)
+    for ranks in LAYOUTS:
+        run(load_each, ranks, folder / "log.txt", folder, ranks)
+    return folder
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks in LAYOUTS for name in LAYOUTS[ranks]])
+def test_weights_are_bit_equal_in_every_layout(folder: Path, ranks: int, layout: str, source: str) -> None:
+    same = json.loads((folder / f"same {ranks}.json").read_text())
+    assert {model: same[f"{model} | {layout} | {source}"] for model in MODELS} == dict.fromkeys(MODELS, True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpoint_of_split_layers_exports_the_same_bytes(folder: Path, tmp_path: Path, model: str) -> None:
+    weights = CheckpointWeights(folder / model / "saved" / "step-0")
+    files = to_hugging_face(weights, tmp_path / "hf", None, 100_000, None)
+    assert len(files) > 2
+    for file in files:
+        found, expected = load_file(file), load_file(folder / model / "hf" / file.name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training_goes_on_from_them(folder: Path, tmp_path: Path, model: str) -> None:
+    run(train_alone, 1, tmp_path / "log.txt", folder, model, tmp_path / "losses.json")
+    alone = json.loads((tmp_path / "losses.json").read_text())
+    split = json.loads((folder / model / "losses.json").read_text())
+    assert split == pytest.approx(alone, rel=1e-5)
+    assert alone[0] > 4
+
+
+def train_alone(rank: int, folder: Path, model: str, out: Path) -> None:
+    trainer = build(folder, model, folder / model / "hf", {})
+    data = trainer._load_data()
+    out.write_text(json.dumps([trainer.train_step(data).loss for _ in range(2)]))
+    data.close()
+
+
+def test_damage_that_one_process_finds_ends_all_of_them(folder: Path, tmp_path: Path) -> None:
+    run(refuse_damaged, 2, tmp_path / "log.txt", folder, folder / "llama" / "hf", tmp_path / "error")
+    sentences = {(tmp_path / f"error.{rank}").read_text() for rank in range(2)}
+    assert len(sentences) == 1
+    assert f"{folder}/llama/hf cannot be loaded (rank 1: " in sentences.pop()

@@ -1,0 +1,189 @@
+"""Random models, and the same models built by transformers: an independent description of its names and layouts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from titan_like.checkpoint.folder import RunState, checkpoint_path
+from titan_like.checkpoint.tensors import model_tensors
+from titan_like.config.schema import JobConfig
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.registry import build_model
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
+
+
+def gpt_config(**values: Any) -> GPTConfig:
+    fields = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 101, "max_seq_len": 64}
+    return GPTConfig.model_validate(fields | values)
+
+
+def llama_config(**values: Any) -> LlamaConfig:
+    fields = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 88,
+        "vocab_size": 101,
+        "max_seq_len": 64,
+        "norm_eps": 1e-5,
+        "rope_theta": 500.0,
+    }
+    return LlamaConfig.model_validate(fields | values)
+
+
+def family_of(config: GPTConfig | LlamaConfig) -> str:
+    return "gpt" if isinstance(config, GPTConfig) else "llama"
+
+
+def random_model(config, size=0.15, seed=11):
+    """A float64 model whose every weight, biases and norms included, is random and large enough to matter."""
+    model = build_model(config, family_of(config)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(offset + size * noise)
+    return model
+
+
+def split_qkv(fused, config):
+    """Rows [kv_heads, queries per kv head + 2, head_dim] → query, key and value rows."""
+    group = config.num_attention_heads // config.num_kv_heads
+    rows = fused.view(config.num_kv_heads, group + 2, config.head_dim, *fused.shape[1:])
+    return rows[:, :group].flatten(0, 2), rows[:, group].flatten(0, 1), rows[:, group + 1].flatten(0, 1)
+
+
+def gpt2_state(ours, config):
+    """GPT-2 keeps matrices as [in, out] and queries, keys and values as consecutive blocks."""
+    vocab = config.vocab_size
+    state = {
+        "transformer.wte.weight": ours["embedding.weight"][:vocab],
+        "transformer.wpe.weight": ours["position_embedding.weight"],
+        "transformer.ln_f.weight": ours["norm.weight"],
+        "transformer.ln_f.bias": ours["norm.bias"],
+        "lm_head.weight": ours["output.weight" if "output.weight" in ours else "embedding.weight"][:vocab],
+    }
+    for i in range(config.num_layers):
+        layer, theirs = f"layers.{i}", f"transformer.h.{i}"
+        for part in ("weight", "bias"):
+            state[f"{theirs}.ln_1.{part}"] = ours[f"{layer}.attention_norm.{part}"]
+            state[f"{theirs}.ln_2.{part}"] = ours[f"{layer}.mlp_norm.{part}"]
+            qkv = torch.cat(split_qkv(ours[f"{layer}.attention.qkv.{part}"], config))
+            state[f"{theirs}.attn.c_attn.{part}"] = qkv.t() if part == "weight" else qkv
+            for name, module in (("attn.c_proj", "attention.proj"), ("mlp.c_fc", "mlp.fc1"), ("mlp.c_proj", "mlp.fc2")):
+                value = ours[f"{layer}.{module}.{part}"]
+                state[f"{theirs}.{name}.{part}"] = value.t() if part == "weight" else value
+    return state
+
+
+def llama_state(ours, config):
+    vocab = config.vocab_size
+    state = {
+        "model.embed_tokens.weight": ours["embedding.weight"][:vocab],
+        "model.norm.weight": ours["norm.weight"],
+        "lm_head.weight": ours["embedding.weight" if config.tied_embeddings else "output.weight"][:vocab],
+    }
+    for i in range(config.num_layers):
+        layer, theirs = f"layers.{i}", f"model.layers.{i}"
+        query, key, value = split_qkv(ours[f"{layer}.attention.qkv.weight"], config)
+        state |= {
+            f"{theirs}.self_attn.q_proj.weight": query,
+            f"{theirs}.self_attn.k_proj.weight": key,
+            f"{theirs}.self_attn.v_proj.weight": value,
+            f"{theirs}.self_attn.o_proj.weight": ours[f"{layer}.attention.proj.weight"],
+            f"{theirs}.mlp.gate_proj.weight": ours[f"{layer}.mlp.gate.weight"],
+            f"{theirs}.mlp.up_proj.weight": ours[f"{layer}.mlp.up.weight"],
+            f"{theirs}.mlp.down_proj.weight": ours[f"{layer}.mlp.down.weight"],
+            f"{theirs}.input_layernorm.weight": ours[f"{layer}.attention_norm.weight"],
+            f"{theirs}.post_attention_layernorm.weight": ours[f"{layer}.mlp_norm.weight"],
+        }
+    return state
+
+
+def reference_model(config):
+    """transformers' model of the same shape, with weights of its own."""
+    import transformers
+
+    if isinstance(config, GPTConfig):
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.max_seq_len,
+                n_embd=config.hidden_size,
+                n_inner=config.ffn_hidden_size,
+                n_layer=config.num_layers,
+                n_head=config.num_attention_heads,
+                layer_norm_epsilon=config.norm_eps,
+                tie_word_embeddings=config.tied_embeddings,
+                bos_token_id=0,
+                eos_token_id=0,
+                attn_implementation="sdpa",
+            )
+        )
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling.model_dump()
+        original = scaling.pop("original_max_seq_len")
+        rope |= {**scaling, "rope_type": "llama3", "original_max_position_embeddings": original}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters=rope,
+            tie_word_embeddings=config.tied_embeddings,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def reference_state(model):
+    """A model's weights by transformers' names."""
+    to_state = gpt2_state if isinstance(model.config, GPTConfig) else llama_state
+    return to_state(model.state_dict(), model.config)
+
+
+def reference_of(model):
+    """transformers' model with the weights of one of ours."""
+    theirs = reference_model(model.config).to(next(model.parameters()).dtype)
+    theirs.load_state_dict(reference_state(model))
+    return theirs.eval()
+
+
+def save_checkpoint(folder: Path, model, step: int = 1, **config: Any) -> Path:
+    """A model as the checkpoint of a run, as the trainer writes it."""
+    path = checkpoint_path(folder, step)
+    path.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(model_tensors(model), storage_writer=FileSystemWriter(path), no_dist=True)
+    tree = {"model": {"family": family_of(model.config)}} | config
+    state = RunState(
+        step=step,
+        consumed_samples=0,
+        consumed_tokens=0,
+        skipped_steps=0,
+        loss_scale=1.0,
+        loss_scale_good_steps=0,
+        model=model.config.model_dump(mode="json"),
+        config=JobConfig.model_validate(tree).model_dump(mode="json"),
+    )
+    (path / "run.json").write_text(json.dumps(asdict(state)))
+    return path

@@ -1,0 +1,315 @@
+"""Checkpoints become folders that transformers loads and computes the same from, and the other way round."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.unit.hugging_face_cases import (
+    SCALING,
+    gpt_config,
+    llama_config,
+    random_model,
+    reference_model,
+    reference_of,
+    reference_state,
+    save_checkpoint,
+)
+from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
+from titan_like.checkpoint.initial import check_initial_weights
+from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.evaluate.sampling import generate
+from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards
+from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.train.setup import check_folders
+
+REPO = Path(__file__).parents[2]
+NEW_TOKENS = 50
+VOCAB = 301  # odd: the table is padded to 384
+MODELS = {
+    "gpt": gpt_config(vocab_size=VOCAB),
+    "gpt, untied, narrow mlp": gpt_config(vocab_size=VOCAB, tied_embeddings=False, ffn_hidden_size=72),
+    "llama": llama_config(vocab_size=VOCAB),
+    "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
+    "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
+    "llama, a kv head each": llama_config(vocab_size=VOCAB, num_kv_heads=4, vocab_multiple=1),
+}
+
+
+def convert(*argv: object) -> None:
+    """scripts/convert.py in this process."""
+    main = runpy.run_path(str(REPO / "scripts" / "convert.py"))["main"]
+    assert main([str(word) for word in argv]) == 0
+
+
+def load(folder: Path, caplog: pytest.LogCaptureFixture):
+    """transformers' model of a folder, loaded without a complaint."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not any(info.values()), info
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, capsys, name):
+    model = random_model(MODELS[name], size=0.08).float().eval()
+    save_checkpoint(tmp_path / "run", model)
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--max_shard_size", 1e-4)
+    theirs = load(tmp_path / "hf", caplog)
+    assert type(theirs).__name__ == ("GPT2LMHeadModel" if name.startswith("gpt") else "LlamaForCausalLM")
+    assert theirs.dtype == torch.float32
+    tokens = torch.randint(VOCAB, (4, 64), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, logits = model(tokens)[..., :VOCAB], theirs(tokens).logits
+    assert logits.shape == (4, 64, VOCAB)
+    assert 1 < logits.abs().max() < 50
+    print(name, "largest logit", logits.abs().max().item(), "largest difference", (ours - logits).abs().max().item())
+    assert (ours - logits).abs().max() <= 1e-5
+
+    prompt = tokens[0, :5].tolist()
+    continued = theirs.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
+    )
+    expected = generate(model, prompt, NEW_TOKENS, temperature=0)
+    assert len(expected) == NEW_TOKENS and len(set(expected)) > 3
+    assert continued[0, 5:].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched"])
+def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
+    theirs = reference_of(random_model(MODELS[name]).to(dtype))
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
+    same_bytes(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    again = load(tmp_path / "back", caplog)
+    assert again.dtype == dtype
+    theirs.config._name_or_path = again.config._name_or_path
+    assert again.config.to_diff_dict() == theirs.config.to_diff_dict()
+
+
+def test_types_of_single_tensors_are_kept(tmp_path):
+    state = reference_state(random_model(MODELS["llama"]).float())
+    mixed = {name: (tensor if "norm" in name else tensor.bfloat16()).contiguous() for name, tensor in state.items()}
+    mixed["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # as older versions saved it
+    reference_model(MODELS["llama"]).config.save_pretrained(tmp_path / "hf")
+    save_file(mixed, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    convert("to-hf", "--checkpoint", tmp_path / "run/step-0", "--output", tmp_path / "back")
+    mixed.popitem()
+    same_bytes(mixed, tensors_of(tmp_path / "back"))
+    convert("to-hf", "--checkpoint", tmp_path / "run/step-0", "--output", tmp_path / "half", "--dtype", "float16")
+    same_bytes({name: tensor.half() for name, tensor in mixed.items()}, tensors_of(tmp_path / "half"))
+
+
+def test_files_of_gpt2_as_first_published(tmp_path, caplog):
+    """Names without a prefix, masks among the weights, and the output matrix beside the table that it is tied to."""
+    model = random_model(MODELS["gpt"]).float()
+    state = {name: tensor.contiguous() for name, tensor in reference_state(model).items()}
+    first = {name.removeprefix("transformer."): tensor.clone() for name, tensor in state.items()}
+    first |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() for layer in range(3)}
+    reference_model(MODELS["gpt"]).config.save_pretrained(tmp_path / "hf")
+    save_file(first, tmp_path / "hf" / "model.safetensors")
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
+    del state["lm_head.weight"]
+    same_bytes(state, tensors_of(tmp_path / "back"))
+    load(tmp_path / "back", caplog)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, name):
+    model = random_model(MODELS[name]).float().eval()
+    reference_of(model).save_pretrained(tmp_path / "hf")
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    weights = CheckpointWeights(tmp_path / "run" / "step-0")
+    for parameter, expected in model.state_dict().items():
+        found = weights.read(parameter)
+        if parameter in ("embedding.weight", "output.weight"):
+            assert found[VOCAB:].eq(0).all()
+            found, expected = found[:VOCAB], expected[:VOCAB]
+        assert torch.equal(found, expected), parameter
+
+    # The settings that it prints describe the same model, and generate.py's way of loading takes it.
+    settings = tomllib.loads(capsys.readouterr().out)
+    settings["checkpoint"]["folder"] = str(tmp_path / "run")
+    config = JobConfig.model_validate(settings)
+    loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens)[..., :VOCAB], model(tokens)[..., :VOCAB])
+
+
+def test_an_export_in_the_older_words_of_transformers_is_read_alike(tmp_path):
+    config = MODELS["llama, tied, stretched"]
+    save_checkpoint(tmp_path / "run", random_model(config).float())
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")  # rope_scaling and rope_theta
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "again")
+    assert CheckpointWeights(tmp_path / "again" / "step-0").model == config
+    same_bytes(
+        tensors_of(tmp_path / "hf"),
+        {k: v for k, v in reference_state(random_model(config).float()).items() if k != "lm_head.weight"},
+    )
+
+
+TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f", "  two  spaces"]
+
+
+def test_byte_tokenizer_comes_along(tmp_path):
+    save_checkpoint(tmp_path / "run", random_model(MODELS["gpt"]).float())
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    ours, again = build_tokenizer("byte"), build_tokenizer(str(tmp_path / "hf" / "tokenizer.json"))
+    assert (len(theirs), theirs.eos_token_id, again.vocab_size, again.eod_id) == (257, 256, 257, 256)
+    for text in TEXTS:
+        ids = ours.encode(text).tolist()
+        assert theirs(text)["input_ids"] == again.encode(text).tolist() == ids
+        assert theirs.decode([*ids, 256], skip_special_tokens=True) == text
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2"])
+def test_tokenizer_files_come_along(tmp_path, kind):
+    if kind == "gpt2":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        (tmp_path / "v.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "he", "<|endoftext|>"])}))
+        (tmp_path / "m.txt").write_text("#version: 0.2\nh e\n")
+        spec, texts = f"gpt2:{tmp_path}/v.json,{tmp_path}/m.txt", TEXTS
+    else:
+        words = Tokenizer(models.WordLevel({"?": 0, "to": 1, "be": 2, "or": 3, "</s>": 4}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        words.save(str(tmp_path / "tokenizer.json"))
+        spec, texts = f"{tmp_path}/tokenizer.json", ["to be or not to be"]
+    save_checkpoint(tmp_path / "run", random_model(MODELS["llama"]).float(), data={"tokenizer": spec})
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    ours = build_tokenizer(spec)
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.eod_id
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    # And on: an import keeps them, and the export of that gives them back.
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "imported")
+    convert("to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "back")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == ours.eod_id
+    # A run that trains on with the tokenizer of such a folder keeps what the folder says of it.
+    about = tmp_path / "hf" / "tokenizer_config.json"
+    about.write_text(about.read_text().replace("bos_token", "pad_token"))
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    spec = f"{tmp_path}/hf/tokenizer.json"
+    convert("to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "more", "--tokenizer", spec)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "more" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+
+
+def test_shards_are_no_larger_than_asked_for():
+    specs = [TensorSpec(str(i), (size,), torch.float32) for i, size in enumerate([3, 5, 9, 1, 1, 2, 20, 1])]
+    shards = [[spec.num_bytes // 4 for spec in shard] for shard in plan_shards(specs, 40)]
+    assert shards == [[3, 5], [9, 1], [1, 2], [20], [1]]
+
+
+def settings_for(config, path: Path, **checkpoint: object) -> JobConfig:
+    family = "gpt" if config in (MODELS["gpt"], MODELS["gpt, untied, narrow mlp"]) else "llama"
+    flavors = {"x": config.model_dump(mode="json", exclude_none=True)}
+    tree = {"model": {"family": family, "flavor": "x", "flavors": flavors}, "job": {"dump_folder": str(path.parent)}}
+    return JobConfig.model_validate(tree | {"checkpoint": {"initial_load_path": str(path), **checkpoint}})
+
+
+@pytest.mark.parametrize("source", ["hf", "run/step-1"])
+def test_weights_of_another_model_are_refused_before_training(tmp_path, source):
+    config, path = MODELS["llama"], tmp_path / source
+    weights = CheckpointWeights(save_checkpoint(tmp_path / "run", random_model(config).float()))
+    to_hugging_face(weights, tmp_path / "hf", None, 10**9, None)
+
+    def check(model) -> None:
+        check_folders(settings_for(model, path), model, make=False)
+
+    check(config)
+    check(config.model_copy(update={"init_std": 0.5, "max_seq_len": 32}))  # of no consequence for weights
+    for field, value in {"num_layers": 2, "num_kv_heads": 4, "rope_theta": 5.0, "norm_eps": 1e-6}.items():
+        with pytest.raises(ConfigError, match=rf"^model\.overrides\.{field} = .*{path} holds weights of a model with "):
+            check(config.model_copy(update={field: value}))
+    with pytest.raises(ConfigError, match=rf'^model\.family = "gpt": {path} holds a "llama"; choose that$'):
+        check(MODELS["gpt"])
+    with pytest.raises(ConfigError, match=r"neither a checkpoint's step-N folder nor.*; name .*/run/step-1$"):
+        check_initial_weights(settings_for(config, tmp_path / "run"), config)
+    # A run that has a checkpoint of its own goes on from that.
+    settings = settings_for(config, tmp_path / "none", enable=True, folder=str(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match="neither a checkpoint"):
+        check_folders(settings, config, make=False)
+    (tmp_path / "mine" / "step-3").mkdir(parents=True)
+    check_folders(settings, config, make=False)
+
+
+def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, monkeypatch, capsys):
+    save_checkpoint(tmp_path / "run", random_model(gpt_config(vocab_size=256)).float())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "empty").mkdir()
+    to_hf = ["to-hf", "--checkpoint", f"{tmp_path}/run"]
+    for argv, words in [
+        ([*to_hf, "--output", f"{tmp_path}/full"], ["--output", f"{tmp_path}/full", "is there already"]),
+        ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "no folder that you may write to"]),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "above 0"]),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "above 0"]),
+        (
+            [*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "no.json"],
+            ['--tokenizer = "no.json"', "no such file"],
+        ),
+        ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "byte"], ['--tokenizer = "byte"', "257 tokens"]),
+        (["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"], ["--checkpoint", "neither a checkpoint"]),
+        (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
+        (["from-hf", "--input", f"{tmp_path}/none", "--output", "x"], ["--input", "has no config.json"]),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["convert.py", *argv])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(REPO / "scripts" / "convert.py"), run_name="__main__")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and line.startswith("error: ")
+        assert all(word in line for word in words), line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
+    monkeypatch.chdir(tmp_path / "empty")
+    (tmp_path / "empty.unfinished").mkdir()  # of a process that was killed
+    convert(*to_hf, "--output", ".", "--tokenizer", "none")
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]

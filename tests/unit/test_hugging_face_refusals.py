@@ -1,0 +1,372 @@
+"""Folders that are damaged, malicious or of models that cannot be held: one sentence, nothing executed or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
+from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_state, save_checkpoint
+from titan_like.checkpoint.inference import load_for_inference
+from titan_like.checkpoint.initial import check_initial_weights
+from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.schema import JobConfig
+from titan_like.hugging_face.folder import open_hugging_face
+from titan_like.hugging_face.from_hugging_face import from_hugging_face
+from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.models.registry import model_config
+
+LLAMA = llama_config(num_layers=1)
+GPT = gpt_config(num_layers=1)
+INDEX = "model.safetensors.index.json"
+TABLE = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def whole_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in two files and a GPT in one, both without fault."""
+    folder = tmp_path_factory.mktemp("folders")
+    for name, config in (("llama", LLAMA), ("gpt", GPT)):
+        weights = CheckpointWeights(save_checkpoint(folder / f"{name} run", random_model(config).float()))
+        size = 30_000 if name == "llama" else 10**9
+        tokenizer = str(folder / "tokenizer.json")
+        (folder / "tokenizer.json").write_text(
+            '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"</s>": 0}, '
+            '"unk_token": "</s>"}}'
+        )
+        to_hugging_face(weights, folder / name, None, size, tokenizer)
+    assert len(list((folder / "llama").glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.fixture
+def llama(whole_folders: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_folders / "llama", tmp_path / "llama"))
+
+
+@pytest.fixture
+def gpt(whole_folders: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_folders / "gpt", tmp_path / "gpt"))
+
+
+def refusal(folder: Path) -> str:
+    """The sentence with which a folder is refused; the folders around it stay as they are."""
+    before = sorted(folder.parent.rglob("*"))
+    with pytest.raises(ConfigError) as error:
+        open_hugging_face(folder, "--input")
+    assert sorted(folder.parent.rglob("*")) == before
+    text = str(error.value)
+    assert text.startswith(f'--input = "{folder}": ') and "\n" not in text
+    return text
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def first_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def test_folders_without_fault_are_read(llama: Path, gpt: Path) -> None:
+    assert open_hugging_face(llama, "--input").model == LLAMA
+    assert open_hugging_face(gpt, "--input").model == GPT
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "mlp_bias": True,
+        "sliding_window": 4096,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "rope_parameters": {"type": "dynamic", "factor": 2.0},
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "architectures": ["LlamaForSequenceClassification"],
+        "model_type": "mistral",
+        "hidden_size": "64",
+        "num_hidden_layers": 10**15,
+        "num_key_value_heads": 2**60,
+        "vocab_size": -1,
+        "rms_norm_eps": float("nan"),
+        "tie_word_embeddings": 1,
+    },
+    "gpt": {
+        "activation_function": "gelu",
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "add_cross_attention": True,
+        "embd_pdrop": 0.5,
+        "resid_pdrop": 2,
+        "n_layer": None,
+        "n_embd": True,
+        "n_head": 5,
+        "n_positions": 2**70,
+        "layer_norm_epsilon": True,
+        "architectures": "GPT2LMHeadModel",
+        "model_type": ["gpt2"],
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "field"), [(family, field) for family in FIELDS for field in FIELDS[family]])
+def test_configuration_that_cannot_be_held_is_refused_by_its_field(
+    whole_folders: Path, tmp_path: Path, family: str, field: str
+) -> None:
+    folder = Path(shutil.copytree(whole_folders / family, tmp_path / family))
+    edit(folder / "config.json", lambda config: config.update({field: FIELDS[family][field]}))
+    sentence = refusal(folder)
+    named_otherwise = {
+        "num_hidden_layers": "model.layers.1.input_layernorm.weight is missing",
+        "num_key_value_heads": "num_kv_heads",
+        "n_positions": "wpe.weight has the shape [64, 48], and config.json gives [1180591620717411303424, 48]",
+        "n_head": "num_attention_heads 5 does not divide hidden_size 48",
+        "resid_pdrop": "pdrop",
+        "rope_scaling": "rope_scaling.rope_type",
+        "rope_parameters": "rope_parameters.type",
+    }
+    assert named_otherwise.get(field, f"config.json has {field} = ") in sentence
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"a": ' * 100_000, b'{"n_embd": ' + b"9" * 5000 + b"}"]
+)
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_that_is_none_is_refused(llama: Path, name: str, content: bytes) -> None:
+    (llama / name).write_bytes(content)
+    assert f"its {name} " in refusal(llama)
+
+
+PLACES = [
+    "../../x",
+    "../llama/model.safetensors",
+    "/etc/passwd",
+    "/x.safetensors",
+    "..",
+    "",
+    "a/b.safetensors",
+    5,
+    None,
+]
+PLACES += ["..\\x.safetensors", "C:x.safetensors", "x.bin", "x\0.safetensors", {"a": 1}]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_index_that_names_another_place_is_refused(llama: Path, name: Any) -> None:
+    for outside in (llama.parent / "x", llama.parent.parent / "x"):
+        shutil.copyfile(first_file(llama), outside)  # what it names is there, and would be read
+    edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: name}))
+    assert "which is no safetensors file in the folder" in refusal(llama)
+
+
+def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
+    kept = (llama / INDEX).read_text()
+    edit(llama / INDEX, lambda index: index.update(weight_map=[1]))
+    assert "has no weight_map" in refusal(llama)
+    (llama / INDEX).write_text(kept)
+    edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: "model-00009-of-00009.safetensors"}))
+    assert "model-00009-of-00009.safetensors cannot be read" in refusal(llama)
+    (llama / INDEX).write_text(kept)
+    edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: sorted(llama.glob("*.safetensors"))[-1].name}))
+    assert f"has the tensor {TABLE}, and it has not" in refusal(llama)
+    (llama / INDEX).write_text(kept)
+    edit(llama / INDEX, lambda index: index["weight_map"].pop(TABLE))
+    assert f"has the tensor {TABLE}, which {INDEX} does not name" in refusal(llama)
+    (llama / INDEX).unlink()
+    assert f"neither model.safetensors nor {INDEX}" in refusal(llama)
+
+
+def test_pickles_are_never_opened(llama: Path, tmp_path: Path) -> None:
+    for file in (*llama.glob("*.safetensors"), llama / INDEX):
+        file.unlink()
+    mark = tmp_path / "mark"
+    (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Call(os.system, f"touch {mark}")))
+    assert "pytorch_model.bin, a pickle, which could run code and is never opened" in refusal(llama)
+    (llama / "model.safetensors").write_bytes(pickle.dumps(Call(os.system, f"touch {mark}")))  # under another name
+    assert "model.safetensors is no valid safetensors file" in refusal(llama)
+    assert not mark.exists()
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_header(file: Path, header: Any, data: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+LIES: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, bytes] | tuple[Any, bytes, int]]] = {
+    "offsets behind the end": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [0, 10**9]}}, d),
+    "offsets that overlap": lambda h, d: (h | {"other": h[TABLE]}, d),
+    "offsets backwards": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [64, 0]}}, d),
+    "negative offsets": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [-64, 0]}}, d),
+    "larger shape": lambda h, d: (h | {TABLE: h[TABLE] | {"shape": [10**6, 64]}}, d),
+    "shape that overflows": lambda h, d: (h | {TABLE: h[TABLE] | {"shape": [2**63, 2**63]}}, d),
+    "unknown type": lambda h, d: (h | {TABLE: h[TABLE] | {"dtype": "OBJECT"}}, d),
+    "wider type": lambda h, d: (h | {TABLE: h[TABLE] | {"dtype": "F64"}}, d),
+    "huge header": lambda h, d: (h, d, 2**62),
+    "header of the whole file": lambda h, d: (h, d, len(d)),
+    "empty header": lambda h, d: (b"", d),
+    "header that is no JSON": lambda h, d: (b"{'a': __import__('os')}", d),
+    "header that is no table": lambda h, d: (b"[1, 2]", d),
+    "cut": lambda h, d: (h, d[: len(d) // 2]),
+    "longer": lambda h, d: (h, d + bytes(8)),
+}
+
+
+def test_names_that_would_act_on_a_terminal_are_not_printed(gpt: Path) -> None:
+    file = gpt / "model.safetensors"
+    save_file(load_file(file) | {"h.0.\x1b[2J\n\u202e" + "x" * 9999: torch.ones(1)}, file)
+    sentence = refusal(gpt)
+    assert sentence.isprintable() and len(sentence) < 1000
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_header_is_refused(llama: Path, lie: str) -> None:
+    file = first_file(llama)
+    header, data = header_of(file)
+    assert TABLE in header
+    write_header(file, *LIES[lie](header, data))
+    assert f"its {file.name} is no valid safetensors file (" in refusal(llama)
+
+
+@pytest.mark.parametrize("size", [0, 4, 8])
+def test_file_without_a_header_is_refused(llama: Path, size: int) -> None:
+    os.truncate(first_file(llama), size)
+    assert "is no valid safetensors file (" in refusal(llama)
+
+
+def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
+    file, name = gpt / "model.safetensors", "transformer.h.0.mlp.c_fc.weight"
+    tensors = load_file(file)
+
+    def with_tensors(changed: dict[str, torch.Tensor]) -> str:
+        save_file({key: value.contiguous() for key, value in changed.items()}, file)
+        return refusal(gpt)
+
+    assert f"the tensor {name} is missing" in with_tensors({k: v for k, v in tensors.items() if k != name})
+    words = f"the tensor {name} has the shape [192, 48], and config.json gives [48, 192]"
+    assert words in with_tensors(tensors | {name: tensors[name].t()})
+    assert "of type F64, and only F32, F16, BF16" in with_tensors(tensors | {name: tensors[name].double()})
+    words = "the tensor transformer.h.0.extra is of no GPT2LMHeadModel"
+    assert words in with_tensors(tensors | {"h.0.extra": torch.ones(1)})
+    assert "is in model.safetensors and again in" in with_tensors(
+        tensors | {name.removeprefix("transformer."): tensors[name].clone()}
+    )
+    edit(gpt / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    assert "the tensor lm_head.weight is missing" in with_tensors(tensors)
+
+
+def test_two_tables_that_should_be_one_are_refused(gpt: Path, tmp_path: Path) -> None:
+    file = gpt / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, file)
+    with pytest.raises(RunError, match=r"ties transformer\.wte\.weight and lm_head\.weight, and the files hold two"):
+        from_hugging_face(open_hugging_face(gpt, "--input"), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())  # neither a checkpoint nor a part of one
+
+
+def test_shapes_that_gpt2_lacks_are_not_exported(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, random_model(gpt_config(num_kv_heads=2)).float())
+    with pytest.raises(ConfigError, match="2 key and value heads for 4 query heads, and GPT2LMHeadModel has one"):
+        to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-1"]
+
+
+def forget_places(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.storage_data = None
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def forget_rows(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def encode(path: Path) -> None:
+    edit_places(path, lambda place: setattr(place, "transform_descriptors", ["stream.zstd/1"]))
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "no file in its folder"),
+    "absolute path": (lambda p, m: place_at(p, str(m)), "no file in its folder"),
+    "encoding": (lambda p, m: encode(p), "names the encoding"),
+    "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
+    "no places": (lambda p, m: forget_places(p), "no stored tensors"),
+    "pickle in .metadata": (
+        lambda p, m: (p / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {m}"))),
+        "posix.system, which is no tensor metadata",
+    ),
+    "pickle among the tensors": (hide_pickle, "holds something that is no tensor"),
+    "other sizes in run.json": (
+        lambda p, m: edit(p / "run.json", lambda run: run["model"].update(ffn_hidden_size=96)),
+        "run.json describes a model.layers.0.mlp.gate.weight of shape [96, 64], which is not there",
+    ),
+    "fewer layers in run.json": (
+        lambda p, m: edit(p / "run.json", lambda run: run["model"].update(num_layers=10**15)),
+        "run.json describes a model.layers.1.attention_norm.weight of shape [64], which is not there",
+    ),
+    "no tokenizer in run.json": (
+        lambda p, m: edit(p / "run.json", lambda run: run["config"].update(data={"tokenizer": [1]})),
+        "names no tokenizer",
+    ),
+    "another family in run.json": (
+        lambda p, m: edit(p / "run.json", lambda run: run["config"]["model"].update(family="../gpt")),
+        "'../gpt'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
+    whole_folders: Path, tmp_path: Path, name: str
+) -> None:
+    path = Path(shutil.copytree(whole_folders / "llama run" / "step-1", tmp_path / "run" / "step-1"))
+    shutil.copyfile(path / "__0_0.distcp", tmp_path / "run" / "__0_0.distcp")  # what a path outside would find
+    mark = tmp_path / "mark"
+    damage, words = CHECKPOINTS[name]
+    damage(path, mark)
+    with pytest.raises(RunError) as error:
+        to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, str(whole_folders / "tokenizer.json"))
+    assert str(error.value).startswith(f"{path} cannot be loaded (") and words in str(error.value)
+    assert "\n" not in str(error.value)
+    shape = LLAMA.model_dump(mode="json", exclude_none=True)
+    settings = {"model": {"family": "llama", "flavor": "x", "flavors": {"x": shape}}}
+    if "run.json" not in name:
+        with pytest.raises(RunError) as error:
+            load_for_inference(JobConfig.model_validate(settings), path, torch.device("cpu"))
+        assert str(error.value).startswith(f"{path} cannot be loaded (") and words in str(error.value)
+    if name not in ("pickle among the tensors", "no tokenizer in run.json"):  # found when training begins, not used
+        config = JobConfig.model_validate(settings | {"checkpoint": {"initial_load_path": str(path)}})
+        with pytest.raises(ConfigError):
+            check_initial_weights(config, model_config(config.model))
+    assert not mark.exists()
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.unfinished").exists()
+
+
+def test_reference_names_are_those_of_the_files(gpt: Path, llama: Path) -> None:
+    for folder, config in ((gpt, GPT), (llama, LLAMA)):
+        names = set(open_hugging_face(folder, "--input").tensors)
+        expected = set(reference_state(random_model(config)))
+        assert names == expected - ({"lm_head.weight"} if config.tied_embeddings else set())

@@ -1,0 +1,115 @@
+"""The weights of a checkpoint, one at a time, in one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from titan_like.checkpoint.folder import checkpoint_path, complete_steps, read_run_state
+from titan_like.checkpoint.loader import first_failure
+from titan_like.checkpoint.reader import TensorReader
+from titan_like.config.errors import ConfigError, RunError
+from titan_like.models.hugging_face import family_module
+from titan_like.models.registry import FAMILIES
+
+RUN_FILE = "run.json"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like one checkpoint."""
+    return (path / RUN_FILE).is_file()
+
+
+def one_checkpoint(path: Path, key: str) -> Path:
+    """A step-N folder, or the newest in the folder of a run's checkpoints.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if is_checkpoint(path):
+        return path
+    steps = complete_steps(path)
+    if not steps:
+        problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
+        raise ConfigError(key, str(path), problem)
+    return checkpoint_path(path, steps[-1])
+
+
+class CheckpointWeights:
+    """What a checkpoint says of its model, and its weights."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the descriptions.
+
+        Raises:
+            RunError: they are damaged, or do not fit together.
+        """
+        self.path = path
+        try:
+            self.run = read_run_state(path)
+            self.family: str = self.run.config["model"]["family"]
+            self.tokenizer: str = self.run.config["data"]["tokenizer"]
+            if not isinstance(self.tokenizer, str):
+                raise TypeError("run.json names no tokenizer")
+            self.model = FAMILIES[self.family].model_validate(self.run.model)
+            self._reader = _CachingReader(path)
+            self._stored = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # whatever a damaged file raises
+            raise RunError(f"{path} cannot be loaded ({_first_line(error)})") from error
+        self._check()
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole weight, by its name in the model.
+
+        Raises:
+            RunError: its file is damaged.
+        """
+        stored = self._stored[f"model.{name}"]
+        assert isinstance(stored, TensorStorageMetadata)  # checked before
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise RunError(f"{self.path} cannot be loaded ({first_failure(error)})") from error
+        except Exception as error:  # whatever a damaged file raises
+            raise RunError(f"{self.path} cannot be loaded ({_first_line(error)})") from error
+        return tensor
+
+    def _check(self) -> None:
+        known = set()
+        for parameter in family_module(self.family).stored_parameters(self.model):
+            name = f"model.{parameter.name}"
+            stored = self._stored.get(name)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
+                problem = f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there"
+                raise RunError(f"{self.path} cannot be loaded ({problem})")
+            if not stored.properties.dtype.is_floating_point:
+                raise RunError(f"{self.path} cannot be loaded ({name} is of type {stored.properties.dtype})")
+            known.add(name)
+        for name in self._stored:
+            if name.startswith("model.") and name not in known:
+                raise RunError(f"{self.path} cannot be loaded ({name!r} is not in the model of its run.json)")
+
+
+class _CachingReader(TensorReader):
+    """Parses the metadata, which names every piece of every tensor, once for all loads."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Names, shapes and places of the stored tensors."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

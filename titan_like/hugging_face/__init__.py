@@ -1,0 +1,1 @@
+"""Hugging Face folders: reading them, and converting checkpoints to and from them."""

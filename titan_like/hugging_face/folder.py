@@ -1,0 +1,243 @@
+"""Reading a Hugging Face folder without trusting it: config.json, the index, headers and tensors of safetensors files.
+
+Nothing of it is ever executed, no file outside of it is opened, and what does not fit together is refused before a
+tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from titan_like.checkpoint.reader import is_file_name
+from titan_like.config.errors import ConfigError
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import (
+    FAMILY_OF_MODEL_TYPE,
+    Fields,
+    RefusedError,
+    Stored,
+    family_module,
+    family_of,
+)
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # that float32 holds exactly
+
+_MOST_JSON_BYTES = 64 << 20  # the largest real index has about 1 MB
+_MOST_SHOWN = 400  # characters
+_REOPEN_AFTER_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file, as the file's header describes it."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A folder whose configuration, index and headers fit together."""
+
+    path: Path
+    family: str
+    model: TransformerConfig
+    fields: dict[str, Any]  # config.json
+    tensors: dict[str, FileTensor]  # by the name in transformers' class
+
+    def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
+        """Every parameter of this model, or of one that pads its vocabulary differently, as it is found here."""
+        for stored in family_of(model).stored_parameters(model):
+            yield stored if stored.copy in self.tensors else replace(stored, copy=None)
+
+
+def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
+    """Check a folder; tensors themselves are not read.
+
+    Args:
+        path: the folder.
+        key: the setting that names it, for the error.
+
+    Raises:
+        ConfigError: it is no folder of a model that this project has, or its files do not fit together.
+    """
+    try:
+        fields = _read_json(path, CONFIG_FILE)
+        family, model = _model_of(Fields(fields))
+        tensors = _tensors(path, family)
+        _check_tensors(model, tensors)
+    except RefusedError as refusal:
+        raise ConfigError(key, str(path), _printable(str(refusal))) from None
+    return HuggingFaceFolder(path, family, model, fields, tensors)
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder looks like one."""
+    return (path / CONFIG_FILE).is_file()
+
+
+class TensorSlices:
+    """Reads slices of tensors, with at most one file open.
+
+    A file is mapped into memory, and what was read of it counts as the process's own memory while it is open: it is
+    opened anew after some tens of megabytes.
+    """
+
+    def __init__(self, tensors: dict[str, FileTensor]) -> None:
+        self._tensors = tensors
+        self._file: Any = None
+        self._path: Path | None = None
+        self._bytes_touched = 0
+
+    def __call__(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """The part of a tensor, in its own type.
+
+        Raises:
+            Exception: of no particular type, where a file has changed since it was checked.
+        """
+        tensor = self._tensors[name]
+        if tensor.file != self._path or self._bytes_touched > _REOPEN_AFTER_BYTES:
+            self.close()
+            self._file, self._path = safe_open(tensor.file, framework="pt"), tensor.file
+            self._file.__enter__()
+        self._bytes_touched += tensor.num_bytes
+        return self._file.get_slice(tensor.name)[index]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._file = self._path = None
+        self._bytes_touched = 0
+
+
+def _printable(text: str) -> str:
+    """What files say may be of any length and could move the cursor of a terminal."""
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    if not (path / name).is_file():
+        raise RefusedError(f"it has no {name}")
+    try:
+        if (path / name).stat().st_size > _MOST_JSON_BYTES:
+            raise RefusedError(f"its {name} is larger than {_MOST_JSON_BYTES >> 20} MiB")
+        content = json.loads((path / name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RefusedError(f"its {name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+        if isinstance(error, RefusedError):
+            raise
+        raise RefusedError(f"its {name} is not valid JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(content, dict):
+        raise RefusedError(f"its {name} is no JSON object")
+    return content
+
+
+def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
+    model_type = fields.values.get("model_type")
+    family = FAMILY_OF_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        fields.refuse("model_type", f"and only {' and '.join(FAMILY_OF_MODEL_TYPE)} can be read")
+    module = family_module(family)
+    if fields.values.get("architectures") is not None and fields.values["architectures"] != [module.ARCHITECTURE]:
+        fields.refuse("architectures", f"and only {module.ARCHITECTURE} can be read")
+    if fields.values.get("quantization_config") is not None:
+        fields.refuse("quantization_config", "and quantised weights cannot be read; export it in 16 or 32 bits")
+    return family, module.from_fields(fields)
+
+
+def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
+    """Every tensor of the files, by the name that transformers' class gives it."""
+    prefix = family_module(family).PREFIX
+    tensors: dict[str, FileTensor] = {}
+    for tensor in _file_tensors(path):
+        name = tensor.name if tensor.name.startswith((prefix, "lm_head.")) else prefix + tensor.name
+        if name in tensors:
+            raise RefusedError(f"the tensor {name} is in {tensors[name].file.name} and again in {tensor.file.name}")
+        tensors[name] = tensor
+    return tensors
+
+
+def _file_tensors(path: Path) -> Iterator[FileTensor]:
+    if (path / WEIGHTS_FILE).is_file():  # as in transformers, one file comes before an index
+        yield from _header(path / WEIGHTS_FILE)
+        return
+    if not (path / INDEX_FILE).is_file():
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+        if pickles:
+            cure = "save it with transformers' save_pretrained, which writes safetensors"
+            raise RefusedError(f"it holds {pickles[0]}, a pickle, which could run code and is never opened; {cure}")
+        raise RefusedError(f"it holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    weight_map = _read_json(path, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise RefusedError(f"its {INDEX_FILE} has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not is_file_name(name) or not name.endswith(".safetensors"):
+            raise RefusedError(
+                f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is no safetensors file in the folder"
+            )
+    found = {tensor.name: tensor for name in sorted(set(weight_map.values())) for tensor in _header(path / name)}
+    for name, file in weight_map.items():
+        if name not in found or found[name].file.name != file:
+            raise RefusedError(f"its {INDEX_FILE} says that {file} has the tensor {name}, and it has not")
+    for name, tensor in found.items():
+        if name not in weight_map:
+            raise RefusedError(f"{tensor.file.name} has the tensor {name}, which {INDEX_FILE} does not name")
+    yield from found.values()
+
+
+def _header(file: Path) -> list[FileTensor]:
+    """What a safetensors file says that it holds; the library checks it against the file's length."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (no mapping)
+            return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in found]
+    except OSError as error:
+        raise RefusedError(f"its {file.name} cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # whatever the library raises for a file that is none
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RefusedError(f"its {file.name} is no valid safetensors file ({reason})") from None
+
+
+def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> None:
+    """Whether there are exactly the tensors that the model has, of the right shapes and of a known type."""
+    known: set[str] = set()
+    for stored in family_of(model).stored_parameters(model):
+        wanted = dict(stored.sources)
+        if stored.copy is not None and stored.copy in tensors:
+            wanted[stored.copy] = next(iter(stored.sources.values()))
+        for name, shape in wanted.items():
+            if name not in tensors:
+                raise RefusedError(f"the tensor {name} is missing")
+            tensor = tensors[name]
+            if tensor.shape != shape:
+                problem = f"the tensor {name} has the shape {list(tensor.shape)}, and config.json gives {list(shape)}"
+                raise RefusedError(problem)
+            if tensor.dtype not in DTYPES:
+                raise RefusedError(
+                    f"the tensor {name} is of type {tensor.dtype}, and only {', '.join(DTYPES)} can be read"
+                )
+        known |= wanted.keys()
+    for name in sorted(tensors.keys() - known):
+        if not family_of(model).is_ignored(name):
+            raise RefusedError(f"the tensor {name} is of no {family_of(model).ARCHITECTURE} with this config.json")

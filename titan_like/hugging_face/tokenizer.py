@@ -1,0 +1,90 @@
+"""A run's tokenizer as the files that transformers' AutoTokenizer loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from titan_like.checkpoint.folder import write_durably
+from titan_like.config.errors import ConfigError
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer
+from titan_like.models.config import TransformerConfig
+
+_KEY = "--tokenizer"
+TOKENIZER_FILE = "tokenizer.json"
+ABOUT_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+_TOKENIZER_FILES = (  # that transformers may look for
+    TOKENIZER_FILE,
+    ABOUT_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
+    """Write the tokenizer that `data.tokenizer` names; the id of its end-of-document token.
+
+    Raises:
+        ConfigError: its files are missing or are none, or it has more tokens than the model.
+    """
+    vocab_size = build_tokenizer(spec, _KEY).vocab_size
+    if vocab_size > model.vocab_size:
+        problem = f"it has {vocab_size} tokens, and the model {model.vocab_size}; name the one it was trained with"
+        raise ConfigError(_KEY, spec, problem)
+    tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
+    if spec == "byte" or spec.startswith("gpt2:"):
+        write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    elif Path(spec).name == TOKENIZER_FILE and Path(spec).with_name(ABOUT_FILE).is_file():
+        copy_tokenizer_files(Path(spec).parent, folder)  # transformers' own: it says all there is to say
+        return eod_id
+    else:  # as it is, whatever this version of the library would make of it
+        shutil.copyfile(spec, folder / TOKENIZER_FILE)
+    eod = tokenizer.id_to_token(eod_id)
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json holds
+        "bos_token": eod,  # documents follow each other: one begins where another has ended
+        "eos_token": eod,
+        "model_max_length": model.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    return eod_id
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy what one folder has of a tokenizer's files to another."""
+    copy_files(source, target, _TOKENIZER_FILES)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those files that are there."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """`ByteTokenizer` in terms of the `tokenizers` library: byte-pair encoding without a pair."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    assert tokenizer.token_to_id("<|endoftext|>") == ByteTokenizer.eod_id
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in GPT-2's vocabulary: itself if printable, else one from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,106 @@
+"""GPT in Hugging Face's files: GPT2LMHeadModel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused_in_one, validated, whole
+
+ARCHITECTURE = "GPT2LMHeadModel"
+PREFIX = "transformer."
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
+    """Every parameter. GPT-2 keeps the matrices of its layers as [in, out], the transpose of ours."""
+    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
+    table = (config.padded_vocab_size, hidden)
+    head = "lm_head.weight"
+    yield whole(
+        "embedding.weight", "transformer.wte.weight", table, vocab, copy=head if config.tied_embeddings else None
+    )
+    yield whole("position_embedding.weight", "transformer.wpe.weight", (config.max_seq_len, hidden))
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
+        for norm, ln in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            yield from (whole(f"{ours}.{norm}.{p}", f"{theirs}.{ln}.{p}", (hidden,)) for p in ("weight", "bias"))
+        for part, columns in (("weight", (hidden,)), ("bias", ())):
+            yield fused_in_one(config, f"{ours}.attention.qkv.{part}", columns, f"{theirs}.attn.c_attn.{part}")
+        for linear, conv, shape in (
+            ("attention.proj", "attn.c_proj", (hidden, hidden)),
+            ("mlp.fc1", "mlp.c_fc", (ffn, hidden)),
+            ("mlp.fc2", "mlp.c_proj", (hidden, ffn)),
+        ):
+            yield whole(f"{ours}.{linear}.weight", f"{theirs}.{conv}.weight", shape, is_transposed=True)
+            yield whole(f"{ours}.{linear}.bias", f"{theirs}.{conv}.bias", shape[:1])
+    yield from (whole(f"norm.{part}", f"transformer.ln_f.{part}", (hidden,)) for part in ("weight", "bias"))
+    if not config.tied_embeddings:
+        yield whole("output.weight", head, table, vocab)
+
+
+def is_ignored(name: str) -> bool:
+    """Causal masks, that older versions saved as buffers."""
+    return re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name) is not None
+
+
+def to_fields(config: GPTConfig) -> dict[str, Any]:
+    """What config.json says of the shape.
+
+    Raises:
+        RefusedError: grouped-query attention, which GPT-2 lacks.
+    """
+    if config.num_kv_heads != config.num_attention_heads:
+        raise RefusedError(
+            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
+            f"and {ARCHITECTURE} has one for each"
+        )
+    return {
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.ffn_hidden_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tied_embeddings,
+        **dict.fromkeys(_DROPOUTS, config.dropout),
+    }
+
+
+def from_fields(fields: Fields) -> TransformerConfig:
+    """The shape that config.json describes.
+
+    Raises:
+        RefusedError: a GPT-2 with what this family lacks.
+    """
+    fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    fields.must_be("scale_attn_weights", True)
+    fields.must_be("scale_attn_by_inverse_layer_idx", False)
+    fields.must_be("add_cross_attention", False)
+    dropout = fields.number(_DROPOUTS[0], 0.1)
+    for field in _DROPOUTS:
+        if fields.number(field, 0.1) != dropout:
+            fields.refuse(field, f"and {_DROPOUTS[0]} = {dropout}; the models here have one, so make them equal")
+    hidden = fields.integer("n_embd")
+    return validated(
+        GPTConfig,
+        {
+            "num_layers": fields.integer("n_layer"),
+            "hidden_size": hidden,
+            "num_attention_heads": fields.integer("n_head"),
+            "ffn_hidden_size": fields.integer("n_inner", 4 * hidden),
+            "vocab_size": fields.integer("vocab_size"),
+            "max_seq_len": fields.integer("n_positions"),
+            "norm_eps": fields.number("layer_norm_epsilon", 1e-5),
+            "init_std": fields.number("initializer_range", 0.02),
+            "tied_embeddings": fields.flag("tie_word_embeddings", True),
+            "dropout": dropout,
+        },
+    )

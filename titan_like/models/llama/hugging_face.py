@@ -1,0 +1,125 @@
+"""Llama in Hugging Face's files: LlamaForCausalLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import Fields, Stored, fused, validated, whole
+from titan_like.models.llama.config import LlamaConfig
+
+ARCHITECTURE = "LlamaForCausalLM"
+PREFIX = "model."
+
+
+def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
+    """Every parameter."""
+    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
+    table = (config.padded_vocab_size, hidden)
+    head = "lm_head.weight"
+    yield whole(
+        "embedding.weight", "model.embed_tokens.weight", table, vocab, copy=head if config.tied_embeddings else None
+    )
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        yield whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
+        query, key, value = (f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv")
+        yield fused(config, f"{ours}.attention.qkv.weight", (hidden,), (query, key, value))
+        yield whole(f"{ours}.attention.proj.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, hidden))
+        yield whole(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
+        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+            yield whole(f"{ours}.mlp.{name}.weight", f"{theirs}.mlp.{name}_proj.weight", shape)
+    yield whole("norm.weight", "model.norm.weight", (hidden,))
+    if not config.tied_embeddings:
+        yield whole("output.weight", head, table, vocab)
+
+
+def is_ignored(name: str) -> bool:
+    """Rotary frequencies, that older versions saved as buffers."""
+    return re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
+
+
+def to_fields(config: LlamaConfig) -> dict[str, Any]:
+    """What config.json says of the shape, in the words that every version of transformers knows."""
+    scaling = config.rope_scaling
+    return {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        },
+    }
+
+
+def from_fields(fields: Fields) -> TransformerConfig:
+    """The shape that config.json describes.
+
+    Raises:
+        RefusedError: a Llama with what this family lacks.
+    """
+    fields.must_be("hidden_act", "silu", "swish")
+    fields.must_be("attention_bias", False)
+    fields.must_be("attention_dropout", 0.0, 0)
+    fields.must_be("mlp_bias", False)
+    fields.must_be("sliding_window", None)
+    fields.must_be("partial_rotary_factor", None, 1.0, 1)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if fields.values.get("head_dim") is not None:
+        fields.must_be("head_dim", hidden // heads)
+    # From version 5 on, transformers has both in one table.
+    rope = fields.table("rope_parameters") or fields.table("rope_scaling")
+    theta = fields.number("rope_theta", 10_000.0)
+    return validated(
+        LlamaConfig,
+        {
+            "num_layers": fields.integer("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_kv_heads": fields.integer("num_key_value_heads", heads),
+            "ffn_hidden_size": fields.integer("intermediate_size"),
+            "vocab_size": fields.integer("vocab_size"),
+            "max_seq_len": fields.integer("max_position_embeddings", 2048),
+            "norm_eps": fields.number("rms_norm_eps", 1e-6),
+            "init_std": fields.number("initializer_range", 0.02),
+            "tied_embeddings": fields.flag("tie_word_embeddings", False),
+            "rope_theta": theta if rope is None else rope.number("rope_theta", theta),
+            "rope_scaling": None if rope is None else _rope_scaling(rope),
+        },
+    )
+
+
+def _rope_scaling(rope: Fields) -> dict[str, Any] | None:
+    kind = "rope_type" if "rope_type" in rope.values else "type"
+    rope.must_be(kind, "default", "llama3")
+    rope.must_be("partial_rotary_factor", None, 1.0, 1)
+    if rope.values.get(kind, "default") == "default":
+        return None
+    return {
+        "factor": rope.number("factor"),
+        "low_freq_factor": rope.number("low_freq_factor"),
+        "high_freq_factor": rope.number("high_freq_factor"),
+        "original_max_seq_len": rope.integer("original_max_position_embeddings"),
+    }
