@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-python -m pytest "$@"
+# Two at a time; the tests of a file share what they have computed.
+python -m pytest -n 2 --dist loadfile "$@"

@@ -101,7 +101,7 @@ CASES = [
 
 
 class RecordCollectives(TorchDispatchMode):
-    """Calls and bytes by (group, kind); sums of single numbers are left out."""
+    """Calls and bytes by (group, kind); sums of one or two numbers are left out."""
 
     _KINDS = (
         ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
@@ -133,7 +133,7 @@ class RecordCollectives(TorchDispatchMode):
             tensors = args[1]
         tensors = tensors if isinstance(tensors, list) else [tensors]
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1 or (kind == "all_reduce" and len(tensors) == 1 and tensors[0].numel() == 1):
+        if len(ranks) == 1 or (kind == "all_reduce" and len(tensors) == 1 and tensors[0].numel() <= 2):
             return
         self.calls[self.groups[ranks], kind] += 1
         self.bytes[self.groups[ranks], kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)

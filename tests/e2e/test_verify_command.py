@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,11 @@ CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
 
 
-def verify(*arguments: str, product: Path = REPO) -> subprocess.CompletedProcess[str]:
+def verify(*arguments: str, product: Path = REPO, sees_gpus: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the command of a folder, from another one."""
     command = [sys.executable, str(product / "scripts" / "verify.py"), *CONFIG, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO)
+    environment = dict(os.environ) if sees_gpus else dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO, env=environment)
 
 
 def copy_with(folder: Path, file: str, old: str, new: str) -> Path:
@@ -78,7 +80,7 @@ def test_bad_input_ends_with_2_and_one_sentence() -> None:
         (["--steps", "0"], ["--steps", "at least 1"]),
         (["--parallelism.tensor_parallel_degree", "3"], ["parallelism.tensor_parallel_degree", "3"]),
         (["--json", "/no/such/folder/verdict.json"], ["--json", "folder"]),
-        (["--gpus", "--parallelism.data_parallel_shard_degree", "8"], ["--gpus", "8", "this machine has"]),
+        (["--gpus", "--parallelism.tensor_parallel_degree", "2"], ["--gpus", "this machine has"]),
     ):
         result = verify(*arguments)
         assert result.returncode == 2, result.stdout + result.stderr
@@ -93,6 +95,6 @@ def test_bad_input_ends_with_2_and_one_sentence() -> None:
 def test_same_on_gpus(data: int) -> None:
     if torch.cuda.device_count() < data:
         pytest.skip(f"needs {data} GPUs")
-    result = verify("--gpus", "--steps", "2", "--parallelism.data_parallel_shard_degree", str(data))
+    result = verify("--gpus", "--steps", "2", "--parallelism.data_parallel_shard_degree", str(data), sees_gpus=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "DIFFERENT" not in result.stdout

@@ -94,11 +94,13 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
     sweep(folder)
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Path) -> list[str]:
     """Remove what interrupted saves left; a checkpoint whose replacement never arrived gets its name back.
 
-    One process calls it, while no other writes to the folder.
+    Returns the names of those removed that were not complete. One process calls it, while no other writes to the
+    folder.
     """
+    removed = []
     for path in folder.glob(f"step-*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
@@ -107,6 +109,8 @@ def sweep(folder: Path) -> None:
             os.rename(path, original)
     for path in folder.glob(f"step-*{UNFINISHED}"):
         shutil.rmtree(path)
+        removed.append(path.name)
+    return removed
 
 
 @contextmanager

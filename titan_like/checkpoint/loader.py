@@ -33,7 +33,8 @@ def resume(folder: Path, wanted: int | None, model: ParallelModel, optimizer: to
     """
     found: list[list[int]] = [[]]
     if dist.get_rank() == 0:
-        sweep(folder)
+        for name in sweep(folder):
+            print(f"checkpoint {folder / name} was never complete and is removed", flush=True)
         found = [complete_steps(folder) if wanted is None else [wanted]]
     dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
     for step in reversed(found[0]):

@@ -17,7 +17,7 @@ def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -
     samples = sum(record.global_batch_size for record in records)
     losses = [record.loss for record in records if math.isfinite(record.loss)]
     loss = sum(losses) / len(losses) if losses else math.nan
-    spikes = sum(record.spike for record in records)
+    spikes = sum(record.spike or 0 for record in records)
     tflops = sum(record.throughput.tflops_per_device * record.step_time_s for record in records) / seconds
     parts = [
         f" iteration {last.step:8d}/{total_steps:8d}",

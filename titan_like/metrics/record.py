@@ -25,7 +25,7 @@ class StepRecord:
     peak_memory_bytes: int
     skipped: int  # 1 where the update was left out because float16 overflowed
     nan: int  # 1 where loss or gradient norm was not finite for another reason
-    spike: int = 0  # 1 where the update was left out because the loss was a spike
+    spike: int | None = None  # where spikes are watched for: 1 if the update was left out because the loss was one
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
     validation_loss: float | None = None  # on steps that were followed by a validation
@@ -36,5 +36,5 @@ class StepRecord:
         flat: dict[str, Any] = {}
         for key, value in asdict(self).items():
             flat |= value if isinstance(value, dict) else {key: value}
-        optional = ("num_zeros", "loss_scale", "validation_loss")
+        optional = ("spike", "num_zeros", "loss_scale", "validation_loss")
         return {key: value for key, value in flat.items() if value is not None or key not in optional}

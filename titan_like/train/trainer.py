@@ -204,7 +204,7 @@ class Trainer:
             peak_memory_bytes=peak_memory_bytes(device),
             skipped=int(overflowed),
             nan=int(not finite and not overflowed),
-            spike=int(spike),
+            spike=int(spike) if config.health.loss_spike_factor else None,
             num_zeros=num_zeros,
             loss_scale=loss_scale if scales_loss else None,
         )
