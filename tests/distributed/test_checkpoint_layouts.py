@@ -39,7 +39,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"1 rank": {}, "1 rank in bfloat16": {"training.dtype": "bfloat16"}},
 }
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-LOADED_IN = ("zero3 of 4", "2 stages of tensor 2", "interleaved", "1 rank")
+LOADED_IN = ("2 stages of tensor 2", "interleaved", "1 rank")
 
 
 @pytest.fixture(scope="module")

@@ -50,12 +50,10 @@ def test_a_killed_rank_restarts_the_job_from_its_last_checkpoint(
     with TorchrunJob(
         tmp_path / "log.txt", REPO / "train.py", [*SETTINGS, f"--job.dump_folder={dump}"], 2, options
     ) as job:
-        for step, rank in ((7, 1), (18, 0)):
-            job.until(lambda step=step: len(steps(dump)) >= step, f"step {step}")
-            kill(job.workers()[rank], signal.SIGKILL)
-            job.until(lambda step=step: len(steps(dump)) < step or len(steps(dump)) > step + 8, "the restart")
+        job.until(lambda: len(steps(dump)) >= 18, "step 18")
+        kill(job.workers()[0], signal.SIGKILL)
         assert job.wait() == 0, job.output
-    assert job.output.count("resumed from ") == 2
+    assert job.output.count("resumed from ") == 1
     assert steps(dump) == list(range(1, LAST + 1))
     for key in ("loss", "grad_norm", "consumed_samples", "consumed_tokens", "lr"):
         assert [record[key] for record in records(dump)] == [record[key] for record in straight], key
