@@ -114,6 +114,14 @@ OVERRIDES = {
         ["checkpoint.folder", "{tmp}/text.txt", "cannot be made", "name one"],
     ),
     "unknown GPU": ([STEPS, "--cluster.gpu=RTX 4090"], ["cluster.gpu", '"RTX 4090"', "known are V100, A100"]),
+    "disk too small for a checkpoint": (
+        [STEPS, "--checkpoint.enable", "--model.overrides.num_layers=1000000"],
+        ["checkpoint.folder", "{tmp}/out/checkpoint", "a checkpoint takes", "GiB left; make room, or name a folder"],
+    ),
+    "nothing to go back to": (
+        [STEPS, "--health.loss_spike_factor=6", "--health.loss_spike_action=rewind", "--checkpoint.enable=false"],
+        ["health.loss_spike_action", '"rewind"', "set checkpoint.enable to true", 'use "skip"'],
+    ),
     "missing checkpoint": (
         [STEPS, "--checkpoint.enable", "--checkpoint.load_step=7"],
         ["checkpoint.load_step = 7", "no such checkpoint in {tmp}/out/checkpoint", "there are none"],
