@@ -23,11 +23,17 @@ from titan_like.train.trainer import Trainer
 
 
 def train(
-    rank: int, folder: Path, dump: Path, settings: dict[str, Any], bad: dict[int, float], set_back: int | None = None
+    rank: int,
+    folder: Path,
+    dump: Path,
+    settings: dict[str, Any],
+    bad: dict[int, float],
+    set_back: int | None = None,
+    ruined_after: int | None = None,
 ) -> None:
     """Train where the losses of the steps that begin at some samples are multiplied. Write what came of it.
 
-    With ``set_back`` the data cursor is moved there first.
+    With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
     """
     cross_entropy = trainer_module.summed_cross_entropy
     digests: dict[int, str] = {}
@@ -36,6 +42,8 @@ def train(
         def train_step(self, data: Any) -> Any:
             record = super().train_step(data)
             digests[record.step] = digest(self)
+            if record.step == ruined_after and rank == dist.get_world_size() - 1:
+                next(self.model.parameters()).detach().fill_(math.nan)
             return record
 
     outcome: dict[str, Any] = {}

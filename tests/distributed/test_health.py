@@ -30,11 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(folder: Path, name: str, bad: dict[int, float], **changes: Any) -> list[dict[str, Any]]:
+def train(
+    folder: Path, name: str, bad: dict[int, float], ruined_after: int | None = None, **changes: Any
+) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
     dump = folder / name
-    run(health_worker.train, 2, folder / "log.txt", folder, dump, settings, bad)
+    run(health_worker.train, 2, folder / "log.txt", folder, dump, settings, bad, None, ruined_after)
     outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
     for key in ("step", "skipped_steps", "consumed_samples", "digests"):
         assert outcomes[0][key] == outcomes[1][key], key
@@ -96,6 +98,39 @@ def test_a_spike_before_the_first_checkpoint_is_only_left_out(folder: Path) -> N
     outcome = train(folder, "no checkpoint", {BATCH * (BAD_STEP - 1): 5.0}, **extra)[0]
     assert outcome["step"] == 14 and outcome["skipped_steps"] == 1
     assert outcome["consumed_samples"] == 14 * BATCH
+
+
+def test_going_back_does_not_lead_to_a_branch_that_was_left(folder: Path) -> None:
+    """A run of 14 steps, gone back to step 4: its spike leads to its own step 8 and not to the other's step 14."""
+    train(folder, "left", {})
+    extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__load_step": 4}
+    outcome = train(folder, "left", {BATCH * (BAD_STEP - 1): 5.0}, **extra)[0]
+    assert "went back to step 8, and on without the samples 32 to" in outcome["printed"]
+    assert outcome["step"] == 14 and outcome["consumed_samples"] > 14 * BATCH
+    assert [record["step"] for record in records(folder / "left")] == list(range(1, 15))
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_weights_that_are_not_finite_are_not_saved(folder: Path, background: bool) -> None:
+    name = f"ruined {background}"
+    extra: dict[str, Any] = {"checkpoint__interval": 1, "checkpoint__keep_latest": 1, "checkpoint__async": background}
+    outcomes = train(folder, name, {}, ruined_after=5, **extra)
+    assert outcomes[0]["error"] == outcomes[1]["error"]
+    assert "step-5 is not saved (weights or optimizer are not finite)" in outcomes[0]["error"]
+    assert [path.name for path in (folder / name / "checkpoint").iterdir()] == ["step-4"]
+
+
+def test_steps_without_an_update_make_no_checkpoint_give_way(folder: Path) -> None:
+    """Weights may be ruined and finite: what was saved before the bad steps stays."""
+    bad = {BATCH * step: math.nan for step in range(6, 200)}
+    settings: dict[str, Any] = {"checkpoint__interval": 2, "checkpoint__keep_latest": 2}
+    train(folder, "kept", bad, health__max_consecutive_skips=6, **settings)
+    assert sorted(path.name for path in (folder / "kept" / "checkpoint").iterdir()) == ["step-4", "step-6"]
+    train(folder, "kept", {}, **settings | {"training__steps": 7})  # the last step is saved in any case
+    few_bad = {BATCH * step: math.nan for step in range(7, 9)}
+    train(folder, "kept", few_bad, **settings | {"training__steps": 10})
+    steps = [path.name for path in (folder / "kept" / "checkpoint").iterdir()]
+    assert sorted(steps) == ["step-10", "step-7"]  # step 8 was bad, and the first good one after it is the last
 
 
 def test_spikes_that_come_back_end_the_run(folder: Path) -> None:

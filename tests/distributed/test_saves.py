@@ -59,14 +59,14 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
     settings: dict[str, Any] = STEPS | {"checkpoint.async": background, "checkpoint.on_failure": on_failure}
     run(save_worker.train_where_a_save_fails, 2, log, folder, dump, settings, 3)
     outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
-    problem = f"{dump}/checkpoint/step-3 cannot be written (rank 1: "
+    problem = f"{dump}/checkpoint/step-3 is not saved (rank 1: "
     saved = complete_steps(dump / "checkpoint")
     assert not [path.name for path in (dump / "checkpoint").iterdir() if not path.name.startswith("step-")]
     assert not list((dump / "checkpoint").glob("*.unfinished"))
     if on_failure == "continue":
         assert [outcome["step"] for outcome in outcomes] == [5, 5]
         assert saved == [1, 2, 4, 5]
-        (line,) = [line for line in outcomes[0]["printed"].splitlines() if "cannot be written" in line]
+        (line,) = [line for line in outcomes[0]["printed"].splitlines() if "is not saved" in line]
         assert line.strip().startswith(problem) and line.endswith(
             "the checkpoints before it are whole; training goes on"
         )
@@ -89,5 +89,5 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
     settings: dict[str, Any] = STEPS | {"checkpoint.async": True, "checkpoint.on_failure": on_failure}
     run(save_worker.train_where_a_save_fails, 1, folder / "log.txt", folder, dump, settings, 5)
     outcome = json.loads((dump / "outcome_0.json").read_text())
-    assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 cannot be written (rank 0: ")
+    assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]

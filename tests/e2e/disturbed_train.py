@@ -1,15 +1,18 @@
-"""train.py on whose rank 1 something goes wrong after step 3: --disturb=sleep or fail."""
+"""train.py on whose rank 1 something goes wrong after step 3: --disturb=sleep or fail; or that does not wait long for
+another run to end: --disturb=impatient."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
+from titan_like.checkpoint import loader
 from titan_like.config.load import run_command
 from titan_like.parallel import pipeline
 
@@ -31,5 +34,7 @@ def disturbed_step(self: pipeline.Pipeline, *args: object) -> None:
 
 ARGUMENTS = list(sys.argv)
 sys.argv = [argument for argument in sys.argv if not argument.startswith("--disturb")]
+if "--disturb=impatient" in ARGUMENTS:
+    loader.hold = partial(loader.hold, patience=1.0)
 pipeline.Pipeline.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
 run_command(train.main)

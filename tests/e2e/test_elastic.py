@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -43,36 +44,48 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     return records(folder / "out")
 
 
+@pytest.mark.parametrize("agents", [1, 2])
 def test_a_killed_rank_restarts_the_job_from_its_last_checkpoint(
-    tmp_path: Path, straight: list[dict[str, float]]
+    tmp_path: Path, straight: list[dict[str, float]], agents: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dump, options = tmp_path / "out", ("--standalone", "--max-restarts=3")
-    with TorchrunJob(
-        tmp_path / "log.txt", REPO / "train.py", [*SETTINGS, f"--job.dump_folder={dump}"], 2, options
-    ) as job:
-        job.until(lambda: len(steps(dump)) >= 18, "step 18")
-        kill(job.workers()[0], signal.SIGKILL)
-        assert job.wait() == 0, job.output
-    assert job.output.count("resumed from ") == 1
+    dump, arguments = tmp_path / "out", [*SETTINGS, f"--job.dump_folder={tmp_path / 'out'}"]
+    if agents == 1:
+        options = [("--standalone", "--max-restarts=3")]
+    else:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        port = free_port()
+        options = [meeting(port, is_host) for is_host in (1, 0)]
+    with ExitStack() as stack:
+        jobs = []
+        for number, of_agent in enumerate(options):
+            log = tmp_path / f"log_{number}.txt"
+            job = TorchrunJob(log, REPO / "train.py", arguments, 2 // agents, of_agent)
+            jobs.append(stack.enter_context(job))
+        jobs[0].until(lambda: len(steps(dump)) >= 18, "step 18")
+        kill(jobs[-1].workers()[1], signal.SIGKILL)
+        assert [job.wait(200) for job in jobs] == [0] * agents, "\n".join(job.output for job in jobs)
+    assert sum(job.output.count("resumed from ") for job in jobs) == 1
     assert steps(dump) == list(range(1, LAST + 1))
     for key in ("loss", "grad_norm", "consumed_samples", "consumed_tokens", "lr"):
         assert [record[key] for record in records(dump)] == [record[key] for record in straight], key
+
+
+def meeting(port: int, is_host: int) -> tuple[str, ...]:
+    """Options of one of two torchruns."""
+    return (
+        "--nnodes=1:2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=7", "--local_addr=127.0.0.1",
+        f"--rdzv_endpoint=127.0.0.1:{port}",
+        f"--rdzv_conf=is_host={is_host},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5",
+    )  # fmt: skip
 
 
 def test_a_lost_node_leaves_a_smaller_job_with_the_same_curve(tmp_path: Path, straight: list[dict[str, float]]) -> None:
     dump, port = tmp_path / "out", free_port()
     arguments = [*SETTINGS, f"--job.dump_folder={dump}", "--training.steps=60"]
 
-    def options(is_host: int) -> tuple[str, ...]:
-        return (
-            "--nnodes=1:2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=7", "--local_addr=127.0.0.1",
-            f"--rdzv_endpoint=127.0.0.1:{port}",
-            f"--rdzv_conf=is_host={is_host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2",
-        )  # fmt: skip
-
     with (
-        TorchrunJob(tmp_path / "log_0.txt", REPO / "train.py", arguments, 1, options(1)) as first,
-        TorchrunJob(tmp_path / "log_1.txt", REPO / "train.py", arguments, 1, options(0)) as second,
+        TorchrunJob(tmp_path / "log_0.txt", REPO / "train.py", arguments, 1, meeting(port, 1)) as first,
+        TorchrunJob(tmp_path / "log_1.txt", REPO / "train.py", arguments, 1, meeting(port, 0)) as second,
     ):
         first.until(lambda: len(steps(dump)) >= 12, "step 12")
         assert len(first.workers()) == len(second.workers()) == 1

@@ -118,3 +118,18 @@ def test_the_rank_that_the_others_wait_for_is_named(
         assert line.endswith("ZeroDivisionError: the test divides by zero")
     else:
         assert line.startswith("error: rank 1 died or was stopped after step")
+
+
+def test_a_second_run_in_the_same_folder_is_kept_out(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+    dump = tmp_path / "out"
+    with start("--checkpoint.interval=2", processes=1) as first:
+        first.until(lambda: len(steps(dump)) >= 3, "the third step")
+        arguments = [*settings(dump), "--metrics.log_interval=1"]
+        with TorchrunJob(
+            tmp_path / "second.txt", DISTURBED, [*arguments, "--disturb=impatient"], 1, STANDALONE
+        ) as second:
+            assert second.wait() != 0
+        assert f"error: another run writes to {dump}/checkpoint; stop it, or set checkpoint.folder" in second.output
+        kill(first.workers()[0], signal.SIGTERM)
+        assert first.wait() == 0, first.output
+    assert steps(dump) == list(range(1, steps(dump)[-1] + 1))

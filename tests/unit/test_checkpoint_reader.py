@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.unit.attacks import Call, place_at
-from titan_like.checkpoint.folder import REPLACED, UNFINISHED, complete_steps, sweep
+from titan_like.checkpoint.folder import REPLACED, UNFINISHED, complete_steps, leftover_bytes, sweep
 from titan_like.checkpoint.reader import TensorReader
 
 DTYPES = [
@@ -136,6 +136,37 @@ def test_metadata_written_by_python_3_13_is_read(tmp_path: Path) -> None:
     loaded = {"weight": torch.zeros(2)}
     load(tmp_path, loaded)
     assert torch.equal(loaded["weight"], torch.ones(2))
+
+
+@pytest.mark.parametrize("target", ["torch\nfloat32", "torch\nSize", "torch.distributed.checkpoint.metadata\nMetadata"])
+def test_pickle_that_changes_a_class_is_refused_and_changes_nothing(tmp_path: Path, target: str) -> None:
+    save(tmp_path, {"weight": torch.ones(2)})
+    # the class, (None, {"__truediv__": 1}), BUILD, POP; then what is otherwise right
+    build = b"c" + target.encode() + b"\nN}S'__truediv__'\nI1\ns\x86b0"
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(build + pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)[2:])
+    with pytest.raises(pickle.UnpicklingError, match="changes something that is no tensor metadata"):
+        TensorReader(tmp_path).read_metadata()
+    assert Path("/a") / "b" == Path("/a/b")
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_sweep_removes_whatever_bears_the_name(tmp_path: Path, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    path = tmp_path / f"step-9{UNFINISHED}"
+    path.touch() if kind == "file" else path.symlink_to(elsewhere)
+    assert sweep(tmp_path) == [path.name]
+    assert not path.is_symlink() and not path.exists() and (elsewhere / "mine").exists()
+
+
+def test_what_a_sweep_will_remove_counts_as_room(tmp_path: Path) -> None:
+    assert leftover_bytes(tmp_path / "absent") == leftover_bytes(tmp_path) == 0
+    for name, size in (("step-1", 5), (f"step-2{UNFINISHED}", 70), (f"step-1{REPLACED}", 300)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(size))
+    assert leftover_bytes(tmp_path) == 370
 
 
 def test_sweep_touches_nothing_but_the_leftovers_of_saves(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import re
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,33 +63,28 @@ def test_one_process_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_place_is_the_product_s_line_and_what_it_called(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def waits_for_others(events: threading.Event, _: queue.Queue[int]) -> None:
+    events.wait()
+
+
+def waits_for_data(_: threading.Event, items: queue.Queue[int]) -> None:
+    items.get()  # the standard library waits within it, and not for other ranks
+
+
+@pytest.mark.parametrize("function", [waits_for_others, waits_for_data])
+def test_the_place_is_the_product_s_line_and_what_it_called(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[threading.Event, queue.Queue[int]], None]
+) -> None:
     monkeypatch.setattr(watchdog_module, "_PACKAGE", str(Path(__file__).parent))
-    stop, started = threading.Event(), threading.Event()
-
-    def works() -> None:
-        started.set()
-        stop.wait(30)
-
-    def calls() -> None:
-        started.set()
-        threading.Event.wait(stop, 30) if waits else hang(stop)
-
-    thread = threading.Thread(target=calls)
+    event, items = threading.Event(), queue.Queue[int]()
+    thread = threading.Thread(target=function, args=(event, items))
     thread.start()
-    started.wait(10)
-    while (
-        frame := sys._current_frames().get(thread.ident or 0)
-    ) is None or "threading" not in frame.f_code.co_filename:
+    while (frame := sys._current_frames().get(thread.ident or 0)) is None or frame.f_code.co_name != "wait":
         pass
     where, is_waiting = position(frame)
-    stop.set()
+    event.set()
+    items.put(1)
     thread.join()
-    assert where.startswith("unit/test_watchdog.py:" if False else Path(__file__).parent.name + "/test_watchdog.py:")
-    assert "(threading.py:" in where
-    assert is_waiting or not waits
-
-
-def hang(stop: threading.Event) -> None:
-    stop.wait(30)
+    line = function.__code__.co_firstlineno + 1
+    assert re.fullmatch(rf"unit/test_watchdog.py:{line} in {function.__name__} \(threading.py:\d+ in wait\)", where)
+    assert is_waiting == (function is waits_for_others)

@@ -104,6 +104,48 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert sorted(found.name for found in tmp_path.iterdir()) == ["metrics.jsonl", *aside]
 
 
+class FullDisk:
+    """A file that has no room after so many bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if len(data) > self.room:
+            self.file.write(data[: self.room])
+            raise OSError(28, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path, 0)
+    writer.write(record(1))
+    file = writer._file
+    writer._file = FullDisk(file, room=10)
+    writer.write(record(2))
+    writer.write(record(3))
+    assert [line["step"] for line in read_lines(path)] == [1]
+    assert capsys.readouterr().out == (
+        f"{path} cannot be written (No space left on device); its lines wait until it can\n"
+    )
+    writer._file = file
+    writer.write(record(4))
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
+
+
+def test_bytes_that_are_no_text_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_all(JsonLinesWriter(path, 0))
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\x00\x80")
+    JsonLinesWriter(path, 2).close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
 def test_whole_last_line_without_its_newline_is_torn(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')

@@ -12,10 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import NonNegativeInt, TypeAdapter
 
 from titan_like.config.schema import JobConfig
 
@@ -27,10 +29,10 @@ REPLACED = ".replaced"
 class RunState:
     """The part of a checkpoint that is numbers, not tensors."""
 
-    step: int
-    consumed_samples: int  # the whole data cursor
-    consumed_tokens: int
-    skipped_steps: int  # steps whose update was left out; the learning rate does not count them
+    step: NonNegativeInt
+    consumed_samples: NonNegativeInt  # the whole data cursor
+    consumed_tokens: NonNegativeInt
+    skipped_steps: NonNegativeInt  # steps whose update was left out; the learning rate does not count them
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
@@ -65,14 +67,14 @@ def complete_steps(folder: Path) -> list[int]:
 
 def read_run_state(path: Path) -> RunState:
     """The numbers of a checkpoint."""
-    return RunState(**json.loads((path / "run.json").read_text(encoding="utf-8")))
+    return TypeAdapter(RunState).validate_json((path / "run.json").read_bytes())
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:
     """Make room for the files of a checkpoint. One process calls it, while no other writes to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
-    unfinished_path(folder, step).mkdir()
+    unfinished_path(folder, step).mkdir(exist_ok=True)
 
 
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
@@ -104,13 +106,28 @@ def sweep(folder: Path) -> list[str]:
     for path in folder.glob(f"step-*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
-            shutil.rmtree(path)
+            _remove(path)
         else:
             os.rename(path, original)
     for path in folder.glob(f"step-*{UNFINISHED}"):
-        shutil.rmtree(path)
+        _remove(path)
         removed.append(path.name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever bears its name, as far as that is possible: no run fails for what is left over."""
+    if path.is_symlink() or not path.is_dir():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leftover_bytes(folder: Path) -> int:
+    """Size of the files that `sweep` is going to remove."""
+    left = [*folder.glob(f"step-*{UNFINISHED}"), *folder.glob(f"step-*{REPLACED}")]
+    return sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
 
 
 @contextmanager

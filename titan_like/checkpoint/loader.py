@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_like.checkpoint.folder import RunState, checkpoint_path, complete_steps, read_run_state, sweep
+from titan_like.checkpoint.lock import hold
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.tensors import (
     materialise_optimizer_state,
@@ -23,19 +25,27 @@ from titan_like.config.errors import RunError
 from titan_like.parallel.model import ParallelModel
 
 
-def resume(folder: Path, wanted: int | None, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunState | None:
-    """Go on from the newest checkpoint that loads, or from step ``wanted``. Names any that does not load.
+def resume(
+    folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> RunState | None:
+    """Go on from the newest checkpoint that loads, of the steps that are usable. Names any that does not load.
 
-    Every rank calls it. None where the folder holds no checkpoint.
+    Keeps other runs out of the folder from now on.
+
+    Every rank calls it. None where the folder holds no usable checkpoint.
 
     Raises:
-        RunError: there are checkpoints, and none that was asked for loads.
+        RunError: there are such checkpoints, and none of them loads; or another run writes to the folder.
     """
     found: list[list[int]] = [[]]
+    refusal: list[str | None] = [hold(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise RunError(refusal[0])
     if dist.get_rank() == 0:
         for name in sweep(folder):
             print(f"checkpoint {folder / name} was never complete and is removed", flush=True)
-        found = [complete_steps(folder) if wanted is None else [wanted]]
+        found = [[step for step in complete_steps(folder) if is_usable(step)]]
     dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
     for step in reversed(found[0]):
         path = checkpoint_path(folder, step)
@@ -52,8 +62,8 @@ def resume(folder: Path, wanted: int | None, model: ParallelModel, optimizer: to
         return state
     if not found[0]:
         return None
-    if wanted is not None:
-        raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step")
+    if len(found[0]) == 1:
+        raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step, or move it away to start anew")
     raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
 
 
@@ -99,6 +109,10 @@ def unreadable(path: Path) -> str | None:
 def first_failure(error: CheckpointException) -> str:
     """The first rank's reason, in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
+    while not isinstance(cause, OSError) and (cause.__cause__ or cause.__context__):
+        hidden = cause.__cause__ or cause.__context__  # torch's writer hides what the system said
+        assert hidden is not None
+        cause = hidden
     return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
 
 

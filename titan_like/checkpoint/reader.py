@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields, is_dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
@@ -25,17 +26,45 @@ _ALLOWED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Knows the classes of tensor metadata, and sets nothing but the fields of their instances.
+
+    The one in Python, whose instructions can be replaced: BUILD would also change classes of this very process.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("pathlib._local", "pathlib")  # as Python 3.13 calls it
+        if module == "pathlib" and name in _PATHS:
+            return _as_text
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is no tensor metadata")
+
+    def load_build(self) -> None:
+        """Set the fields of an instance."""
+        state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
+        if isinstance(instance, TensorProperties) and isinstance(state, tuple):
+            instance.__setstate__(state)  # sets its own fields
+            return
+        known = {field.name for field in fields(instance)} if is_dataclass(instance) else set()
+        if isinstance(instance, type) or not known or not isinstance(state, dict) or not state.keys() <= known:
+            raise pickle.UnpicklingError("checkpoint metadata changes something that is no tensor metadata")
+        for name, value in state.items():
+            object.__setattr__(instance, name, value)
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
+
+def _as_text(*parts: str) -> str:
+    """A path of the machine that wrote the metadata is only a text here."""
+    return "/".join(parts)
 
 
 class TensorReader(FileSystemReader):

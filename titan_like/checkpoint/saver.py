@@ -82,11 +82,13 @@ class Saver:
         if save.crash is not None:
             raise save.crash
         if save.problem is not None:
-            raise SaveError(f"{save.path} cannot be written ({save.problem}); the checkpoints before it are whole")
+            raise SaveError(f"{save.path} is not saved ({save.problem}); the checkpoints before it are whole")
         return save.path
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
         try:
+            if ready is not None:
+                torch.cuda.set_device(ready.device)  # a thread begins on GPU 0, and would start a context there
             copies = self._copy(tensors, ready)
             save.is_copied.set()
             save.problem = self._write(copies, run)
@@ -124,7 +126,9 @@ class Saver:
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
         """Why the checkpoint could not be written, the same on every rank; None if it was."""
         unfinished = unfinished_path(self.folder, run.step)
-        problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
+        problem = self._of_weights(tensors)
+        if problem is None:
+            problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
         if problem is None:
             try:
                 writer = FileSystemWriter(unfinished, sync_files=True)
@@ -132,10 +136,20 @@ class Saver:
             except CheckpointException as error:  # raised on every rank
                 problem = first_failure(error)
         if problem is None:
-            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, self.keep_latest))
+            # After steps without an update the weights may be ruined: then no other checkpoint gives way to them.
+            keep = self.keep_latest if run.consecutive_skips == 0 else 0
+            problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep))
         if problem is not None:
             self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
         return problem
+
+    def _of_weights(self, tensors: Tensors) -> str | None:
+        """Why the weights are not worth keeping: they would take the place of good ones."""
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
+        extremes = [torch.stack(torch.aminmax(part)) for part in local if part.is_floating_point() and part.numel()]
+        is_bad = torch.tensor(int(not all(pair.isfinite().all() for pair in extremes)))
+        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX, group=self._group)
+        return "weights or optimizer are not finite" if is_bad else None
 
     def _on_first_rank(self, action: Callable[[], object]) -> str | None:
         """Why rank 0 could not do something with files, known to every rank; None if it could."""

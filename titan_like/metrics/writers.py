@@ -7,6 +7,7 @@ import math
 import netrc
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
@@ -64,11 +65,24 @@ class JsonLinesWriter:
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text("".join(kept), encoding="utf-8")
         os.replace(unfinished, path)
-        self._file = open(path, "a", buffering=1, encoding="utf-8")
+        self._path, self._file = path, open(path, "ab", buffering=0)
+        self._size = path.stat().st_size
+        self._waiting = b""  # lines that the disk had no room for
 
     def write(self, record: StepRecord) -> None:
-        """Append the step; the line is in the file when this returns."""
-        self._file.write(json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n")
+        """Append the step; the line is in the file when this returns, unless it cannot be written: then later."""
+        line = json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n"
+        was_waiting, self._waiting = bool(self._waiting), self._waiting + line.encode()
+        try:
+            if self._file.write(self._waiting) < len(self._waiting):
+                raise OSError("the disk is full")
+            self._size, self._waiting = self._size + len(self._waiting), b""
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size)  # no part of a line stays
+            if not was_waiting:
+                problem = error.strerror or error
+                print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
 
     def close(self) -> None:
         """Close the file."""
@@ -78,7 +92,7 @@ class JsonLinesWriter:
 def _lines_up_to(path: Path, step: int) -> list[str]:
     """Whole lines of steps up to ``step``; a line cut off by a crash is dropped."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)

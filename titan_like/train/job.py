@@ -17,6 +17,7 @@ from titan_like.train.trainer import Trainer
 from titan_like.train.watchdog import Watchdog
 
 _CLOCKS_MAY_DIFFER = 2.0  # seconds
+_NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_job(run: Run) -> None:
@@ -62,13 +63,18 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The store that the job's processes meet at, this one's rank, and how many they are.
 
     torchrun may keep one store from one start of the processes to the next, and with it the addresses of processes that
-    are gone: each start has its own part of it.
+    are gone. On one machine each start gets its own part of it, by the number of restarts. Several torchruns count
+    those differently, and have to be told to make a new store.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start-{start}-of-{world_size}", store), rank, world_size
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start-{start}-of-{world_size}", store)
+    elif rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(_NEW_STORES):
+        print(f"set {_NEW_STORES}=1 before torchrun on every machine, or its restarts may fail", flush=True)
+    return store, rank, world_size
 
 
 def clock_warning(clock: Callable[[], float] = time.time) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from titan_like.checkpoint.compatible import check_same_run
-from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
@@ -158,9 +158,9 @@ def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
 
 
 def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
-    needed, free = checkpoint_bytes(config, model), shutil.disk_usage(folder).free
+    needed, free = checkpoint_bytes(config, model), shutil.disk_usage(folder).free + leftover_bytes(folder)
     if free < needed:
-        problem = f"a checkpoint takes {needed / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB left"
+        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB and the disk has {free / 2**30:.3g} GiB left"
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
 
 

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import islice
@@ -67,7 +67,9 @@ class Trainer:
         self.stop_signal = 0  # that any rank had received when it came to the end of the last step
         self.rewinds: Counter[int] = Counter()  # to each step
         self.saver = Saver(run.checkpoint_folder, config.checkpoint.keep_latest, config.checkpoint.async_)
-        is_new = not (config.checkpoint.enable and self._resume(config.checkpoint.load_step))
+        self.saved_steps: set[int] = set()  # by this process, after it began
+        self.save_is_due = False
+        is_new = not (config.checkpoint.enable and self._resume(self._is_wanted))
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
         self.start_step = self.step
@@ -95,7 +97,9 @@ class Trainer:
                 self.profiler.begin(self.step + 1)
                 record = self.train_step(data)
                 self.profiler.end(record)
+                was_skipped = bool(record.skipped or record.nan or record.spike)
                 if record.spike and config.health.loss_spike_action == "rewind" and self._rewind(record):
+                    self.losses.add(record.step, record.loss, was_skipped)
                     data.close()
                     data = self._load_data()
                     unlogged.clear()
@@ -109,13 +113,18 @@ class Trainer:
                     )
                 for writer in self.writers:
                     writer.write(record)
+                self.losses.add(record.step, record.loss, was_skipped)
                 is_last = is_last or self.stop_signal > 0
                 if self._logs(self.step) or is_last:
                     self.console.print(format_log_line(unlogged, total, config.training.seq_len))
                     unlogged.clear()
                 self.console.advance_to(self.step)
-                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or is_last):
+                self.save_is_due = self.save_is_due or self.step % config.checkpoint.interval == 0
+                # Without an update there is nothing new, and the weights may be ruined: good checkpoints stay.
+                is_good = self.losses.consecutive_skips == 0
+                if config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
                     self.save(is_last)
+                    self.save_is_due = False
             if self.stop_signal and self.step < total:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
         except RunError:  # raised by all ranks alike
@@ -186,7 +195,6 @@ class Trainer:
         if not finite and not overflowed and not config.health.skip_nonfinite:
             problem = f"the loss of step {self.step} is {loss_value:.6g} and its gradient norm {norm_value:.6g}"
             raise RunError(f"{problem}; lower optimizer.lr, or set health.skip_nonfinite to go on without such steps")
-        self.losses.add(self.step, loss_value, skipped=not finite or spike)
         self.stop_signal = int(stop)
         if not is_writing:
             self.finish_save()
@@ -284,11 +292,20 @@ class Trainer:
             self.console.print(f" {error}; training goes on")
             return
         if path is not None:
+            self.saved_steps.add(int(path.name.removeprefix("step-")))
             self.console.print(f" saved {path}")
 
-    def _resume(self, wanted: int | None) -> bool:
-        """Go on from the checkpoint of a step, or from the newest that loads. Whether there was one."""
-        state = resume(self.run.checkpoint_folder, wanted, self.model, self.optimizer)
+    def _is_wanted(self, step: int) -> bool:
+        """Whether the run may begin at a checkpoint."""
+        return self.config.checkpoint.load_step in (None, step)
+
+    def _is_of_this_run(self, step: int) -> bool:
+        """Whether a checkpoint is in this run's past, and not of a branch that `checkpoint.load_step` left."""
+        return step <= self.start_step or step in self.saved_steps
+
+    def _resume(self, is_usable: Callable[[int], bool]) -> bool:
+        """Go on from the newest usable checkpoint that loads. Whether there was one."""
+        state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False
         self.step, self.consumed_samples = state.step, state.consumed_samples
@@ -307,7 +324,7 @@ class Trainer:
         """
         self.finish_save()
         consumed, skips = (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips
-        if not self._resume(None):
+        if not self._resume(self._is_of_this_run):
             return False
         self.rewinds[self.step] += 1
         if self.rewinds[self.step] > _MOST_REWINDS:

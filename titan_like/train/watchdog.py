@@ -21,7 +21,7 @@ from titan_like.config.errors import RunError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # What a source line or file has where a process waits for others.
-_WAITING = ("wait(", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist(", "synchronize(")
+_WAITING = (".wait()", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist(", "synchronize(")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
 
 
@@ -103,7 +103,11 @@ class Watchdog:
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()
         self._number += 1
-        where, waits = position(sys._current_frames().get(self._main or 0))
+        frames = sys._current_frames()
+        where, waits = position(frames.get(self._main or 0))
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # it may be the one that hangs
+                where += f", its save at {position(frames.get(thread.ident or 0))[0]}"
         seconds = time.monotonic() - self._since
         sign = Sign(self._number, progress[0], seconds, where, waits, socket.gethostname(), os.getpid(), failure)
         self._store.set(str(self.rank), json.dumps(asdict(sign)))
@@ -193,8 +197,9 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     while frame is not None:
         file = frame.f_code.co_filename
         line = linecache.getline(file, frame.f_lineno).strip()
-        waits = waits or "torch/distributed" in file or any(word in line for word in _WAITING)
-        if file.startswith(_PACKAGE):
+        is_ours = file.startswith(_PACKAGE)
+        waits = waits or "torch/distributed" in file or (is_ours and any(word in line for word in _WAITING))
+        if is_ours:
             place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{frame.f_lineno} in {frame.f_code.co_name}"
             if innermost is not frame and innermost is not None and "torch" not in innermost.f_code.co_filename:
                 inner = innermost.f_code
