@@ -91,3 +91,18 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
     outcome = json.loads((dump / "outcome_0.json").read_text())
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
+
+
+def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    crash_worker.base_config(tmp_path, {})
+    text, dump, log = tmp_path / "text.txt", tmp_path / "run", tmp_path / "log.txt"
+    run(crash_worker.train, 1, log, tmp_path, dump, {})
+    before = text.read_text()
+    for changed, is_refused in ((before[::-1], True), (before, False)):
+        text.write_text(changed)
+        run(crash_worker.resume_each, 1, log, tmp_path, [dump], {"training.steps": 4})
+        outcome = json.loads((dump / "outcome.json").read_text())
+        refusal = (
+            f"the checkpoint of step 3 in {dump}/checkpoint was trained on other tokens than data.paths now gives;"
+        )
+        assert outcome.get("error", "").startswith(refusal) == is_refused, outcome

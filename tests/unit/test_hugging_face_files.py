@@ -309,7 +309,7 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         assert all(word in line for word in words), line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]
     monkeypatch.chdir(tmp_path / "empty")
-    (tmp_path / "empty.unfinished").mkdir()  # of a process that was killed
+    (tmp_path / ".empty.unfinished").mkdir()  # of a process that was killed
     convert(*to_hf, "--output", ".", "--tokenizer", "none")
     assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "run"]

@@ -362,7 +362,7 @@ def test_malicious_checkpoint_is_refused_by_conversion_and_generation(
         with pytest.raises(ConfigError):
             check_initial_weights(config, model_config(config.model))
     assert not mark.exists()
-    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.unfinished").exists()
+    assert not (tmp_path / "hf").exists() and not (tmp_path / ".hf.unfinished").exists()
 
 
 def test_reference_names_are_those_of_the_files(gpt: Path, llama: Path) -> None:

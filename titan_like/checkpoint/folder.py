@@ -38,7 +38,8 @@ class RunState:
     model: dict[str, Any]  # the resolved shape
     config: dict[str, Any]  # the whole configuration
     recent_losses: list[float] = field(default_factory=list)  # that a loss is compared with to tell a spike
-    consecutive_skips: int = 0
+    consecutive_skips: NonNegativeInt = 0
+    data: str = ""  # fingerprint of the training tokens
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
 
 
@@ -137,7 +138,7 @@ def written_aside(final: Path) -> Iterator[Path]:
     One process writes it, and nothing may be there before, but for an empty folder.
     """
     final = Path(os.path.abspath(final))  # "." has no name
-    aside = final.with_name(final.name + UNFINISHED)
+    aside = final.with_name(f".{final.name}{UNFINISHED}")
     if aside.exists():  # of a process that was killed
         shutil.rmtree(aside)
     aside.mkdir(parents=True)

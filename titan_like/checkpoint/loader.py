@@ -109,10 +109,10 @@ def unreadable(path: Path) -> str | None:
 def first_failure(error: CheckpointException) -> str:
     """The first rank's reason, in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
-    while not isinstance(cause, OSError) and (cause.__cause__ or cause.__context__):
-        hidden = cause.__cause__ or cause.__context__  # torch's writer hides what the system said
-        assert hidden is not None
-        cause = hidden
+    seen: BaseException | None = cause
+    while seen is not None and not isinstance(seen, OSError):  # torch's writer hides what the system said
+        seen = seen.__cause__ or seen.__context__
+    cause = seen or cause
     return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
 
 

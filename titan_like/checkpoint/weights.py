@@ -71,8 +71,8 @@ class CheckpointWeights:
         """
         stored = self._stored[f"model.{name}"]
         assert isinstance(stored, TensorStorageMetadata)  # checked before
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         try:
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)

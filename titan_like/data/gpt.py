@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.text import TokenFile
 from titan_like.train.loss import IGNORED_LABEL
 
+_PIECES, _PIECE = 64, 4096  # that a fingerprint is made of, and their tokens
 SPLITS = ("train", "validation", "test")
 
 
@@ -81,6 +83,15 @@ class PackedDataset(Dataset[torch.Tensor]):
         if past_the_end:
             sample[1].fill_(IGNORED_LABEL)
         return sample
+
+
+def fingerprint(tokens: np.ndarray) -> str:
+    """Tells a token stream from others: its length, and pieces from all over it, since it may be of any size."""
+    starts = np.linspace(0, max(0, len(tokens) - _PIECE), _PIECES).astype(np.int64)
+    digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
+    for start in starts:
+        digest.update(tokens[start : start + _PIECE].astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=2)

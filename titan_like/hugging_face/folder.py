@@ -1,7 +1,7 @@
 """Reading a Hugging Face folder without trusting it: config.json, the index, headers and tensors of safetensors files.
 
-Nothing of it is ever executed, no file outside of it is opened, and what does not fit together is refused before a
-tensor is read.
+Nothing of it is ever executed, its texts cannot name files outside of it (links in it are followed, as the caches of
+transformers are made of them), and what does not fit together is refused before a tensor is read.
 """
 
 from __future__ import annotations

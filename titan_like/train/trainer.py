@@ -20,6 +20,7 @@ from titan_like.checkpoint.loader import resume
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.tensors import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
+from titan_like.data.gpt import fingerprint
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -271,6 +272,7 @@ class Trainer:
             config=self.config.model_dump(mode="json"),
             recent_losses=list(self.losses.recent),
             consecutive_skips=self.losses.consecutive_skips,
+            data=fingerprint(self.run.datasets["train"].tokens),
             versions={name: version(name) for name in ("torch", "safetensors")},
         )
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
@@ -308,6 +310,9 @@ class Trainer:
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False
+        if state.data and state.data != fingerprint(self.run.datasets["train"].tokens):
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other tokens"
+            raise RunError(f"{problem} than data.paths now gives; restore them, or set checkpoint.folder to a new one")
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
