@@ -1,0 +1,87 @@
+"""Fit a profile's constants to measured rows.
+
+Levenberg-Marquardt on the logarithms of the constants, with the logarithms of predicted over measured step times as
+residuals (Huber's weights, so that single bad rows do not lead), and each constant's prior as one more residual: the
+data has to insist before a constant leaves its physical value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from titan_like.planner.measured import Row
+from titan_like.planner.profile import FITTED, Profile
+from titan_like.planner.step_time import step_time
+
+_NOISE = 0.03  # standard deviation of a row's logarithm
+_HUBER = 1.5  # in units of it
+
+
+def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
+    """Logarithm of predicted over measured step time, one a row."""
+    return np.array([np.log(step_time(row.work, profile).total / row.seconds) for row in rows])
+
+
+def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
+    """The profile with the named constants fitted; ``start`` is where they begin and what the priors expect."""
+    low = np.log([FITTED[name].low for name in names])
+    high = np.log([FITTED[name].high for name in names])
+    spread = np.array([FITTED[name].spread for name in names])
+    center = np.clip(np.log([getattr(start, name) for name in names]), low, high)
+    weight = np.ones(len(rows)) if weights is None else np.sqrt(weights)
+
+    def with_values(point: np.ndarray) -> Profile:
+        return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        errors = log_errors(rows, with_values(point)) / _NOISE
+        size = np.abs(errors)
+        tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
+        robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
+        return np.concatenate([robust * weight, (point - center) / spread])
+
+    best = levenberg_marquardt(residuals, center, low, high)
+    return with_values(best)
+
+
+def levenberg_marquardt(
+    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
+    """Least squares within bounds, derivatives by differences (Marquardt 1963)."""
+    point, damping, step = start.copy(), 1e-2, 1e-3
+    current = residuals(point)
+    for _ in range(40):
+        jacobian = np.empty((len(current), len(point)))
+        for i in range(len(point)):
+            moved = point.copy()
+            moved[i] += step if point[i] + step <= high[i] else -step
+            jacobian[:, i] = (residuals(moved) - current) / (moved[i] - point[i])
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ current
+        gained = 0.0
+        for _ in range(8):
+            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slope)
+            trial = np.clip(point + change, low, high)
+            found = residuals(trial)
+            gained = float(current @ current - found @ found)
+            if gained > 0:
+                point, current, damping = trial, found, max(damping / 5, 1e-6)
+                break
+            damping *= 4
+        if gained < 1e-3:
+            break
+    return point
+
+
+def leave_one_group_out(
+    rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
+) -> dict[str, list[float]]:
+    """For every group: relative errors of its rows under the profile that all other groups give."""
+    errors = {}
+    for group in sorted({group_of(row) for row in rows}):
+        kept = [row for row in rows if group_of(row) != group]
+        held = [row for row in rows if group_of(row) == group]
+        profile = fit(kept, start, names) if kept else start
+        errors[group] = [float(np.expm1(x)) for x in log_errors(held, profile)]
+    return errors

@@ -1,0 +1,171 @@
+"""Time of one optimizer step, and where it goes. Seconds.
+
+The pipeline: with equal stages, a rank computes for m microbatches and waits for the schedule's bubble, the closed
+forms of `titan_like.parallel.schedules.ideal_bubble`. With unequal ones the slowest rank sets the pace and the others
+are passed once on the way in and out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from titan_like.parallel.schedules.simulate import ideal_bubble
+from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.planner.layers import Cost, Microbatch, ends_cost, layer_cost
+from titan_like.planner.profile import Profile
+from titan_like.planner.workload import RankLayers, Workload, rank_layers, stages_of
+
+
+class StepTime(NamedTuple):
+    """Seconds of the slowest rank; their sum is the step."""
+
+    compute: float  # forward and backward passes without what is repeated
+    recompute: float
+    tensor: float  # tensor- and context-parallel communication that computation waits for
+    messages: float  # between pipeline stages, not hidden
+    bubble: float
+    data: float  # data-parallel communication, not hidden
+    optimizer: float
+    other: float  # host and framework
+    total: float
+
+
+def step_time(work: Workload, profile: Profile) -> StepTime:
+    """Predict one step."""
+    mb = microbatch_of(work)
+    layer = layer_cost(work.model, mb, profile)
+    entry, head = ends_cost(work.model, mb, profile)
+    counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    compute, again, tensor, host, rest = _slowest_rank(counts, layer, entry, head, work)
+    busy = compute + again + tensor
+    waits = max(0.0, host - busy) + profile.microbatch_time
+    m, p = work.microbatches, work.pipeline
+
+    gathered = _sharded_parameters(work, profile, counts, compute, again) if work.zero_stage == 3 else 0.0
+    pace = busy + waits + gathered
+    bubble = messages = 0.0
+    if p > 1:
+        fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m)
+        message = message_time(work, profile)
+        stages = stages_per_rank(work.schedule, work.virtual_stages)
+        bubble = fraction * m * (rest + waits + gathered) + 2 * (p - 1) * message
+        messages = 2 * m * stages * message * profile.message_exposed
+    data, update = _after_backward(work, profile, counts, layer)
+    other = m * waits + profile.step_time
+    parts = (m * compute, m * again, m * tensor, messages, bubble, data + m * gathered, update, other)
+    return StepTime(*parts, sum(parts))
+
+
+def microbatch_of(work: Workload) -> Microbatch:
+    """What the layers' costs depend on."""
+    return Microbatch(
+        work.micro_batch_size,
+        work.seq_len,
+        work.tensor,
+        work.context,
+        work.sequence_parallel,
+        work.recompute,
+        work.flash,
+        work.dropout,
+        work.dtype,
+    )
+
+
+def _slowest_rank(
+    counts: RankLayers, layer: Cost, entry: Cost, head: Cost, work: Workload
+) -> tuple[float, float, float, float, float]:
+    """Per microbatch: computation, recomputation, tensor communication and host time of the slowest rank, and the mean
+    busy time of the others."""
+    once = layer.forward + layer.backward
+    again, talk = layer.again, layer.forward_tensor + layer.backward_tensor + layer.again_tensor
+    if work.recompute_every > 1:
+        again, spared = again / work.recompute_every, layer.again_tensor * (1 - 1 / work.recompute_every)
+        talk -= spared
+    whole = once + again + talk
+    first, last = _sum(entry), _sum(head)
+    if counts.ends_together:
+        ends: tuple[Cost | None, Cost | None] = (entry, head)
+        choices = [(counts.first * whole + first + last, counts.first, ends), (counts.largest * whole, counts.largest, (None, None))]
+    else:
+        choices = [
+            (counts.first * whole + first, counts.first, (entry, None)),
+            (counts.last * whole + last, counts.last, (None, head)),
+            (counts.largest * whole, counts.largest, (None, None)),
+        ]
+    slowest, layers, with_ends = max(choices, key=lambda choice: choice[0])
+    compute, tensor = layers * once, layers * talk
+    host = layers * (layer.forward_host + layer.backward_host)
+    for end in with_ends:
+        if end is not None:
+            compute += end.forward + end.backward
+            tensor += end.forward_tensor + end.backward_tensor
+            host += end.forward_host + end.backward_host
+    p = work.pipeline
+    others = work.model.num_layers * whole + first + last - slowest
+    return compute, layers * again, tensor, host, others / (p - 1) if p > 1 else 0.0
+
+
+def _sum(cost: Cost) -> float:
+    return cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
+
+
+def message_time(work: Workload, profile: Profile) -> float:
+    """One microbatch's hidden states to the next stage; tensor-parallel ranks may each send a part and gather it."""
+    element = 4 if work.dtype == "float32" else 2
+    nbytes = work.micro_batch_size * work.seq_len / work.context * work.model.hidden_size * element
+    stride = work.tensor * work.context * work.data_parallel
+    t = work.tensor
+    if t > 1 and work.sequence_parallel:
+        return profile.links.message(nbytes / t, stride)
+    if t > 1 and profile.message_shards:
+        return profile.links.message(nbytes / t, stride) + profile.links.all_gather(nbytes, t, 1)
+    return profile.links.message(nbytes, stride)
+
+
+def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
+    """Parameters of the rank that holds most, before ZeRO."""
+    model, t = work.model, work.tensor
+    table = model.padded_vocab_size * model.hidden_size
+    layers = max(counts.largest * model.layer_parameters, counts.first * model.layer_parameters + table)
+    if counts.ends_together:
+        layers = counts.first * model.layer_parameters + model.entry_parameters + model.head_parameters
+    return layers / t
+
+
+def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, compute: float, again: float) -> float:
+    """ZeRO 3: what a microbatch waits for parameters and for sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
+
+    Gathered in the forward and in the backward pass, gradients scattered in the backward pass; computation of other
+    layers hides a part.
+    """
+    stride = work.tensor * work.context
+    parameters = parameters_per_gpu(work, counts)
+    gather = profile.links.all_gather(parameters * profile.parameter_bytes, work.shard, stride)
+    scatter = profile.links.all_gather(parameters * profile.gradient_bytes, work.shard, stride)
+    return max(0.0, 2 * gather + scatter - profile.overlap * (compute + again))
+
+
+def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer: Cost) -> tuple[float, float]:
+    """Data-parallel sums that the last backward pass does not hide, and the update."""
+    parameters = parameters_per_gpu(work, counts)
+    stride = work.tensor * work.context
+    links, size, zero = profile.links, work.data_parallel, work.zero_stage
+    gradients = parameters * profile.gradient_bytes
+    time = 0.0
+    if zero == 3:
+        if work.replicate > 1:
+            time = links.all_reduce(gradients / work.shard, work.replicate, stride * work.shard)
+    elif size > 1:
+        reduced = links.all_gather(gradients, size, stride)
+        gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
+        if zero == 2:  # gradients are scattered after every microbatch
+            reduced *= work.microbatches
+        time = reduced + gathered
+    hidden = profile.overlap * counts.largest * (layer.backward + layer.again) if zero < 3 else 0.0
+    exposed = max(0.0, time - hidden)
+    if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
+        table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
+        exposed += profile.links.message(table * profile.gradient_bytes, stride * size)
+    shards = work.shard if zero else 1
+    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    return exposed, parameters / shards * profile.optimizer_traffic / bandwidth
