@@ -19,6 +19,7 @@ class Links:
     node_messages: float  # the same for messages between two GPUs
     nvlink_latency: float
     network_latency: float
+    switched: bool = True  # NVLink through switches: two GPUs can use all their links with each other
 
     def ring_bandwidth(self, size: int, stride: int) -> float:
         """What one ring gets when all GPUs of a node are in such rings at once.
@@ -27,7 +28,7 @@ class Links:
         rings as the stride, which share the node's cards.
         """
         if size * stride <= self.gpus_per_node:
-            return self.nvlink
+            return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
         rings = min(stride, self.gpus_per_node)
         share = self.node / rings
         return min(share, self.nvlink) if rings < self.gpus_per_node else share

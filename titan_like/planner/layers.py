@@ -49,6 +49,8 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
     """Seconds of ``batch`` products (rows × depth) · (depth × columns) with 2-byte elements (float32: 4)."""
     device = profile.device
     rate = device.peak_flops(dtype) * profile.gemm_efficiency
+    if dtype == "float8":
+        rate *= profile.float8_relative
     element = 4 if dtype == "float32" else 2
     width = device.multiprocessors
     best = float("inf")

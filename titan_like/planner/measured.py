@@ -110,16 +110,18 @@ def row_from(table: dict[str, str]) -> Row:
     gpus, batch = int(table["gpus"]), int(table["gbs"])
     data = int(table.get("dp") or 0) or gpus // (tensor * pipeline * context)
     micro = int(table.get("mbs") or 0) or _likely_micro_batch(batch // data, pipeline)
-    virtual = int(table.get("vp") or 1)
+    virtual = int(table.get("vp") or 0)
+    if not virtual:
+        virtual = _likely_virtual(defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro))
     stated = (table.get("recompute") or "").strip()
     recompute, every = {"": (defaults["recompute"], 1), "none": ("none", 1), "full": ("full", 1)}.get(
         stated, ("selective", 1) if stated == "selective" else ("full", 2)
     )
-    zero_text = (table.get("zero") or "").replace("fsdp", "3").split("/")[-1]
+    zero_text = (table.get("zero") or "").replace("fsdp", "3").split("/")[0]
     zero = int(zero_text) if zero_text else defaults["zero"]
     sp_text = table.get("seq_parallel") or ""
     stages = pipeline * virtual
-    if stages > model.num_layers:
+    if stages > model.num_layers + 2:  # embedding and output may have stages of their own
         raise ValueError(f"{stages} stages of {model.num_layers} layers")
     work = Workload(
         model=model,
@@ -193,9 +195,17 @@ def _likely_micro_batch(share: int, pipeline: int) -> int:
     return max(size for size in range(1, 17) if share % size == 0)
 
 
+def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:
+    """Where interleaving is not stated: the newer stacks interleave as finely as layers and microbatches allow."""
+    if defaults is not _MCORE or pipeline == 1 or m % pipeline:
+        return 1
+    padded = layers + -layers % pipeline  # embedding and output may take the place of layers
+    return padded // pipeline if padded <= layers + 2 else 1
+
+
 def _dtype(notes: str, study: str, default: str) -> str:
     words = notes.lower()
-    if "fp8" in words or "mxfp8" in words or "nvfp4" in words:
+    if "fp8" in words or "nvfp4" in words:
         return "float8"
     if study == "bloom" and "bf16" in words:
         return "bfloat16"

@@ -40,6 +40,8 @@ FITTED: dict[str, Bounds] = {
     "microbatch_time": Bounds(1e-4, 0.05, 0.7),
     "step_time": Bounds(1e-3, 0.5, 0.5),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
+    "float8_relative": Bounds(0.4, 1.0, 0.1),
+    "network_latency": Bounds(1e-6, 1e-2, 1.0),
 }
 
 
@@ -52,7 +54,8 @@ class Profile:
     gpus_per_node: int
     node_bandwidth: float  # of all network cards of a node, bytes per second, one direction
     description: str = ""
-    groups: tuple[tuple[str, str], ...] = ()  # (start of the GPU's name, first word of a row's notes)
+    groups: tuple[tuple[str, str], ...] = ()  # rows it is for: (start of the GPU's name, first word of the notes)
+    only_zero: int | None = None  # and only those with this ZeRO stage: in some studies it means another stack
     fitted_on: tuple[str, ...] = ()
     error_median: float = 0.1  # of the step time, relative, on rows that were left out of the fit
     error_p90: float = 0.2
@@ -70,17 +73,20 @@ class Profile:
     overlap: float = 0.5  # part of backward computation that can hide data-parallel communication
     microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
     step_time: float = 0.05  # per step, for whatever else
+    float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included
     misaligned_rate: float = 1e13  # FLOP/s of products with sizes that miss the fast kernels
 
     # how the stack works
     nvlink_latency: float = 3e-6  # of one hop in a ring
     network_latency: float = 1e-5
+    nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
     fused_softmax: bool = True  # scale, mask and softmax in one operator
     causal_half: bool = False  # fused attention leaves out what the mask hides
     recompute_whole: bool = True  # the last product and sum of a recomputed layer are repeated too
+    gather_hidden: bool = False  # ZeRO 1 and 2 gather parameters while the first forward pass runs
     gradient_bytes: int = 4  # of one gradient in data-parallel sums
     parameter_bytes: int = 2  # of one parameter in gathers
     optimizer_traffic: float = 52.0  # bytes of memory per parameter that clipping and the update read and write
@@ -100,6 +106,7 @@ class Profile:
             self.node_bandwidth * self.message_efficiency,
             self.nvlink_latency,
             self.network_latency,
+            self.nvlink_switch,
         )
         object.__setattr__(self, "links", links)
 
@@ -183,11 +190,13 @@ def load_profile(name: str) -> Profile:
     raise ConfigError("--profile", name, f"no such profile; there are {known}, or name a TOML file")
 
 
-def profile_for_group(gpu: str, word: str) -> Profile | None:
-    """The profile that says it covers rows of this GPU whose notes begin with this word; the longest match wins."""
-    best, length = None, -1
+def profile_for_group(gpu: str, word: str, zero_stage: int = 0) -> Profile | None:
+    """The profile that says it covers rows of this GPU whose notes begin with this word; the most special one wins."""
+    best, most = None, (False, -1)
     for profile in builtin_profiles().values():
+        if profile.only_zero not in (None, zero_stage):
+            continue
         for start, first in profile.groups:
-            if gpu.startswith(start) and word == first and len(start) > length:
-                best, length = profile, len(start)
+            if gpu.startswith(start) and word == first and (profile.only_zero is not None, len(start)) > most:
+                best, most = profile, (profile.only_zero is not None, len(start))
     return best

@@ -38,7 +38,7 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     compute, again, tensor, host, rest = _slowest_rank(counts, layer, entry, head, work)
     busy = compute + again + tensor
-    waits = max(0.0, host - busy) + profile.microbatch_time
+    waits = _host_and_device(host, busy) - busy + profile.microbatch_time
     m, p = work.microbatches, work.pipeline
 
     gathered = _sharded_parameters(work, profile, counts, compute, again) if work.zero_stage == 3 else 0.0
@@ -71,6 +71,17 @@ def microbatch_of(work: Workload) -> Microbatch:
     )
 
 
+def _host_and_device(host: float, device: float) -> float:
+    """Time of a pass that the host starts operator by operator while the device works off its queue.
+
+    At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
+    (forward and repeated passes of small operators, backward passes of large ones).
+    """
+    if host < 0.05 * device:
+        return device
+    return (host**2.5 + device**2.5) ** 0.4
+
+
 def _slowest_rank(
     counts: RankLayers, layer: Cost, entry: Cost, head: Cost, work: Workload
 ) -> tuple[float, float, float, float, float]:
@@ -85,7 +96,10 @@ def _slowest_rank(
     first, last = _sum(entry), _sum(head)
     if counts.ends_together:
         ends: tuple[Cost | None, Cost | None] = (entry, head)
-        choices = [(counts.first * whole + first + last, counts.first, ends), (counts.largest * whole, counts.largest, (None, None))]
+        choices = [
+            (counts.first * whole + first + last, counts.first, ends),
+            (counts.largest * whole, counts.largest, (None, None)),
+        ]
     else:
         choices = [
             (counts.first * whole + first, counts.first, (entry, None)),
@@ -158,11 +172,15 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer:
     elif size > 1:
         reduced = links.all_gather(gradients, size, stride)
         gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
+        backward = profile.overlap * counts.largest * (layer.backward + layer.again)
         if zero == 2:  # gradients are scattered after every microbatch
-            reduced *= work.microbatches
-        time = reduced + gathered
-    hidden = profile.overlap * counts.largest * (layer.backward + layer.again) if zero < 3 else 0.0
-    exposed = max(0.0, time - hidden)
+            reduced, backward = reduced * work.microbatches, backward * work.microbatches
+        if zero and profile.gather_hidden:
+            gathered = max(0.0, gathered - profile.overlap * counts.largest * layer.forward)
+            time = gathered + max(0.0, reduced - backward)
+        else:
+            time = max(0.0, reduced + gathered - backward)
+    exposed = time
     if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         exposed += profile.links.message(table * profile.gradient_bytes, stride * size)
