@@ -53,6 +53,17 @@ class Recipe:
     group: Callable[[Row], str] = by_shape
 
 
+_MEGATRON_H100 = {
+    "optimizer_traffic": 36.0,
+    "overlap": 0.9,
+    "causal_half": True,
+    "attention_efficiency": 0.5,
+    "gemm_efficiency": 0.75,
+    "message_exposed": 0.2,
+    "tensor_exposed": 0.5,
+    "gather_hidden": True,
+}
+
 RECIPES: dict[str, Recipe] = {
     "selene_2021": Recipe(
         "A100, Megatron-LM of 2021 on Selene (arXiv 2104.04473): 8 x HDR InfiniBand, unfused attention, fp16",
@@ -83,12 +94,12 @@ RECIPES: dict[str, Recipe] = {
         start={"dtype": "float16"},
     ),
     "vtrain_a100": Recipe(
-        "A100, Megatron-DeepSpeed on 64 nodes with 4 x 200 Gb/s (VIA-Research/vTrain, ground_truth_multi)",
+        "A100, Megatron-DeepSpeed on 64 nodes with 8 x 100 Gb/s (VIA-Research/vTrain, ground_truth_multi)",
         (("A100", "vtrain_multi"),),
         "A100-80GB",
         100e9,
         (*COMPUTE, *NETWORK, *REST),
-        start={"dtype": "float16", "gradient_bytes": 2},
+        start={"dtype": "float16", "step_time": 0.3},
     ),
     "vtrain_a100_node": Recipe(
         "A100, Megatron-DeepSpeed on one node, small models bound by the host (VIA-Research/vTrain, "
@@ -173,17 +184,29 @@ RECIPES: dict[str, Recipe] = {
                "attention_efficiency": 0.4, "gemm_efficiency": 0.65, "memory_efficiency": 0.55},
         group=by_layout,
     ),
-    "megatron_h100": Recipe(
-        "H100, Megatron-LM and Megatron-Bridge since 2024: 8 x 400 Gb/s, fused attention, overlapped communication, "
-        "bf16 and float8",
-        (("H100", "mbridge"), ("H100", "tf=model")),
+    "megatron_lm_h100": Recipe(
+        "H100, Megatron-LM Core 0.8 of 2024: 8 x 400 Gb/s, fused attention, overlapped communication, bf16",
+        (("H100", "tf=model"),),
         "H100-80GB",
         400e9,
-        ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "nvlink_efficiency", "network_efficiency",
-         "float8_relative"),
-        also=(("H100", "nemo2407"),),
-        start={"optimizer_traffic": 36.0, "overlap": 0.9, "causal_half": True, "attention_efficiency": 0.5,
-               "gemm_efficiency": 0.75, "message_exposed": 0.2, "tensor_exposed": 0.5, "gather_hidden": True},
+        ("gemm_efficiency", "attention_efficiency", "network_efficiency"),
+        start=_MEGATRON_H100,
+    ),
+    "megatron_bridge_h100": Recipe(
+        "H100, Megatron-Bridge of 2025 and 2026: 8 x 400 Gb/s, fused attention, overlapped communication",
+        (("H100", "mbridge"),),
+        "H100-80GB",
+        400e9,
+        ("gemm_efficiency", "attention_efficiency", "network_efficiency", "float8_relative"),
+        start=_MEGATRON_H100,
+    ),
+    "nemo_h100": Recipe(
+        "H100, NeMo 24.07: 8 x 400 Gb/s, float8",
+        (("H100", "nemo2407"),),
+        "H100-80GB",
+        400e9,
+        ("gemm_efficiency", "attention_efficiency", "float8_relative"),
+        start=_MEGATRON_H100,
     ),
 }
 

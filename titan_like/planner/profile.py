@@ -29,7 +29,7 @@ class Bounds:
 
 FITTED: dict[str, Bounds] = {
     "gemm_efficiency": Bounds(0.3, 1.0, 0.1),
-    "gemm_depth": Bounds(20, 1000, 0.5),
+    "gemm_depth": Bounds(30, 600, 0.35),
     "attention_efficiency": Bounds(0.1, 1.0, 0.3),
     "memory_efficiency": Bounds(0.3, 1.0, 0.2),
     "operator_time": Bounds(1e-6, 1e-4, 0.7),
@@ -38,7 +38,7 @@ FITTED: dict[str, Bounds] = {
     "message_efficiency": Bounds(0.03, 0.95, 0.5),
     "overlap": Bounds(0.01, 1.0, 0.3),
     "microbatch_time": Bounds(1e-4, 0.05, 0.7),
-    "step_time": Bounds(1e-3, 0.5, 0.5),
+    "step_time": Bounds(1e-3, 1.0, 0.7),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
     "float8_relative": Bounds(0.4, 1.0, 0.1),
     "network_latency": Bounds(1e-6, 1e-2, 1.0),
