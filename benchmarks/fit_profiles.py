@@ -64,6 +64,10 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
+# Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients sharded. The
+# overheads are what rows with measured memory leave over.
+_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0, "fragmentation": 0.11}
+
 RECIPES: dict[str, Recipe] = {
     "selene_2021": Recipe(
         "A100, Megatron-LM of 2021 on Selene (arXiv 2104.04473): 8 x HDR InfiniBand, unfused attention, fp16",
@@ -118,7 +122,7 @@ RECIPES: dict[str, Recipe] = {
         50e9,
         (*COMPUTE, *NETWORK, *REST, "misaligned_rate"),
         also=(("A100", "production"),),
-        start={"gradient_bytes": 2, "network_efficiency": 0.3},
+        start={"gradient_bytes": 2, "network_efficiency": 0.3, **_DEEPSPEED_ZERO1, "overhead_bytes": 9.1e9},
         group=lambda row: str(row.work.model.hidden_size),
     ),
     "jean_zay_v100": Recipe(
@@ -128,7 +132,8 @@ RECIPES: dict[str, Recipe] = {
         "V100-32GB",
         50e9,
         ("gemm_efficiency", "memory_efficiency", "nvlink_efficiency", "network_efficiency", "message_efficiency"),
-        start={"dtype": "float16", "gradient_bytes": 2, "nvlink_switch": False, "network_efficiency": 0.34},
+        start={"dtype": "float16", "gradient_bytes": 2, "nvlink_switch": False, "network_efficiency": 0.34,
+               **_DEEPSPEED_ZERO1, "overhead_bytes": 5.5e9},
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
     ),

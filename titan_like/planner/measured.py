@@ -8,8 +8,10 @@ step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes na
 from __future__ import annotations
 
 import csv
+import tomllib
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def row_from(table: dict[str, str]) -> Row:
     notes = table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
-    model = _model(table, llama=int(table.get("ffn") or 0) != 4 * int(table.get("hidden") or 1))
+    model = _model(table, llama=bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1))
     tensor, pipeline, context = (int(table.get(key) or 1) for key in ("tp", "pp", "cp"))
     if not table.get("tp") or (table.get("ep") or "1") != "1":
         raise ValueError("the layout is not stated" if not table.get("tp") else "expert parallelism")
@@ -222,3 +224,9 @@ def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> fl
     passes = 4 if "hw96" in notes else 3
     flops = passes * model.num_layers * layer + 3 * logits
     return flops * work.global_batch_size * seq / (gpus * float(table["tflops_per_gpu"]) * 1e12)
+
+
+def published_rows() -> list[Row]:
+    """The rows that this package cites itself."""
+    text = resources.files("titan_like.planner").joinpath("published_rows.toml").read_text(encoding="utf-8")
+    return [row_from({key: str(value) for key, value in table.items()}) for table in tomllib.loads(text)["row"]]

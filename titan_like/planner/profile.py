@@ -94,6 +94,7 @@ class Profile:
     weight_state: float = 2.0  # resident bytes per parameter: weights
     gradient_state: float = 4.0  # gradients
     optimizer_state: float = 12.0  # master weights and moments
+    trainer_state: bool = False  # weights, gradients and optimizer are kept as our own trainer keeps them
     overhead_bytes: float = 3e9  # context, libraries and communication buffers
     fragmentation: float = 0.05  # of activations and gathered weights
     links: Links = field(init=False, repr=False)

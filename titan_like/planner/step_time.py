@@ -152,23 +152,22 @@ def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, co
     Gathered in the forward and in the backward pass, gradients scattered in the backward pass; computation of other
     layers hides a part.
     """
-    stride = work.tensor * work.context
-    parameters = parameters_per_gpu(work, counts)
-    gather = profile.links.all_gather(parameters * profile.parameter_bytes, work.shard, stride)
-    scatter = profile.links.all_gather(parameters * profile.gradient_bytes, work.shard, stride)
+    parameters, size = parameters_per_gpu(work, counts), work.shard * work.context
+    gather = profile.links.all_gather(parameters * profile.parameter_bytes, size, work.tensor)
+    scatter = profile.links.all_gather(parameters * profile.gradient_bytes, size, work.tensor)
     return max(0.0, 2 * gather + scatter - profile.overlap * (compute + again))
 
 
 def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer: Cost) -> tuple[float, float]:
     """Data-parallel sums that the last backward pass does not hide, and the update."""
     parameters = parameters_per_gpu(work, counts)
-    stride = work.tensor * work.context
-    links, size, zero = profile.links, work.data_parallel, work.zero_stage
+    links, size, zero, stride = profile.links, work.data_parallel * work.context, work.zero_stage, work.tensor
+    shard = work.shard * work.context  # the ranks of a sequence hold the same weights
     gradients = parameters * profile.gradient_bytes
     time = 0.0
     if zero == 3:
         if work.replicate > 1:
-            time = links.all_reduce(gradients / work.shard, work.replicate, stride * work.shard)
+            time = links.all_reduce(gradients / shard, work.replicate, stride * shard)
     elif size > 1:
         reduced = links.all_gather(gradients, size, stride)
         gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
@@ -184,6 +183,6 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer:
     if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         exposed += profile.links.message(table * profile.gradient_bytes, stride * size)
-    shards = work.shard if zero else 1
+    shards = shard if zero else 1
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
     return exposed, parameters / shards * profile.optimizer_traffic / bandwidth
