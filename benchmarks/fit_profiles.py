@@ -76,7 +76,7 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         COMPUTE + NETWORK + REST,
         also=(("A100", "ptdp_table1"),),
-        start={"dtype": "float16"},
+        start={"dtype": "float16", "overlap_in_pipeline": False},
         rows=lambda row: row.work.zero_stage == 0,
     ),
     "selene_2021_zero3": Recipe(
@@ -103,7 +103,7 @@ RECIPES: dict[str, Recipe] = {
         "A100-80GB",
         100e9,
         (*COMPUTE, *NETWORK, *REST),
-        start={"dtype": "float16", "step_time": 0.3},
+        start={"dtype": "float16", "step_time": 0.3, "overlap": 0.01},
     ),
     "vtrain_a100_node": Recipe(
         "A100, Megatron-DeepSpeed on one node, small models bound by the host (VIA-Research/vTrain, "
@@ -122,7 +122,7 @@ RECIPES: dict[str, Recipe] = {
         50e9,
         (*COMPUTE, *NETWORK, *REST, "misaligned_rate"),
         also=(("A100", "production"),),
-        start={"gradient_bytes": 2, "network_efficiency": 0.3, **_DEEPSPEED_ZERO1, "overhead_bytes": 9.1e9},
+        start={"gradient_bytes": 2, "network_efficiency": 0.3, "overlap": 0.01, **_DEEPSPEED_ZERO1, "overhead_bytes": 9.1e9},
         group=lambda row: str(row.work.model.hidden_size),
     ),
     "jean_zay_v100": Recipe(

@@ -35,6 +35,7 @@ STUDIES: dict[str, dict[str, Any]] = {
     "vtrain_multi": _MEGATRON_2021,
     "vtrain_single": _MEGATRON_2021,
     "bloom": {**_MEGATRON_2021, "zero": 1},
+    "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
     "jz_v100": {**_MEGATRON_2021, "zero": 1},
     "foundry": _FSDP,
     "torchtitan": _FSDP,

@@ -86,6 +86,7 @@ class Profile:
     fused_softmax: bool = True  # scale, mask and softmax in one operator
     causal_half: bool = False  # fused attention leaves out what the mask hides
     recompute_whole: bool = True  # the last product and sum of a recomputed layer are repeated too
+    overlap_in_pipeline: bool = True  # gradients are summed during the last backward passes of a pipeline too
     gather_hidden: bool = False  # ZeRO 1 and 2 gather parameters while the first forward pass runs
     gradient_bytes: int = 4  # of one gradient in data-parallel sums
     parameter_bytes: int = 2  # of one parameter in gathers

@@ -79,7 +79,7 @@ def _host_and_device(host: float, device: float) -> float:
     """
     if host < 0.05 * device:
         return device
-    return (host**2.5 + device**2.5) ** 0.4
+    return (host**4 + device**4) ** 0.25
 
 
 def _slowest_rank(
@@ -171,7 +171,8 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer:
     elif size > 1:
         reduced = links.all_gather(gradients, size, stride)
         gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
-        backward = profile.overlap * counts.largest * (layer.backward + layer.again)
+        hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
+        backward = hides * counts.largest * (layer.backward + layer.again)
         if zero == 2:  # gradients are scattered after every microbatch
             reduced, backward = reduced * work.microbatches, backward * work.microbatches
         if zero and profile.gather_hidden:
