@@ -64,6 +64,9 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
+# Megatron-LM's fp16 training sums gradients over data-parallel ranks as they are, in fp16 (only bf16 training has
+# --accumulate-allreduce-grads-in-fp32 by itself), and copies them to float32 for the update.
+_HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
 # Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients sharded. The
 # overheads are what rows with measured memory leave over.
 _DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0, "fragmentation": 0.11}
@@ -76,7 +79,7 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         COMPUTE + NETWORK + REST,
         also=(("A100", "ptdp_table1"),),
-        start={"dtype": "float16", "overlap_in_pipeline": False},
+        start={"dtype": "float16", "overlap_in_pipeline": False, **_HALF_GRADIENTS},
         rows=lambda row: row.work.zero_stage == 0,
     ),
     "selene_2021_zero3": Recipe(
@@ -95,7 +98,7 @@ RECIPES: dict[str, Recipe] = {
         "A100-80GB",
         200e9,
         (*COMPUTE, *NETWORK, *REST),
-        start={"dtype": "float16"},
+        start={"dtype": "float16", "overlap_in_pipeline": False, **_HALF_GRADIENTS},
     ),
     "vtrain_a100": Recipe(
         "A100, Megatron-DeepSpeed on 64 nodes with 8 x 100 Gb/s (VIA-Research/vTrain, ground_truth_multi)",
@@ -103,7 +106,7 @@ RECIPES: dict[str, Recipe] = {
         "A100-80GB",
         100e9,
         (*COMPUTE, *NETWORK, *REST),
-        start={"dtype": "float16", "step_time": 0.3, "overlap": 0.01},
+        start={"dtype": "float16", "step_time": 0.3, "overlap": 0.01, **_HALF_GRADIENTS},
     ),
     "vtrain_a100_node": Recipe(
         "A100, Megatron-DeepSpeed on one node, small models bound by the host (VIA-Research/vTrain, "
@@ -112,7 +115,7 @@ RECIPES: dict[str, Recipe] = {
         "A100-80GB",
         100e9,
         (*COMPUTE, "operator_time", *REST),
-        start={"dtype": "float16", "gradient_bytes": 2, "operator_time": 3e-5, "step_time": 0.01},
+        start={"dtype": "float16", **_HALF_GRADIENTS, "operator_time": 3e-5, "step_time": 0.01},
         group=by_layout,
     ),
     "jean_zay_a100": Recipe(
@@ -155,7 +158,7 @@ RECIPES: dict[str, Recipe] = {
         "V100-32GB",
         100e9,
         ("gemm_efficiency", "nvlink_efficiency"),
-        start={"dtype": "float16"},
+        start={"dtype": "float16", **_HALF_GRADIENTS},
         gpus_per_node=16,
     ),
     "fsdp_a100": Recipe(
