@@ -88,8 +88,17 @@ RECIPES: dict[str, Recipe] = {
         "A100-80GB",
         200e9,
         ("network_efficiency", "overlap", "network_latency"),
-        start={"dtype": "float16", "gradient_bytes": 2, "only_zero": 3, "network_efficiency": 0.1, "overlap": 0.1,
-               "gemm_efficiency": 0.77, "gemm_depth": 163.0, "memory_efficiency": 0.71, "nvlink_efficiency": 0.77},
+        start={
+            "dtype": "float16",
+            "gradient_bytes": 2,
+            "only_zero": 3,
+            "network_efficiency": 0.1,
+            "overlap": 0.1,
+            "gemm_efficiency": 0.77,
+            "gemm_depth": 163.0,
+            "memory_efficiency": 0.71,
+            "nvlink_efficiency": 0.77,
+        },
         rows=lambda row: row.work.zero_stage == 3,
     ),
     "selene_2022": Recipe(
@@ -125,7 +134,13 @@ RECIPES: dict[str, Recipe] = {
         50e9,
         (*COMPUTE, *NETWORK, *REST, "misaligned_rate"),
         also=(("A100", "production"),),
-        start={"gradient_bytes": 2, "network_efficiency": 0.3, "overlap": 0.01, **_DEEPSPEED_ZERO1, "overhead_bytes": 9.1e9},
+        start={
+            "gradient_bytes": 2,
+            "network_efficiency": 0.3,
+            "overlap": 0.01,
+            **_DEEPSPEED_ZERO1,
+            "overhead_bytes": 9.1e9,
+        },
         group=lambda row: str(row.work.model.hidden_size),
     ),
     "jean_zay_v100": Recipe(
@@ -135,8 +150,14 @@ RECIPES: dict[str, Recipe] = {
         "V100-32GB",
         50e9,
         ("gemm_efficiency", "memory_efficiency", "nvlink_efficiency", "network_efficiency", "message_efficiency"),
-        start={"dtype": "float16", "gradient_bytes": 2, "nvlink_switch": False, "network_efficiency": 0.34,
-               **_DEEPSPEED_ZERO1, "overhead_bytes": 5.5e9},
+        start={
+            "dtype": "float16",
+            "gradient_bytes": 2,
+            "nvlink_switch": False,
+            "network_efficiency": 0.34,
+            **_DEEPSPEED_ZERO1,
+            "overhead_bytes": 5.5e9,
+        },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
     ),
@@ -146,8 +167,13 @@ RECIPES: dict[str, Recipe] = {
         "V100-32GB",
         50e9,
         ("gemm_efficiency", "network_efficiency", "overlap"),
-        start={"dtype": "float16", "gradient_bytes": 2, "nvlink_switch": False, "network_efficiency": 0.34,
-               "only_zero": 3},
+        start={
+            "dtype": "float16",
+            "gradient_bytes": 2,
+            "nvlink_switch": False,
+            "network_efficiency": 0.34,
+            "only_zero": 3,
+        },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage == 3,
         group=by_layout,
@@ -168,8 +194,13 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST),
         also=(("A100", "tokens/s/gpu"),),
-        start={"gradient_bytes": 2, "optimizer_traffic": 36.0, "overlap": 0.9, "causal_half": True,
-               "attention_efficiency": 0.35},
+        start={
+            "gradient_bytes": 2,
+            "optimizer_traffic": 36.0,
+            "overlap": 0.9,
+            "causal_half": True,
+            "attention_efficiency": 0.35,
+        },
     ),
     "fsdp_h100": Recipe(
         "H100, PyTorch FSDP with fused attention, bf16 (MosaicML llm-foundry)",
@@ -178,8 +209,14 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time"),
         also=(("H100", "tokens/s/gpu"),),
-        start={"gradient_bytes": 2, "optimizer_traffic": 36.0, "overlap": 0.9, "causal_half": True,
-               "attention_efficiency": 0.25, "gemm_efficiency": 0.7},
+        start={
+            "gradient_bytes": 2,
+            "optimizer_traffic": 36.0,
+            "overlap": 0.9,
+            "causal_half": True,
+            "attention_efficiency": 0.25,
+            "gemm_efficiency": 0.7,
+        },
         group=lambda row: f"{row.work.recompute} {row.work.seq_len}",
     ),
     "torchtitan_h100": Recipe(
@@ -188,8 +225,15 @@ RECIPES: dict[str, Recipe] = {
         "H100-80GB",
         200e9,
         ("gemm_efficiency", "attention_efficiency", "nvlink_efficiency", "float8_relative"),
-        start={"gradient_bytes": 4, "optimizer_traffic": 36.0, "overlap": 0.9, "causal_half": True,
-               "attention_efficiency": 0.4, "gemm_efficiency": 0.65, "memory_efficiency": 0.55},
+        start={
+            "gradient_bytes": 4,
+            "optimizer_traffic": 36.0,
+            "overlap": 0.9,
+            "causal_half": True,
+            "attention_efficiency": 0.4,
+            "gemm_efficiency": 0.65,
+            "memory_efficiency": 0.55,
+        },
         group=by_layout,
     ),
     "megatron_lm_h100": Recipe(
@@ -234,9 +278,7 @@ def main() -> int:
         if options.only not in (None, name):
             continue
         chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies)]
-        start = Profile(
-            name, find_device(recipe.device), recipe.gpus_per_node, recipe.node_bandwidth, **recipe.start
-        )
+        start = Profile(name, find_device(recipe.device), recipe.gpus_per_node, recipe.node_bandwidth, **recipe.start)
         profile = fit(chosen, start, recipe.names)
         left_out = leave_one_group_out(chosen, start, recipe.names, recipe.group)
         held = np.abs(np.concatenate([np.array(errors) for errors in left_out.values()]))
@@ -245,7 +287,9 @@ def main() -> int:
         print(f"  fitted    {_spread(inside)}\n  left out  {_spread(held)}")
         for group, errors in left_out.items():
             print(f"    {group:14s} n {len(errors):3d}  median {100 * np.median(errors):+6.1f} %")
-        print("  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names))
+        print(
+            "  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
+        )
         profile = profile.changed(
             description=recipe.description,
             groups=recipe.studies + recipe.also,

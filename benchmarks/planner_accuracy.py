@@ -17,6 +17,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code beside this file
+
 from titan_like.config.errors import ConfigError
 from titan_like.planner.accuracy import GroupAccuracy, Prediction, accuracy, predict_row
 from titan_like.planner.measured import Row, published_rows, read_rows

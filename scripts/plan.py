@@ -3,8 +3,8 @@
 predict   step time and memory of the configuration on its cluster, with breakdowns and an error band
 duration  days that --tokens take: at the predicted rate, or at --tflops per GPU
 
-Nothing is computed on a GPU and no process is started. Ends with 0; 1 if the run does not fit into memory; 2 after bad
-input.
+Nothing is computed on a GPU and no process is started. Ends with 0; predict with 1 if the run does
+not fit into memory; 2 after bad input.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ def main(argv: list[str]) -> int:
     result: dict[str, Any] = {"predict": forecast.as_dict()}
     if options.command == "predict":
         print(describe(forecast))
-    else:
+    if options.command == "duration":
         result["duration"] = print_duration(options, config, forecast)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
-    return 0 if forecast.memory.fits else 1
+    return 1 if options.command == "predict" and not forecast.memory.fits else 0
 
 
 def describe(forecast: Forecast) -> str:
     """Step time and memory as a table."""
     time, rates, profile = forecast.time, forecast.rates, forecast.profile
     lines = [
-        f"step time  {time.total:.3f} s  (between {forecast.seconds_low:.3f} and {forecast.seconds_high:.3f} in nine of "
-        f"ten cases; profile {profile.name} on {profile.device.name})"
+        f"step time  {time.total:.3f} s  (between {forecast.seconds_low:.3f} and {forecast.seconds_high:.3f} in nine "
+        f"of ten cases; profile {profile.name} on {profile.device.name})"
     ]
     for name, seconds in time._asdict().items():
         if name != "total" and seconds:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,7 @@ class GroupAccuracy:
         """Mean over sweeps, each weighed by its layouts."""
         if not self.sweeps:
             return None
-        return float(
-            np.average([s.rank_correlation for s in self.sweeps], weights=[s.layouts for s in self.sweeps])
-        )
+        return float(np.average([s.rank_correlation for s in self.sweeps], weights=[s.layouts for s in self.sweeps]))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -93,7 +92,7 @@ def predict_row(row: Row) -> Prediction | None:
 def adapted(profile: Profile, row: Row) -> Profile:
     """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
     words = row.notes.replace(";", " ").split()
-    for number, unit in zip(words, words[1:], strict=False):
+    for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
             return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
     return profile
@@ -146,8 +145,12 @@ def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
     for name, layouts in found.items():
         if len(layouts) < 3:
             continue
-        measured = [float(np.median([m.row.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()]
-        predicted = [float(np.median([m.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()]
+        measured = [
+            float(np.median([m.row.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()
+        ]
+        predicted = [
+            float(np.median([m.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()
+        ]
         chosen = int(np.argmin(predicted))
         regret = measured[chosen] / min(measured) - 1
         results.append(Sweep(name, len(layouts), regret, spearman(predicted, measured)))

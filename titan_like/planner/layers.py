@@ -143,9 +143,7 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     host_backward = (operators_backward + messages) * profile.operator_time
     if mb.recompute == "full":
         host_backward += host_forward
-    return Cost(
-        forward, backward, again, forward_tensor, backward_tensor, again_tensor, host_forward, host_backward
-    )
+    return Cost(forward, backward, again, forward_tensor, backward_tensor, again_tensor, host_forward, host_backward)
 
 
 def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:

@@ -54,6 +54,22 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
+def largest_memory(work: Workload, profile: Profile) -> float:
+    """`memory`'s largest rank, found among the few that can be it: the ends, their neighbours, the most layers."""
+    p = work.pipeline
+    if p <= 4:
+        return max(rank_memory(work, profile, rank).total for rank in range(p))
+    ranks = {0, 1, p - 1, *_fullest_ranks(stages_of(work), work.schedule, p, work.virtual_stages)}
+    return max(rank_memory(work, profile, rank).total for rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def _fullest_ranks(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
+    """For every number of layers the first rank that has it: later ones hold no more chunks."""
+    layers = layers_of_ranks(stages, schedule, pipeline, virtual)
+    return tuple(layers.index(count) for count in sorted(set(layers)))
+
+
 def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
     """Memory of one pipeline rank."""
     stages = stages_of(work)
@@ -88,7 +104,7 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 
 def layer_activations(work: Workload) -> tuple[float, float]:
-    """Bytes that one layer keeps of one microbatch until its backward pass, and those that only the layer at work needs.
+    """Bytes that one layer keeps of one microbatch until its backward pass; bytes that only the layer at work needs.
 
     Per token, with e bytes an element, in the residual stream (divided by t with sequence parallelism): two norms'
     inputs and outputs 4eh, masks 2h; divided by t: queries, keys, values and heads' output e(2h + 2kv), the MLP's
@@ -135,10 +151,9 @@ def state_bytes(work: Workload, profile: Profile, rank: int) -> tuple[float, flo
     zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too
     weights = profile.weight_state * count
     gradients = profile.gradient_state * count
-    gathered = 0.0
-    if zero == 3:  # two layers at a time
-        unit = work.model.layer_parameters / work.tensor
-        gathered = 2 * (profile.weight_state + profile.gradient_state) * unit
+    # Two layers at a time are whole: their gradients before they are scattered, in ZeRO 3 their weights too.
+    whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
+    gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
     return (
         weights / shard if zero == 3 else weights,
         gradients / shard if zero >= 2 else gradients,

@@ -30,29 +30,44 @@ class StepTime(NamedTuple):
     total: float
 
 
+class _Rank(NamedTuple):
+    """One microbatch on the slowest rank. Seconds."""
+
+    compute: float
+    again: float
+    tensor: float
+    forward: float  # from the first operator to the last, the host's delays and all communication included
+    backward: float
+    others: float  # mean of the other ranks' passes, without delays
+
+
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict one step."""
-    mb = microbatch_of(work)
-    layer = layer_cost(work.model, mb, profile)
-    entry, head = ends_cost(work.model, mb, profile)
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
-    compute, again, tensor, host, rest = _slowest_rank(counts, layer, entry, head, work)
-    busy = compute + again + tensor
-    waits = _host_and_device(host, busy) - busy + profile.microbatch_time
+    rank = _slowest_rank(counts, work, profile)
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + profile.microbatch_time
     m, p = work.microbatches, work.pipeline
 
-    gathered = _sharded_parameters(work, profile, counts, compute, again) if work.zero_stage == 3 else 0.0
-    pace = busy + waits + gathered
+    gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     bubble = messages = 0.0
     if p > 1:
         fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m)
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        bubble = fraction * m * (rest + waits + gathered) + 2 * (p - 1) * message
+        bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
-    data, update = _after_backward(work, profile, counts, layer)
+    data, update = _after_backward(work, profile, counts, rank)
     other = m * waits + profile.step_time
-    parts = (m * compute, m * again, m * tensor, messages, bubble, data + m * gathered, update, other)
+    parts = (
+        m * rank.compute,
+        m * rank.again,
+        m * rank.tensor,
+        messages,
+        bubble,
+        data + m * gathered,
+        update,
+        other,
+    )
     return StepTime(*parts, sum(parts))
 
 
@@ -77,46 +92,48 @@ def _host_and_device(host: float, device: float) -> float:
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
     (forward and repeated passes of small operators, backward passes of large ones).
     """
-    if host < 0.05 * device:
-        return device
     return (host**4 + device**4) ** 0.25
 
 
-def _slowest_rank(
-    counts: RankLayers, layer: Cost, entry: Cost, head: Cost, work: Workload
-) -> tuple[float, float, float, float, float]:
-    """Per microbatch: computation, recomputation, tensor communication and host time of the slowest rank, and the mean
-    busy time of the others."""
-    once = layer.forward + layer.backward
-    again, talk = layer.again, layer.forward_tensor + layer.backward_tensor + layer.again_tensor
-    if work.recompute_every > 1:
-        again, spared = again / work.recompute_every, layer.again_tensor * (1 - 1 / work.recompute_every)
-        talk -= spared
-    whole = once + again + talk
-    first, last = _sum(entry), _sum(head)
+def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank:
+    """The rank whose passes take longest: the one with most layers, or an end of the model."""
+    mb = microbatch_of(work)
+    layer = layer_cost(work.model, mb, profile)
+    entry, head = ends_cost(work.model, mb, profile)
+    again, again_tensor = layer.again / work.recompute_every, layer.again_tensor / work.recompute_every
+    forward = layer.forward + layer.forward_tensor
+    backward = layer.backward + layer.backward_tensor + again + again_tensor
+    whole, first, last = forward + backward, _sum(entry), _sum(head)
+    choices: list[tuple[float, int, tuple[Cost, ...]]]
     if counts.ends_together:
-        ends: tuple[Cost | None, Cost | None] = (entry, head)
-        choices = [
-            (counts.first * whole + first + last, counts.first, ends),
-            (counts.largest * whole, counts.largest, (None, None)),
-        ]
+        choices = [(counts.first * whole + first + last, counts.first, (entry, head))]
     else:
         choices = [
-            (counts.first * whole + first, counts.first, (entry, None)),
-            (counts.last * whole + last, counts.last, (None, head)),
-            (counts.largest * whole, counts.largest, (None, None)),
+            (counts.first * whole + first, counts.first, (entry,)),
+            (counts.last * whole + last, counts.last, (head,)),
         ]
-    slowest, layers, with_ends = max(choices, key=lambda choice: choice[0])
-    compute, tensor = layers * once, layers * talk
-    host = layers * (layer.forward_host + layer.backward_host)
-    for end in with_ends:
-        if end is not None:
-            compute += end.forward + end.backward
-            tensor += end.forward_tensor + end.backward_tensor
-            host += end.forward_host + end.backward_host
+    slowest, layers, ends = max(*choices, (counts.largest * whole, counts.largest, ()), key=lambda choice: choice[0])
+    once, tensor = layer.forward + layer.backward, layer.forward_tensor + layer.backward_tensor + again_tensor
+    compute, talk = layers * once, layers * tensor
+    forward, backward = layers * forward, layers * backward
+    host_forward, host_backward = layers * layer.forward_host, layers * layer.backward_host
+    for end in ends:
+        compute += end.forward + end.backward
+        talk += end.forward_tensor + end.backward_tensor
+        forward += end.forward + end.forward_tensor
+        backward += end.backward + end.backward_tensor
+        host_forward += end.forward_host
+        host_backward += end.backward_host
     p = work.pipeline
     others = work.model.num_layers * whole + first + last - slowest
-    return compute, layers * again, tensor, host, others / (p - 1) if p > 1 else 0.0
+    return _Rank(
+        compute,
+        layers * again,
+        talk,
+        _host_and_device(host_forward, forward),
+        _host_and_device(host_backward, backward),
+        others / (p - 1) if p > 1 else 0.0,
+    )
 
 
 def _sum(cost: Cost) -> float:
@@ -146,7 +163,7 @@ def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
     return layers / t
 
 
-def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, compute: float, again: float) -> float:
+def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> float:
     """ZeRO 3: what a microbatch waits for parameters and for sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
 
     Gathered in the forward and in the backward pass, gradients scattered in the backward pass; computation of other
@@ -155,10 +172,10 @@ def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, co
     parameters, size = parameters_per_gpu(work, counts), work.shard * work.context
     gather = profile.links.all_gather(parameters * profile.parameter_bytes, size, work.tensor)
     scatter = profile.links.all_gather(parameters * profile.gradient_bytes, size, work.tensor)
-    return max(0.0, 2 * gather + scatter - profile.overlap * (compute + again))
+    return max(0.0, 2 * gather + scatter - profile.overlap * (rank.forward + rank.backward))
 
 
-def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer: Cost) -> tuple[float, float]:
+def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> tuple[float, float]:
     """Data-parallel sums that the last backward pass does not hide, and the update."""
     parameters = parameters_per_gpu(work, counts)
     links, size, zero, stride = profile.links, work.data_parallel * work.context, work.zero_stage, work.tensor
@@ -172,11 +189,11 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, layer:
         reduced = links.all_gather(gradients, size, stride)
         gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
         hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
-        backward = hides * counts.largest * (layer.backward + layer.again)
+        backward = hides * rank.backward
         if zero == 2:  # gradients are scattered after every microbatch
             reduced, backward = reduced * work.microbatches, backward * work.microbatches
         if zero and profile.gather_hidden:
-            gathered = max(0.0, gathered - profile.overlap * counts.largest * layer.forward)
+            gathered = max(0.0, gathered - profile.overlap * rank.forward)
             time = gathered + max(0.0, reduced - backward)
         else:
             time = max(0.0, reduced + gathered - backward)
