@@ -1,7 +1,9 @@
 """What a run will take, before it starts: python scripts/plan.py predict --job.config_file FILE.toml
 
-predict   step time and memory of the configuration on its cluster, with breakdowns and an error band
-duration  days that --tokens take: at the predicted rate, or at --tflops per GPU
+predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
+duration   days that --tokens take: at the predicted rate, or at --tflops per GPU
+calibrate  fit the profile's constants to measured rows (--points FILE.csv), say how far rows are off that were left
+           out of the fit, and write the new profile to --out FILE.toml
 
 Nothing is computed on a GPU and no process is started. Ends with 0; predict with 1 if the run does
 not fit into memory; 2 after bad input.
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
     from titan_like.planner.predict import Forecast
 
-COMMANDS = ("predict", "duration")
+COMMANDS = ("predict", "duration", "calibrate")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,11 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("command", metavar="COMMAND", help=" or ".join(COMMANDS))
+    parser.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument("--profile", help="stack profile: a shipped one or a TOML file (default: the GPU's)")
     parser.add_argument("--tokens", type=float, help="duration: tokens to train on (default: the run's)")
     parser.add_argument("--tflops", type=float, help="duration: TFLOP/s per GPU, instead of the predicted rate")
     parser.add_argument("--price", type=float, help="duration: price of one GPU for one hour")
+    parser.add_argument("--points", metavar="FILE.csv", help="calibrate: rows measured on one stack")
+    parser.add_argument("--out", metavar="FILE.toml", help="calibrate: where to write the fitted profile")
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     return parser
 
@@ -52,21 +56,32 @@ def check_options(options: argparse.Namespace) -> None:
         ConfigError: the first of them.
     """
     if options.command not in COMMANDS:
-        raise ConfigError("command", options.command, f"unknown; use {' or '.join(COMMANDS)}")
+        raise ConfigError("command", options.command, f"unknown; use {', '.join(COMMANDS)}")
     for name in ("tokens", "tflops"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name}", value, "must be above 0")
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise ConfigError("--price", options.price, "must be at least 0")
-    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
-        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+    for name in ("json", "out"):
+        path = getattr(options, name)
+        if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
+            raise ConfigError(f"--{name}", path, "not a file in a folder that you may write to; name one")
+    if options.command == "calibrate":
+        for name in ("points", "profile"):
+            if getattr(options, name) is None:
+                problem = "calibrate needs the rows" if name == "points" else "say which profile to start from"
+                raise ConfigError(f"--{name}", None, problem)
 
 
 def main(argv: list[str]) -> int:
     """Run one of the commands."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
+    if options.command == "calibrate":
+        if settings:
+            raise ConfigError("command line", settings[0], "calibrate takes no settings of a run")
+        return calibrate(options)
     config = load_config(settings)
 
     from titan_like.planner.predict import predict
@@ -81,6 +96,31 @@ def main(argv: list[str]) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
     return 1 if options.command == "predict" and not forecast.memory.fits else 0
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Fit, print, write."""
+    from titan_like.planner.calibrate import calibrated
+    from titan_like.planner.measured import read_rows
+    from titan_like.planner.profile import load_profile, profile_to_toml
+
+    rows, left_out = read_rows(options.points)
+    if not rows:
+        reason = f"; {left_out[0]}" if left_out else ""
+        raise ConfigError("--points", options.points, f"has no row that says enough{reason}")
+    start = load_profile(options.profile)
+    found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
+    print(f"{len(rows)} rows of {options.points}, {len(left_out)} more say too little")
+    print(f"step time of the rows fitted on: {found.inside}")
+    for group, errors in found.left_out.items():
+        print(f"  without {group:20s} {errors}")
+    for name, (before, after) in found.constants.items():
+        print(f"  {name:22s} {before:10.4g} → {after:10.4g}")
+    if options.out:
+        Path(options.out).write_text(profile_to_toml(found.profile), encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(found.as_dict(), indent=2), encoding="utf-8")
+    return 0
 
 
 def describe(forecast: Forecast) -> str:

@@ -8,6 +8,8 @@ data has to insist before a constant leaves its physical value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,3 +87,77 @@ def leave_one_group_out(
         profile = fit(kept, start, names) if kept else start
         errors[group] = [float(np.expm1(x)) for x in log_errors(held, profile)]
     return errors
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Absolute errors of step times, relative; the bias is the median with its sign."""
+
+    n: int
+    median: float
+    p90: float
+    bias: float
+
+    def __str__(self) -> str:
+        return (
+            f"n {self.n}, median {100 * self.median:.1f} %, p90 {100 * self.p90:.1f} %, bias {100 * self.bias:+.1f} %"
+        )
+
+
+def summary(errors: Sequence[float]) -> Errors:
+    """Of relative errors with sign."""
+    found = np.asarray(errors)
+    return Errors(
+        len(found), float(np.median(np.abs(found))), float(np.quantile(np.abs(found), 0.9)), float(np.median(found))
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted profile and how good it is."""
+
+    profile: Profile
+    inside: Errors
+    left_out: dict[str, Errors]
+    constants: dict[str, tuple[float, float]]  # before, after
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "inside": vars(self.inside),
+            "left_out": {group: vars(errors) for group, errors in self.left_out.items()},
+            "constants": {name: {"before": a, "after": b} for name, (a, b) in self.constants.items()},
+        }
+
+
+def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
+    """Fit the constants that these rows can tell anything about; groups left out in turn are model sizes."""
+    names = informed(rows, start)
+    profile = fit(rows, start, names)
+    groups = leave_one_group_out(rows, start, names, lambda row: row.model)
+    held = summary([error for errors in groups.values() for error in errors])
+    sources = sorted({row.source or row.group for row in rows})
+    profile = profile.changed(
+        name=name,
+        fitted_on=tuple(f"{source}: {sum((r.source or r.group) == source for r in rows)} rows" for source in sources),
+        error_median=held.median,
+        error_p90=held.p90,
+    )
+    return Calibration(
+        profile,
+        summary(list(np.expm1(log_errors(rows, profile)))),
+        {group: summary(errors) for group, errors in groups.items()},
+        {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+    )
+
+
+def informed(rows: Sequence[Row], profile: Profile) -> list[str]:
+    """Constants that move some row's step time by a thousandth when they change by a twentieth."""
+    before = log_errors(rows, profile)
+    found = []
+    for name, bounds in FITTED.items():
+        value = getattr(profile, name)
+        changed = value * 1.05 if value * 1.05 <= bounds.high else value / 1.05
+        if np.abs(log_errors(rows, profile.changed(**{name: changed})) - before).max() > 1e-3:
+            found.append(name)
+    return found

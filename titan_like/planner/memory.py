@@ -171,6 +171,9 @@ def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_la
     return rank_state(units, Storage(0, split)).num_parameters
 
 
+_table = lru_cache(maxsize=64)(schedule_table)
+
+
 @lru_cache(maxsize=4096)
 def _trainer_state(
     model: TransformerConfig,
@@ -195,7 +198,7 @@ def _trainer_state(
     state = rank_state((unit for stage in units.values() for unit in stage), storage)
     if schedule == "interleaved_1f1b" and microbatches % pipeline:
         microbatches += pipeline - microbatches % pipeline
-    actions = schedule_table(schedule, pipeline, virtual, microbatches)[rank]
+    actions = _table(schedule, pipeline, virtual, microbatches)[rank]
     peak = peak_state(units, actions, storage)
     extra = max(0, peak - state.parameters - state.gradients - state.optimizer)
     return state.parameters, state.gradients, state.optimizer, extra
