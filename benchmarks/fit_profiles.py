@@ -64,6 +64,13 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
+_NARROW_TYPES = (
+    "gemm_efficiency",
+    "attention_efficiency",
+    "nvlink_efficiency",
+    "float8_relative",
+    "float4_relative",
+)
 # Megatron-LM's fp16 training sums gradients over data-parallel ranks as they are, in fp16 (only bf16 training has
 # --accumulate-allreduce-grads-in-fp32 by itself), and copies them to float32 for the update.
 _HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
@@ -253,6 +260,24 @@ RECIPES: dict[str, Recipe] = {
         400e9,
         ("gemm_efficiency", "attention_efficiency", "network_efficiency", "float8_relative"),
         start=_MEGATRON_H100,
+    ),
+    "megatron_bridge_gb200": Recipe(
+        "GB200, Megatron-Bridge of 2025 and 2026: 72 GPUs on one NVLink switch; float8 and 4-bit types",
+        (("GB200", "mbridge"),),
+        "GB200",
+        3.6e12,
+        _NARROW_TYPES,
+        start=_MEGATRON_H100,
+        gpus_per_node=72,
+    ),
+    "megatron_bridge_gb300": Recipe(
+        "GB300, Megatron-Bridge of 2025 and 2026: 72 GPUs on one NVLink switch; float8 and 4-bit types",
+        (("GB300", "mbridge"),),
+        "GB300",
+        7.2e12,
+        _NARROW_TYPES,
+        start=_MEGATRON_H100,
+        gpus_per_node=72,
     ),
     "nemo_h100": Recipe(
         "H100, NeMo 24.07: 8 x 400 Gb/s, float8",

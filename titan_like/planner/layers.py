@@ -17,6 +17,13 @@ from titan_like.planner.profile import Profile
 # Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 
+_NARROW = ("float8", "float4")  # types of the layers' products with weights alone
+
+
+def _wide(dtype: str) -> str:
+    """The type of everything else."""
+    return "bfloat16" if dtype in _NARROW else dtype
+
 
 class Cost(NamedTuple):
     """One pass over one layer (or over the ends of the model) for one microbatch."""
@@ -49,8 +56,8 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
     """Seconds of ``batch`` products (rows × depth) · (depth × columns) with 2-byte elements (float32: 4)."""
     device = profile.device
     rate = device.peak_flops(dtype) * profile.gemm_efficiency
-    if dtype == "float8":
-        rate *= profile.float8_relative
+    if dtype in _NARROW:
+        rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
     element = 4 if dtype == "float32" else 2
     width = device.multiprocessors
     best = float("inf")
@@ -86,12 +93,12 @@ def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) 
     flops = 4 * mb.size * heads * rows * columns * width
     if mb.flash:
         half = 0.5 if profile.causal_half else 1.0
-        peak = profile.device.peak_flops("bfloat16" if mb.dtype == "float8" else mb.dtype)
+        peak = profile.device.peak_flops(_wide(mb.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward
     batch = mb.size * heads
-    score = gemm_time(rows, columns, width, batch, mb.dtype, profile)
-    value = gemm_time(rows, width, columns, batch, mb.dtype, profile)
+    score = gemm_time(rows, columns, width, batch, _wide(mb.dtype), profile)
+    value = gemm_time(rows, width, columns, batch, _wide(mb.dtype), profile)
     matrix = batch * rows * columns  # elements
     element = 4 if mb.dtype == "float32" else 2
     softmax = 2 * element if profile.fused_softmax else 8 * element
@@ -182,7 +189,7 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
     element = 4 if mb.dtype == "float32" else 2
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    product_type = "bfloat16" if mb.dtype == "float8" else mb.dtype
+    product_type = _wide(mb.dtype)
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)

@@ -208,7 +208,9 @@ def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int
 
 def _dtype(notes: str, study: str, default: str) -> str:
     words = notes.lower()
-    if "fp8" in words or "nvfp4" in words:
+    if "nvfp4" in words:
+        return "float4"
+    if "fp8" in words:
         return "float8"
     if study == "bloom" and "bf16" in words:
         return "bfloat16"

@@ -19,7 +19,7 @@ from titan_like.parallel.split import split_layers
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload, layers_of_ranks, stages_of
 
-_BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float32": 4}  # of an activation
+_BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
 
 
 class RankMemory(NamedTuple):

@@ -41,6 +41,7 @@ FITTED: dict[str, Bounds] = {
     "step_time": Bounds(1e-3, 1.0, 0.7),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
     "float8_relative": Bounds(0.4, 1.0, 0.1),
+    "float4_relative": Bounds(0.2, 1.0, 0.2),
     "network_latency": Bounds(1e-6, 1e-2, 1.0),
 }
 
@@ -74,6 +75,7 @@ class Profile:
     microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
     step_time: float = 0.05  # per step, for whatever else
     float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included
+    float4_relative: float = 0.6  # the same of 4-bit products
     misaligned_rate: float = 1e13  # FLOP/s of products with sizes that miss the fast kernels
 
     # how the stack works
