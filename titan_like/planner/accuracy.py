@@ -6,14 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from titan_like.planner.measured import Row
+from titan_like.planner.measured import Row, adapted
 from titan_like.planner.memory import memory
-from titan_like.planner.profile import Profile, profile_for_group
+from titan_like.planner.profile import profile_for_group
 from titan_like.planner.step_time import step_time
 
 
@@ -87,15 +86,6 @@ def predict_row(row: Row) -> Prediction | None:
     used = memory(row.work, profile).largest
     seconds = step_time(row.work, profile).total
     return Prediction(row, profile.name, seconds, used / 2**30, profile.device.memory_bytes / 2**30)
-
-
-def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
-    words = row.notes.replace(";", " ").split()
-    for number, unit in pairwise(words):
-        if unit == "Gbps" and number.isdigit():
-            return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
-    return profile
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:

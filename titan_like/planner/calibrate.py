@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_like.planner.measured import Row
+from titan_like.planner.measured import Row, adapted
 from titan_like.planner.profile import FITTED, Profile
 from titan_like.planner.step_time import step_time
 
@@ -23,7 +23,7 @@ _HUBER = 1.5  # in units of it
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
     """Logarithm of predicted over measured step time, one a row."""
-    return np.array([np.log(step_time(row.work, profile).total / row.seconds) for row in rows])
+    return np.array([np.log(step_time(row.work, adapted(profile, row)).total / row.seconds) for row in rows])
 
 
 def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:

@@ -50,6 +50,7 @@ class Microbatch(NamedTuple):
     flash: bool
     dropout: bool
     dtype: str
+    compiled: bool = False
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
@@ -135,6 +136,9 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     forward_bytes += 2 * element * (heads + tokens * hidden / t)
     backward_bytes = outside * (14 * element + 2 * mask) + active * element * (5 if gated else 4)
     backward_bytes += 2 * element * (heads + tokens * hidden / t)
+    if mb.compiled:
+        forward_bytes *= profile.compiled_traffic
+        backward_bytes *= profile.compiled_traffic
     forward = qkv[0] + proj[0] + up[0] + down[0] + core_forward + forward_bytes / bandwidth
     backward = qkv[1] + proj[1] + up[1] + down[1] + core_backward + backward_bytes / bandwidth
 

@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
 COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # without these a file is no file of rows
@@ -144,6 +146,7 @@ def row_from(table: dict[str, str]) -> Row:
         flash=defaults["flash"],
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
+        compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
     )
     seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
     memory = float(table["mem_gib"]) if table.get("mem_gib") else None
@@ -227,6 +230,15 @@ def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> fl
     passes = 4 if "hw96" in notes else 3
     flops = passes * model.num_layers * layer + 3 * logits
     return flops * work.global_batch_size * seq / (gpus * float(table["tflops_per_gpu"]) * 1e12)
+
+
+def adapted(profile: Profile, row: Row) -> Profile:
+    """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
+    words = row.notes.replace(";", " ").split()
+    for number, unit in pairwise(words):
+        if unit == "Gbps" and number.isdigit():
+            return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
+    return profile
 
 
 def published_rows() -> list[Row]:

@@ -170,5 +170,6 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         flash=True,
         dtype=_dtype(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
+        compiled=config.compile.enable,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
     )

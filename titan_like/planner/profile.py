@@ -32,6 +32,7 @@ FITTED: dict[str, Bounds] = {
     "gemm_depth": Bounds(30, 600, 0.35),
     "attention_efficiency": Bounds(0.1, 1.0, 0.3),
     "memory_efficiency": Bounds(0.3, 1.0, 0.2),
+    "compiled_traffic": Bounds(0.2, 1.0, 0.3),
     "operator_time": Bounds(1e-6, 1e-4, 0.7),
     "nvlink_efficiency": Bounds(0.2, 0.95, 0.1),
     "network_efficiency": Bounds(0.05, 0.95, 0.4),
@@ -67,6 +68,7 @@ class Profile:
     gemm_depth: float = 150.0  # products a tile's start and end cost: efficiency K / (K + depth)
     attention_efficiency: float = 0.5  # of fused attention
     memory_efficiency: float = 0.8
+    compiled_traffic: float = 0.6  # part of the memory traffic between products that is left where layers are compiled
     operator_time: float = 1e-5  # host's time to start one operator
     nvlink_efficiency: float = 0.75
     network_efficiency: float = 0.6  # collectives between nodes

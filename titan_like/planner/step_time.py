@@ -83,6 +83,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.flash,
         work.dropout,
         work.dtype,
+        work.compiled,
     )
 
 

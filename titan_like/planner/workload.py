@@ -30,6 +30,7 @@ class Workload(NamedTuple):
     flash: bool = True
     dtype: str = "bfloat16"
     dropout: bool = False
+    compiled: bool = False  # the layers' operators between products are fused by a compiler
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
 
     @property
