@@ -217,3 +217,12 @@ def test_command_reports_groups_and_writes_json(tmp_path):
     missing = subprocess.run([*command[:2], "--points", "no.csv"], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
+
+
+def test_the_page_s_table_is_what_the_planner_says():
+    page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        if row.study == "ptdp_table1":
+            found = predict_row(row)
+            line = next(line for line in page.splitlines() if line.startswith(f"| {row.model.removeprefix('GPT-')} |"))
+            assert f"{row.seconds:.2f} s | {found.seconds:.2f} s | {100 * found.error:+.1f} %" in line

@@ -132,6 +132,7 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
     return profile.changed(
         device=device,
         gpus_per_node=config.cluster.gpus_per_node or profile.gpus_per_node,
+        node_bandwidth=config.cluster.node_bandwidth * 1e9 if config.cluster.node_bandwidth else profile.node_bandwidth,
         trainer_state=True,
         recompute_whole=False,  # torch stops recomputing where nothing more is needed
         optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; the norm before it
