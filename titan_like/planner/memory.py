@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import Storage, peak_state, rank_state
-from titan_like.parallel.schedules.tables import schedule_table, stage_ranks, stages_per_rank
+from titan_like.parallel.schedules.tables import schedule_table, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.profile import Profile
-from titan_like.planner.workload import Workload, layers_of_ranks, stages_of
+from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
 
@@ -55,25 +55,22 @@ def memory(work: Workload, profile: Profile) -> Memory:
 
 
 def largest_memory(work: Workload, profile: Profile) -> float:
-    """`memory`'s largest rank, found among the few that can be it: the ends, their neighbours, the most layers."""
-    p = work.pipeline
-    if p <= 4:
-        return max(rank_memory(work, profile, rank).total for rank in range(p))
-    ranks = {0, 1, p - 1, *_fullest_ranks(stages_of(work), work.schedule, p, work.virtual_stages)}
-    return max(rank_memory(work, profile, rank).total for rank in ranks)
+    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each."""
+    ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    return max([rank_memory(work, profile, rank).total for rank in ranks])
 
 
 @lru_cache(maxsize=4096)
-def _fullest_ranks(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
-    """For every number of layers the first rank that has it: later ones hold no more chunks."""
+def _candidates(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
+    """The ends, and for every number of layers the first rank that has it: later ones hold no more chunks."""
     layers = layers_of_ranks(stages, schedule, pipeline, virtual)
-    return tuple(layers.index(count) for count in sorted(set(layers)))
+    return tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))})
 
 
 def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
     """Memory of one pipeline rank."""
     stages = stages_of(work)
-    ranks = stage_ranks(work.schedule, work.pipeline, work.virtual_stages)
+    ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
     holds_last = ranks[-1] == rank
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     per_rank = stages_per_rank(work.schedule, work.virtual_stages)
@@ -116,7 +113,8 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     outside = t if work.sequence_parallel else 1
     stream = (4 * e * hidden + (2 * hidden if work.dropout else 0)) / outside
-    inside = e * (2 * hidden + 2 * kv) / t + e * model.ffn_hidden_size * (3 if model.mlp_matrices == 3 else 2) / t
+    in_mlp = 2 if model.mlp_matrices == 2 or work.compiled else 3  # a compiler makes the gated product again
+    inside = e * (2 * hidden + 2 * kv) / t + e * model.ffn_hidden_size * in_mlp / t
     heads = model.num_attention_heads / t
     core = 4 * heads if work.flash else heads * work.seq_len * (e + (e + 1 if work.dropout else 0))
     whole = tokens * (stream + inside + core)
@@ -145,7 +143,7 @@ def state_bytes(work: Workload, profile: Profile, rank: int) -> tuple[float, flo
             work.zero_stage,
             work.dtype,
         )
-    stages, ranks = stages_of(work), stage_ranks(work.schedule, work.pipeline, work.virtual_stages)
+    stages, ranks = stages_of(work), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     count = rank_parameters(work.model, layers, ranks[0] == rank, ranks[-1] == rank, work.tensor)
     zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too
@@ -190,7 +188,7 @@ def _trainer_state(
     dtype: str,
 ) -> tuple[float, float, float, float]:
     """As `titan_like.train` keeps it: float32 master weights, moments and gradients, and a copy in the compute type."""
-    ranks = stage_ranks(schedule, pipeline, virtual)
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
     splits = split_layers(list(stages))
     units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
     split = Split(tensor=Part(tensor), shard=Part(shard if zero else 1))

@@ -67,10 +67,16 @@ def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 @cache
+def ranks_of_stages(schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
+    """Pipeline rank of each stage."""
+    return tuple(stage_ranks(schedule, pipeline, virtual))
+
+
+@cache
 def layers_of_ranks(stage_layers: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
     """Layers of each pipeline rank, all its stages together."""
     counts = [0] * pipeline
-    for rank, layers in zip(stage_ranks(schedule, pipeline, virtual), stage_layers, strict=True):
+    for rank, layers in zip(ranks_of_stages(schedule, pipeline, virtual), stage_layers, strict=True):
         counts[rank] += layers
     return tuple(counts)
 
@@ -79,7 +85,7 @@ def layers_of_ranks(stage_layers: tuple[int, ...], schedule: str, pipeline: int,
 def rank_layers(stage_layers: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> RankLayers:
     """The summary of `layers_of_ranks`."""
     counts = layers_of_ranks(stage_layers, schedule, pipeline, virtual)
-    ranks = stage_ranks(schedule, pipeline, virtual)
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
     return RankLayers(counts[ranks[0]], counts[ranks[-1]], max(counts), ranks[0] == ranks[-1])
 
 
