@@ -174,8 +174,8 @@ def test_thousands_of_evaluations_per_second():
     works = random_workloads(300, seed=2)
     for work in works:
         step_time(work, SELENE), largest_memory(work, SELENE)
-    start = time.perf_counter()
+    start = time.process_time()
     for work in works:
         step_time(work, SELENE), largest_memory(work, SELENE)
     # 30,000 on one core of 2020; the bound leaves room for a busy machine.
-    assert len(works) / (time.perf_counter() - start) > 5_000
+    assert len(works) / (time.process_time() - start) > 5_000
