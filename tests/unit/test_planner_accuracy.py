@@ -132,6 +132,11 @@ def test_profile_of_a_row_is_the_most_special_one():
     assert profile_for_group("A100-80GB", "unheard_of", 0) is None
 
 
+def test_row_of_a_type_that_the_gpu_lacks_is_not_predicted():
+    row = next(row for row in ROWS if row.study == "bloom")
+    assert predict_row(type(row)(**{**row.__dict__, "work": row.work._replace(dtype="float8")})) is None
+
+
 def test_unknown_key_in_a_profile_is_refused():
     table = {"device": "A100", "gpus_per_node": 8, "node_bandwidth": 1e11, "gemm_eficiency": 0.8}
     with pytest.raises(ConfigError, match="gemm_eficiency"):
@@ -185,11 +190,12 @@ def test_rows_that_say_too_little_are_named(tmp_path):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows([good, {**good, "layers": ""}, {**good, "step_time_s": ""}, {**good, "gbs": "many"}])
+        bad = [{"layers": ""}, {"step_time_s": ""}, {"gbs": "many"}, {"step_time_s": "nan"}, {"layers": "-3"}]
+        writer.writerows([good, *({**good, **change} for change in bad)])
     rows, left_out = read_rows(path)
     assert len(rows) == 1
     assert rows[0].work.zero_stage == 3
-    assert [line.split(":")[0] for line in left_out] == ["line 3", "line 4", "line 5"]
+    assert [line.split(":")[0] for line in left_out] == [f"line {number}" for number in range(3, 8)]
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="has no column model"):
         read_rows(path)

@@ -78,9 +78,9 @@ class GroupAccuracy:
 
 
 def predict_row(row: Row) -> Prediction | None:
-    """What the row's own profile says; None where no profile covers its GPU and study."""
+    """What the row's own profile says; None where no profile covers its GPU, study and type."""
     profile = profile_for_group(row.gpu, row.study, row.work.zero_stage)
-    if profile is None:
+    if profile is None or row.work.dtype not in profile.device.peak:
         return None
     profile = adapted(profile, row)
     used = memory(row.work, profile).largest

@@ -149,6 +149,8 @@ def row_from(table: dict[str, str]) -> Row:
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
     )
     seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
+    if not 0 < seconds < float("inf"):
+        raise ValueError("the time or rate is not a positive number")
     memory = float(table["mem_gib"]) if table.get("mem_gib") else None
     return Row(
         study,
