@@ -272,7 +272,13 @@ class Cluster(Section):
         None, description='GPU whose peak MFU is measured against, for example "A100" (default: the one found)'
     )
     gpus_per_node: int | None = Field(None, gt=0, description="GPUs in one node, one process each")
-    nodes: int | None = Field(None, gt=0, description="nodes that a dry run describes")
+    nodes: int | None = Field(None, gt=0, description="nodes that a dry run and the planner describe")
+    node_bandwidth: float | None = Field(
+        None,
+        gt=0,
+        description="what all network cards of a node carry together in one direction, in GB/s (1e9 bytes), for the "
+        "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
+    )
 
 
 class JobConfig(Section):

@@ -1,0 +1,64 @@
+"""Random valid workloads for the planner's tests."""
+
+import random
+
+from titan_like.models.registry import FAMILIES, builtin_flavors
+from titan_like.parallel.schedules import check_schedule, stages_per_rank
+from titan_like.planner.workload import Workload
+
+
+def flavor(family, name, **changes):
+    return FAMILIES[family].model_validate(builtin_flavors(family)[name] | changes)
+
+
+MODELS = [
+    flavor("gpt", "gpt2_124m"),
+    flavor("gpt", "7.5b"),
+    flavor("gpt", "gpt3_175b"),
+    flavor("llama", "llama3.1_8b"),
+    flavor("llama", "llama3.1_70b"),
+    flavor("llama", "llama3.2_1b"),
+]
+
+
+def random_workloads(count, seed):
+    """Valid ones: what the configuration's rules refuse is not drawn."""
+    generator = random.Random(seed)
+    pick = generator.choice
+    found = []
+    while len(found) < count:
+        model, tensor = pick(MODELS), pick([1, 2, 4, 8])
+        pipeline = pick([1, 1, 2, 4, 8])
+        schedule = pick(["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipe_v"])
+        virtual = 1 if schedule in ("1f1b", "gpipe") else 2
+        if pipeline == 1:
+            schedule, virtual = "1f1b", 1
+        microbatches, shard, replicate = pick([1, 2, 4, 8, 32]) * pipeline, pick([1, 2, 8, 64]), pick([1, 1, 2])
+        micro = pick([1, 2, 4])
+        stages = pipeline * stages_per_rank(schedule, virtual)
+        if check_schedule(schedule, pipeline, virtual, microbatches) or stages > model.num_layers:
+            continue
+        if model.num_kv_heads % tensor or model.num_attention_heads % tensor:
+            continue
+        work = Workload(
+            model,
+            seq_len=pick([1024, 4096]),
+            micro_batch_size=micro,
+            global_batch_size=micro * microbatches * shard * replicate,
+            tensor=tensor,
+            pipeline=pipeline,
+            replicate=replicate,
+            shard=shard,
+            context=pick([1, 1, 1, 2]),
+            schedule=schedule,
+            virtual_stages=virtual,
+            sequence_parallel=tensor > 1 and pick([True, False]),
+            zero_stage=pick([0, 1, 2, 3]),
+            recompute=pick(["none", "full", "selective"]),
+            recompute_every=pick([1, 1, 3]),
+            flash=pick([True, False]),
+            dtype="float16",
+            dropout=pick([True, False]),
+        )
+        found.append(work)
+    return found

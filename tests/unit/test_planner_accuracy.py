@@ -1,0 +1,234 @@
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.planner_cases import flavor
+from titan_like.config import ConfigError
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.hardware import peak_tflops
+from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
+from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
+from titan_like.planner.devices import builtin_devices, find_device
+from titan_like.planner.duration import days_by_formula, duration
+from titan_like.planner.measured import published_rows, read_rows, row_from, study_of
+from titan_like.planner.profile import builtin_profiles, profile_for_group, profile_from, profile_to_toml
+from titan_like.planner.step_time import step_time
+
+ROOT = Path(__file__).parents[2]
+ROWS = published_rows()
+GROUPS = {group.name: group for group in accuracy([p for p in map(predict_row, ROWS) if p is not None])}
+
+
+def test_every_published_row_has_a_profile():
+    assert all(predict_row(row) is not None for row in ROWS)
+
+
+def test_ptd_p_table_1_which_no_profile_was_fitted_on():
+    found = GROUPS["A100-80GB ptdp_table1"]
+    assert found.n == 10
+    assert found.median <= 0.03
+    assert found.largest <= 0.06
+    sources = [source for profile in builtin_profiles().values() for source in profile.fitted_on]
+    assert sources
+    assert not any("Table 1" in source or "run_table_1" in source for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("group", "largest"),
+    [("A100-80GB korthikanti_t5", 0.04), ("A100-80GB bloom", 0.05), ("A100-80GB production", 0.05)],
+)
+def test_other_published_rows(group, largest):
+    assert GROUPS[group].largest <= largest
+
+
+def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():
+    by_stack = {}
+    for row in ROWS:
+        if row.study == "ptdp_table2":
+            by_stack.setdefault((row.model, row.work.zero_stage), []).append(predict_row(row).seconds * row.gpus)
+    for (model, zero), spent in by_stack.items():
+        if zero == 3:
+            assert max(spent) > 2 * max(by_stack[model, 0])  # GPU seconds a batch
+
+
+@pytest.mark.parametrize(("name", "tokens", "gpus", "tflops", "days"), [
+    ("gpt3_175b", 300e9, 1024, 140, 34),
+    ("1t", 450e9, 3072, 163, 84),
+])  # fmt: skip
+def test_days_of_the_paper_s_examples(name, tokens, gpus, tflops, days):
+    model = flavor("gpt", name)
+    found = duration(model, 2048, tokens, gpus, tflops, ActivationCheckpoint(mode="full"), price_per_gpu_hour=2.0)
+    assert found.days_by_formula == pytest.approx(days, abs=0.5)
+    assert found.days_exact == pytest.approx(days, rel=0.03)
+    assert found.cost == pytest.approx(2 * 24 * gpus * found.days_exact)
+    assert found.days_by_formula == days_by_formula(model.num_parameters(), tokens, gpus, tflops)
+
+
+def test_spearman_and_regret():
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
+    rows = [row for row in ROWS if row.study == "ptdp_table2" and row.work.zero_stage == 0 and "174" in row.model][:1]
+    layouts = [(1, 10.0, 9.0), (2, 8.0, 10.0), (4, 9.0, 8.0)]  # micro-batch, measured, predicted seconds
+    members = []
+    for micro, measured, predicted in layouts:
+        row = rows[0]
+        work = row.work._replace(micro_batch_size=micro)
+        changed = type(row)(**{**row.__dict__, "work": work, "seconds": measured})
+        members.append(Prediction(changed, "", predicted, 0, 80))
+    (sweep,) = sweeps(members)
+    assert sweep.layouts == 3
+    assert sweep.regret == pytest.approx(9 / 8 - 1)
+    assert sweep.rank_correlation == pytest.approx(-0.5)
+
+
+def test_fit_finds_constants_that_made_the_rows():
+    start = builtin_profiles()["selene_2021"]
+    truth = start.changed(gemm_efficiency=start.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
+    rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
+    made = [type(row)(**{**row.__dict__, "seconds": step_time(row.work, truth).total}) for row in rows]
+    names = ("gemm_efficiency", "nvlink_efficiency")
+    found = fit(made, start, names)
+    # The priors hold it back a little.
+    assert found.gemm_efficiency == pytest.approx(truth.gemm_efficiency, rel=0.02)
+    assert found.nvlink_efficiency < start.nvlink_efficiency
+    assert np.abs(log_errors(made, found)).max() < 0.01 < np.abs(log_errors(made, start)).max()
+    left_out = leave_one_group_out(made, start, names, lambda row: row.model)
+    assert sum(len(errors) for errors in left_out.values()) == len(made)
+    assert max(abs(error) for errors in left_out.values() for error in errors) < 0.02
+
+
+def test_one_bad_row_does_not_lead_the_fit():
+    start = builtin_profiles()["selene_2021"]
+    rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
+    made = [type(row)(**{**row.__dict__, "seconds": step_time(row.work, start).total}) for row in rows]
+    made[0] = type(made[0])(**{**made[0].__dict__, "seconds": 3 * made[0].seconds})
+    found = fit(made, start, ("gemm_efficiency",))
+    assert found.gemm_efficiency == pytest.approx(start.gemm_efficiency, rel=0.03)
+
+
+@pytest.mark.parametrize("profile", builtin_profiles().values(), ids=lambda profile: profile.name)
+def test_profile_says_what_it_was_fitted_on_and_survives_its_file(profile):
+    import tomllib
+
+    assert profile.fitted_on
+    assert profile.description
+    assert 0 < profile.error_median <= profile.error_p90 < 1
+    again = profile_from(profile.name, tomllib.loads(profile_to_toml(profile)))
+    assert again.groups == profile.groups
+    assert again.gemm_efficiency == pytest.approx(profile.gemm_efficiency, rel=1e-3)
+    assert again.device is profile.device
+
+
+def test_profile_of_a_row_is_the_most_special_one():
+    assert profile_for_group("A100-80GB", "ptdp_table2", 0).name == "selene_2021"
+    assert profile_for_group("A100-80GB", "ptdp_table2", 3).name == "selene_2021_zero3"
+    assert profile_for_group("V100-32GB (DGX-2)", "tf=hw96", 0).name == "dgx2_v100"
+    assert profile_for_group("A100-80GB", "unheard_of", 0) is None
+
+
+def test_row_of_a_type_that_the_gpu_lacks_is_not_predicted():
+    row = next(row for row in ROWS if row.study == "bloom")
+    assert predict_row(type(row)(**{**row.__dict__, "work": row.work._replace(dtype="float8")})) is None
+
+
+def test_unknown_key_in_a_profile_is_refused():
+    table = {"device": "A100", "gpus_per_node": 8, "node_bandwidth": 1e11, "gemm_eficiency": 0.8}
+    with pytest.raises(ConfigError, match="gemm_eficiency"):
+        profile_from("mine", table)
+    with pytest.raises(ConfigError, match="node_bandwidth"):
+        profile_from("mine", {"device": "A100", "gpus_per_node": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("A100", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("V100", "V100-32GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("H200", "H200"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_devices_by_name(name, device):
+    assert find_device(name).name == device
+
+
+def test_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="known are V100-16GB"):
+        find_device("RTX 4090")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_peaks_are_those_that_utilisation_is_measured_against(dtype):
+    for name, device in builtin_devices().items():
+        known = peak_tflops(name, dtype)
+        if known is not None:
+            assert device.peak_flops(dtype) == known * 1e12
+
+
+@pytest.mark.parametrize(
+    ("notes", "study"),
+    [("ptdp_table2; tf=hw96", "ptdp_table2"), ("bloom 02-17; fp16", "bloom"), ("tokens/s/gpu=4850; x", "tokens/s/gpu"),
+     ("tf=hw96; y", "tf=hw96"), ("", "")],
+)  # fmt: skip
+def test_study_is_the_first_word(notes, study):
+    assert study_of(notes) == study
+
+
+def test_rows_that_say_too_little_are_named(tmp_path):
+    path = tmp_path / "points.csv"
+    columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "gbs", "step_time_s", "notes"]
+    good = dict(zip(columns, ["m", 24, 1024, 16, 1024, 50257, "A100-80GB", 8, 1, 64, 1.0, "foundry;"], strict=True))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        bad = [{"layers": ""}, {"step_time_s": ""}, {"gbs": "many"}, {"step_time_s": "nan"}, {"layers": "-3"}]
+        writer.writerows([good, *({**good, **change} for change in bad)])
+    rows, left_out = read_rows(path)
+    assert len(rows) == 1
+    assert rows[0].work.zero_stage == 3
+    assert [line.split(":")[0] for line in left_out] == [f"line {number}" for number in range(3, 8)]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="has no column model"):
+        read_rows(path)
+
+
+def test_rate_becomes_time_by_the_convention_that_the_notes_name():
+    table = {
+        "model": "GPT-145.6B", "layers": "80", "hidden": "12288", "heads": "96", "seq": "2048", "vocab": "51200",
+        "gpu": "A100-80GB", "gpus": "1536", "tp": "8", "pp": "8", "vp": "2", "mbs": "2", "gbs": "2304",
+        "tflops_per_gpu": "148", "notes": "ptdp_table1; tf=hw96",
+    }  # fmt: skip
+    flops = 96 * 2304 * 2048 * 80 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 80 * 12288))
+    assert row_from(table).seconds == pytest.approx(flops / (1536 * 148e12), rel=1e-9)
+
+
+def test_command_reports_groups_and_writes_json(tmp_path):
+    target = tmp_path / "accuracy.json"
+    command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "ptdp_table1" in done.stdout
+    result = json.loads(target.read_text())
+    table_1 = next(group for group in result["groups"] if group["name"].endswith("ptdp_table1"))
+    assert {"n", "median", "mean", "p90", "bias", "regret", "rank_correlation"} <= table_1.keys()
+    missing = subprocess.run([*command[:2], "--points", "no.csv"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert missing.returncode == 2
+    assert missing.stderr.count("\n") == 1
+
+
+def test_the_page_s_table_is_what_the_planner_says():
+    page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        if row.study == "ptdp_table1":
+            found = predict_row(row)
+            line = next(line for line in page.splitlines() if line.startswith(f"| {row.model.removeprefix('GPT-')} |"))
+            assert f"{row.seconds:.2f} s | {found.seconds:.2f} s | {100 * found.error:+.1f} %" in line

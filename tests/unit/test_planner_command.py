@@ -1,0 +1,136 @@
+import contextlib
+import csv
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titan_like.config import ConfigError
+from titan_like.planner.measured import published_rows
+from titan_like.planner.profile import load_profile
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts/plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load_script()
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def plan(*words):
+    """As the command line does it, without a new process."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.chdir(ROOT):
+        try:
+            return Done(SCRIPT.main([str(word) for word in words]), out.getvalue(), "")
+        except ConfigError as error:
+            return Done(2, out.getvalue(), f"error: {error}\n")
+
+
+def test_predict_tells_time_and_memory(tmp_path):
+    target = tmp_path / "plan.json"
+    done = plan("predict", "--job.config_file", "train_configs/gpt_145b.toml", "--json", target)
+    assert done.returncode == 0, done.stderr
+    for word in ("step time", "compute", "recompute", "bubble", "tokens/s", "HFU", "fits"):
+        assert word in done.stdout
+    found = json.loads(target.read_text())["predict"]
+    seconds = found["step_seconds"]
+    assert found["gpus"] == 1536
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+    assert found["step_seconds_low"] < seconds["total"] < found["step_seconds_high"]
+    assert len(found["memory_bytes"]) == 8
+    # The paper measured 148 TFLOP/s with unfused attention (its Table 1).
+    assert 140 < found["tflops_per_device"] < 185
+
+
+def test_what_does_not_fit_ends_with_1():
+    degrees = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.zero_stage", "0"]
+    degrees += ["--parallelism.data_parallel_shard_degree", "-1", "--training.micro_batch_size", "4"]
+    done = plan("predict", "--job.config_file", "train_configs/gpt_7.5b.toml", *degrees)
+    assert done.returncode == 1, done.stderr
+    assert "DOES NOT FIT" in done.stdout
+
+
+def test_duration_of_the_paper_s_trillion_parameter_run(tmp_path):
+    target = tmp_path / "plan.json"
+    words = ["--tokens", "450e9", "--tflops", "163", "--price", "2", "--json", target]
+    done = plan("duration", "--job.config_file", "train_configs/gpt_1t.toml", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(target.read_text())["duration"]
+    assert found["days_by_formula"] == pytest.approx(84, abs=0.5)
+    assert found["days_exact"] == pytest.approx(84, rel=0.03)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+
+
+def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
+    points, out = tmp_path / "points.csv", tmp_path / "mine.toml"
+    rows = [row for row in published_rows() if row.study == "korthikanti_t5"]
+    columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "pp", "vp", "seq_parallel"]
+    columns += ["recompute", "mbs", "gbs", "step_time_s", "notes"]
+    with points.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows:
+            work = row.work
+            shape = (work.model.num_layers, work.model.hidden_size, work.model.num_attention_heads)
+            layout = (work.tensor, work.pipeline, work.virtual_stages, int(work.sequence_parallel), work.recompute)
+            batch = (work.micro_batch_size, work.global_batch_size, row.seconds, row.notes)
+            writer.writerow([row.model, *shape, work.seq_len, 51200, row.gpu, row.gpus, *layout, *batch])
+    done = plan("calibrate", "--points", points, "--profile", "selene_2021", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "gemm_efficiency" in done.stdout
+    profile = load_profile(str(out))
+    assert profile.error_median < 0.06
+    # The stack of 2022 is the faster one.
+    slow = load_profile("selene_2021")
+    assert profile.gemm_efficiency * profile.memory_efficiency > slow.gemm_efficiency * slow.memory_efficiency
+    again = plan("predict", "--job.config_file", "train_configs/gpt_145b.toml", "--profile", out)
+    assert again.returncode == 0, again.stderr
+    assert "profile mine" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["forecast"], "command"),
+        (["predict", "--job.config_file", "train_configs/debug_gpt.toml"], "cluster.gpu"),
+        (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", "nobody"], "--profile"),
+        (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--cluster.nodes", "3"], "shard_degree"),
+        (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--cluster.gpu", "V100"], "training.dtype"),
+        (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tokens", "-1"], "--tokens"),
+        (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--price", "nan"], "--price"),
+        (["calibrate", "--profile", "selene_2021"], "--points"),
+        (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, named):
+    done = plan(*words)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_bad_input_leaves_the_process_with_one_line_and_2():
+    command = [sys.executable, str(ROOT / "scripts/plan.py"), "forecast"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == 'error: command = "forecast": unknown; use predict, duration, calibrate\n'

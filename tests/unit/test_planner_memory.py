@@ -1,0 +1,117 @@
+import math
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.planner_cases import MODELS, flavor, random_workloads
+from titan_like.parallel.memory import state_bytes
+from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
+from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.workload import Workload
+
+MEGATRON = builtin_profiles()["selene_2021"]
+TRAINER = builtin_profiles()["fsdp_a100"].changed(trainer_state=True)
+WORKLOADS = random_workloads(80, seed=3)
+
+
+@pytest.mark.parametrize("profile", [MEGATRON, TRAINER], ids=["megatron", "trainer"])
+def test_memory_is_finite_positive_and_the_sum_of_its_parts(profile):
+    for work in WORKLOADS:
+        found = memory(work, profile)
+        for rank in found.ranks:
+            assert all(math.isfinite(part) and part >= 0 for part in rank)
+            assert rank.total == pytest.approx(sum(rank[:-1]))
+        assert largest_memory(work, profile) == found.largest
+
+
+@pytest.mark.parametrize("profile", [MEGATRON, TRAINER], ids=["megatron", "trainer"])
+def test_memory_never_rises_with_more_tensor_parallelism(profile):
+    for work in WORKLOADS:
+        tensor = 2 * work.tensor
+        if work.model.num_kv_heads % tensor:
+            continue
+        assert largest_memory(work._replace(tensor=tensor), profile) <= largest_memory(work, profile)
+
+
+@pytest.mark.parametrize("profile", [MEGATRON, TRAINER], ids=["megatron", "trainer"])
+def test_memory_never_rises_with_a_higher_zero_stage(profile):
+    for work in WORKLOADS:
+        used = [largest_memory(work._replace(zero_stage=stage), profile) for stage in range(4)]
+        # Of split backward passes `peak_state` is a little too much.
+        assert all(higher <= lower * 1.001 for lower, higher in pairwise(used))
+
+
+def test_memory_never_rises_with_recomputation():
+    for work in WORKLOADS:
+        used = [
+            largest_memory(work._replace(recompute=mode, recompute_every=1), MEGATRON)
+            for mode in ("none", "selective", "full")
+        ]
+        several = work.pipeline > 1 or work.model.num_layers > 8
+        assert not several or used == sorted(used, reverse=True)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS[:2], ids=["124m", "7.5b"])
+def test_state_of_our_trainer_is_its_own_formula(zero_stage, dtype, model):
+    work = Workload(model, 1024, 1, 32, shard=8, zero_stage=zero_stage, dtype=dtype)
+    (rank,) = memory(work, TRAINER).ranks
+    exact = state_bytes(model, zero_stage, 8, compute_bytes={"float32": 4, "bfloat16": 2}[dtype])
+    assert rank.parameters + rank.optimizer == exact.between_steps
+    assert rank.parameters + rank.gradients + rank.optimizer + rank.gathered == exact.peak
+
+
+def test_parameters_of_all_ranks_are_those_of_the_model():
+    for model in MODELS:
+        once = sum(rank_parameters(model, n, first, last, 1) for n, first, last in [(1, True, False), (1, False, True)])
+        layers = rank_parameters(model, model.num_layers - 2, False, False, 1) if model.num_layers > 2 else 0
+        twice = model.padded_vocab_size * model.hidden_size if model.tied_embeddings else 0
+        assert once + layers == model.num_parameters() + twice
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("degree", "microbatches"), [(2, 4), (4, 4), (4, 16)])
+def test_chunks_in_flight_bound_those_of_the_trainer_s_tables(schedule, degree, microbatches):
+    virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+    assert check_schedule(schedule, degree, virtual, microbatches) is None
+    held = max_in_flight(schedule_table(schedule, degree, virtual, microbatches))
+    stages = stages_per_rank(schedule, virtual)
+    counted = [in_flight(schedule, degree, stages, microbatches, rank) for rank in range(degree)]
+    assert all(mine >= table for mine, table in zip(counted, held, strict=True))
+    if schedule in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"):
+        assert counted == held
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
+    model = flavor("gpt", "gpt3_175b")
+    s, b, h, a = 2048, 1, 12288, 96
+    work = Workload(
+        model,
+        s,
+        b,
+        64,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel and tensor > 1,
+        flash=False,
+        dropout=True,
+        dtype="float16",
+    )
+    outside = tensor if work.sequence_parallel else 1
+    whole = s * b * h * (10 / outside + 24 / tensor + 5 * a * s / (h * tensor))  # equations 2 and 4
+    assert layer_activations(work)[0] == pytest.approx(whole)
+    selective = layer_activations(work._replace(recompute="selective"))[0]
+    assert selective == pytest.approx(s * b * h * (10 / outside + 24 / tensor))  # equation 6
+    assert layer_activations(work._replace(recompute="full"))[0] == pytest.approx(2 * s * b * h / outside)
+
+
+def test_table_1_of_ptd_p_fits_into_80_gib():
+    from titan_like.planner.accuracy import predict_row
+    from titan_like.planner.measured import published_rows
+
+    rows = [predict_row(row) for row in published_rows() if row.study == "ptdp_table1"]
+    assert len(rows) == 10
+    assert all(row.memory_gib < 80 for row in rows)

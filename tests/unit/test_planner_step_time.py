@@ -1,0 +1,181 @@
+import math
+import time
+
+import pytest
+
+from tests.unit.planner_cases import flavor, random_workloads
+from titan_like.parallel.schedules import ideal_bubble, schedule_table, simulate, stage_ranks
+from titan_like.parallel.schedules import step_time as end_of
+from titan_like.planner.cluster import Links
+from titan_like.planner.layers import ends_cost, gemm_time, layer_cost
+from titan_like.planner.memory import largest_memory
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.step_time import microbatch_of, step_time
+from titan_like.planner.workload import Workload, equal_stages, stages_of
+
+PROFILES = list(builtin_profiles().values())
+SELENE = builtin_profiles()["selene_2021"]
+WORKLOADS = random_workloads(150, seed=1)
+
+
+def slower(profile, factor):
+    """Every way to make a link or memory slower."""
+    device = profile.device
+    yield profile.changed(node_bandwidth=profile.node_bandwidth / factor)
+    yield profile.changed(network_efficiency=profile.network_efficiency / factor)
+    yield profile.changed(message_efficiency=profile.message_efficiency / factor)
+    yield profile.changed(nvlink_efficiency=profile.nvlink_efficiency / factor)
+    yield profile.changed(memory_efficiency=profile.memory_efficiency / factor)
+    yield profile.changed(gemm_efficiency=profile.gemm_efficiency / factor)
+    yield profile.changed(network_latency=profile.network_latency * factor)
+    assert device is profile.device
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
+    for work in WORKLOADS:
+        found = step_time(work, profile)
+        assert all(math.isfinite(part) and part >= 0 for part in found)
+        assert found.compute > 0
+        assert found.total == pytest.approx(sum(found[:-1]))
+
+
+def test_step_never_gets_faster_on_slower_links_or_memory():
+    for work in WORKLOADS[:60]:
+        for name in ("selene_2021", "megatron_bridge_h100", "fsdp_a100", "jean_zay_v100"):
+            profile = builtin_profiles()[name]
+            before = step_time(work, profile).total
+            for worse in slower(profile, 1.7):
+                assert step_time(work, worse).total >= before * (1 - 1e-9)
+
+
+def test_more_work_takes_longer():
+    for work in WORKLOADS[:60]:
+        before = step_time(work, SELENE).total
+        assert step_time(work._replace(global_batch_size=2 * work.global_batch_size), SELENE).total > before
+        if work.recompute == "none":
+            assert step_time(work._replace(recompute="full"), SELENE).total > before
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
+)
+@pytest.mark.parametrize("microbatches", [8, 32])
+def test_bubble_of_equal_stages_is_the_closed_form(schedule, virtual, microbatches):
+    degree = 8
+    work = workload(schedule, degree, virtual, microbatches)
+    quiet = SELENE.changed(
+        nvlink_latency=0.0, network_latency=0.0, message_efficiency=1e12, nvlink_efficiency=1e12, microbatch_time=0.0
+    )
+    found = step_time(work, quiet)
+    layer = layer_cost(work.model, microbatch_of(work), quiet)
+    others = work.model.num_layers // degree * (layer.forward + layer.backward)
+    assert ideal_bubble(schedule, degree, virtual, microbatches) == (degree - 1) / (virtual * microbatches)
+    # The ranks between the ends have layers alone; the last one, which also has the logits, sets the pace.
+    entry, head = ends_cost(work.model, microbatch_of(work), quiet)
+    ends = entry.forward + entry.backward
+    expected = (degree - 1) / virtual * (others + ends / (degree - 1))
+    assert found.messages == pytest.approx(0, abs=1e-9)
+    assert found.bubble == pytest.approx(expected, rel=1e-9)
+    assert head.forward > entry.forward
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
+@pytest.mark.parametrize("microbatches", [12, 36])
+def test_closed_form_agrees_with_the_event_driven_simulation(schedule, virtual, microbatches):
+    degree = 6
+    work = workload(schedule, degree, virtual, microbatches)
+    quiet = SELENE.changed(
+        nvlink_latency=0.0,
+        network_latency=0.0,
+        message_efficiency=1e12,
+        nvlink_efficiency=1e12,
+        microbatch_time=0.0,
+        step_time=0.0,
+    )
+    found = step_time(work, quiet)
+    layer = layer_cost(work.model, microbatch_of(work), quiet)
+    entry, head = ends_cost(work.model, microbatch_of(work), quiet)
+    counts = stages_of(work)
+
+    def duration(action):
+        first, last = action.stage == 0, action.stage == len(counts) - 1
+        forward = action.kind == "F"
+        per_layer = layer.forward if forward else layer.backward
+        extra = [cost.forward if forward else cost.backward for cost in (entry, head)]
+        return counts[action.stage] * per_layer + first * extra[0] + last * extra[1]
+
+    table = schedule_table(schedule, degree, virtual, microbatches)
+    simulated = end_of(simulate(table, stage_ranks(schedule, degree, virtual), duration))
+    assert found.compute + found.bubble == pytest.approx(simulated, rel=0.03)
+
+
+def workload(schedule, degree, virtual, microbatches):
+    model = flavor("gpt", "gpt3_175b")
+    return Workload(
+        model,
+        2048,
+        1,
+        microbatches,
+        pipeline=degree,
+        virtual_stages=virtual,
+        schedule=schedule,
+        flash=False,
+        dtype="float16",
+    )
+
+
+def test_tensor_parallelism_of_one_node_beats_that_of_two():
+    model = flavor("gpt", "18b")
+    times = {t: step_time(Workload(model, 2048, 2, 1024, tensor=t, shard=256 // t), SELENE).total for t in (8, 16)}
+    assert times[16] > 1.3 * times[8]
+
+
+def test_gemm_pays_for_edge_tiles_and_for_the_last_wave():
+    device = SELENE.device
+    ideal = 2 * 4096**3 / (device.peak_flops("float16") * SELENE.gemm_efficiency)
+    whole = gemm_time(4096, 4096, 4096, 1, "float16", SELENE)
+    assert ideal < whole < 1.25 * ideal
+    # One row more needs another row of tiles; another one after that does not.
+    more = [gemm_time(16 * 1024 + n, 8192, 4096, 1, "float16", SELENE) for n in (0, 1, 2)]
+    assert more[0] < more[1] == more[2]
+    # Short depths and sizes that miss the fast kernels are slow.
+    assert gemm_time(4096, 4096, 128, 1, "float16", SELENE) * 32 > 1.5 * whole
+    assert gemm_time(4096, 4096, 4095, 1, "float16", SELENE) > 5 * whole
+
+
+def test_rings_share_the_node_s_cards():
+    links = Links(8, 200e9, 100e9, 80e9, 0.0, 0.0)
+    inside = links.all_reduce(1e9, 8, 1)
+    assert inside == pytest.approx(2 * 7 / 8 * 1e9 / 200e9)
+    # Sixteen neighbours: one ring over two nodes has all cards. Ranks eight apart: eight rings share them.
+    assert links.all_reduce(1e9, 16, 1) == pytest.approx(2 * 15 / 16 * 1e9 / 100e9)
+    assert links.all_reduce(1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / (100e9 / 8))
+    assert links.message(1e9, 1) == pytest.approx(1e9 / 200e9)
+    assert links.message(1e9, 8) == pytest.approx(1e9 / 10e9)
+    assert links.all_reduce(1e9, 1, 8) == 0
+
+
+def test_unswitched_nvlink_gives_two_gpus_a_part_of_their_links():
+    links = Links(4, 150e9, 50e9, 50e9, 0.0, 0.0, switched=False)
+    assert links.ring_bandwidth(4, 1) == 150e9
+    assert links.ring_bandwidth(2, 1) == 50e9
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(126, 64), (126, 128), (8, 3), (12, 12)])
+def test_equal_stages_hold_all_layers(layers, stages):
+    counts = equal_stages(layers, stages)
+    assert sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)
+
+
+def test_thousands_of_evaluations_per_second():
+    works = random_workloads(300, seed=2)
+    for work in works:
+        step_time(work, SELENE), largest_memory(work, SELENE)
+    start = time.process_time()
+    for work in works:
+        step_time(work, SELENE), largest_memory(work, SELENE)
+    # 30,000 on one core of 2020; the bound leaves room for a busy machine.
+    assert len(works) / (time.process_time() - start) > 5_000

@@ -1,0 +1,163 @@
+"""Fit a profile's constants to measured rows.
+
+Levenberg-Marquardt on the logarithms of the constants, with the logarithms of predicted over measured step times as
+residuals (Huber's weights, so that single bad rows do not lead), and each constant's prior as one more residual: the
+data has to insist before a constant leaves its physical value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_like.planner.measured import Row, adapted
+from titan_like.planner.profile import FITTED, Profile
+from titan_like.planner.step_time import step_time
+
+_NOISE = 0.03  # standard deviation of a row's logarithm
+_HUBER = 1.5  # in units of it
+
+
+def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
+    """Logarithm of predicted over measured step time, one a row."""
+    return np.array([np.log(step_time(row.work, adapted(profile, row)).total / row.seconds) for row in rows])
+
+
+def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
+    """The profile with the named constants fitted; ``start`` is where they begin and what the priors expect."""
+    low = np.log([FITTED[name].low for name in names])
+    high = np.log([FITTED[name].high for name in names])
+    spread = np.array([FITTED[name].spread for name in names])
+    center = np.clip(np.log([getattr(start, name) for name in names]), low, high)
+    weight = np.ones(len(rows)) if weights is None else np.sqrt(weights)
+
+    def with_values(point: np.ndarray) -> Profile:
+        return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        errors = log_errors(rows, with_values(point)) / _NOISE
+        size = np.abs(errors)
+        tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
+        robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
+        return np.concatenate([robust * weight, (point - center) / spread])
+
+    best = levenberg_marquardt(residuals, center, low, high)
+    return with_values(best)
+
+
+def levenberg_marquardt(
+    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
+    """Least squares within bounds, derivatives by differences (Marquardt 1963)."""
+    point, damping, step = start.copy(), 1e-2, 1e-3
+    current = residuals(point)
+    for _ in range(40):
+        jacobian = np.empty((len(current), len(point)))
+        for i in range(len(point)):
+            moved = point.copy()
+            moved[i] += step if point[i] + step <= high[i] else -step
+            jacobian[:, i] = (residuals(moved) - current) / (moved[i] - point[i])
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ current
+        gained = 0.0
+        for _ in range(8):
+            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slope)
+            trial = np.clip(point + change, low, high)
+            found = residuals(trial)
+            gained = float(current @ current - found @ found)
+            if gained > 0:
+                point, current, damping = trial, found, max(damping / 5, 1e-6)
+                break
+            damping *= 4
+        if gained < 1e-3:
+            break
+    return point
+
+
+def leave_one_group_out(
+    rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
+) -> dict[str, list[float]]:
+    """For every group: relative errors of its rows under the profile that all other groups give."""
+    errors = {}
+    for group in sorted({group_of(row) for row in rows}):
+        kept = [row for row in rows if group_of(row) != group]
+        held = [row for row in rows if group_of(row) == group]
+        profile = fit(kept, start, names) if kept else start
+        errors[group] = [float(np.expm1(x)) for x in log_errors(held, profile)]
+    return errors
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Absolute errors of step times, relative; the bias is the median with its sign."""
+
+    n: int
+    median: float
+    p90: float
+    bias: float
+
+    def __str__(self) -> str:
+        return (
+            f"n {self.n}, median {100 * self.median:.1f} %, p90 {100 * self.p90:.1f} %, bias {100 * self.bias:+.1f} %"
+        )
+
+
+def summary(errors: Sequence[float]) -> Errors:
+    """Of relative errors with sign."""
+    found = np.asarray(errors)
+    return Errors(
+        len(found), float(np.median(np.abs(found))), float(np.quantile(np.abs(found), 0.9)), float(np.median(found))
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted profile and how good it is."""
+
+    profile: Profile
+    inside: Errors
+    left_out: dict[str, Errors]
+    constants: dict[str, tuple[float, float]]  # before, after
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "inside": vars(self.inside),
+            "left_out": {group: vars(errors) for group, errors in self.left_out.items()},
+            "constants": {name: {"before": a, "after": b} for name, (a, b) in self.constants.items()},
+        }
+
+
+def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
+    """Fit the constants that these rows can tell anything about; groups left out in turn are model sizes."""
+    names = informed(rows, start)
+    profile = fit(rows, start, names)
+    groups = leave_one_group_out(rows, start, names, lambda row: row.model)
+    held = summary([error for errors in groups.values() for error in errors])
+    sources = sorted({row.source or row.group for row in rows})
+    profile = profile.changed(
+        name=name,
+        fitted_on=tuple(f"{source}: {sum((r.source or r.group) == source for r in rows)} rows" for source in sources),
+        error_median=held.median,
+        error_p90=held.p90,
+    )
+    return Calibration(
+        profile,
+        summary(list(np.expm1(log_errors(rows, profile)))),
+        {group: summary(errors) for group, errors in groups.items()},
+        {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+    )
+
+
+def informed(rows: Sequence[Row], profile: Profile) -> list[str]:
+    """Constants that move some row's step time by a thousandth when they change by a twentieth."""
+    before = log_errors(rows, profile)
+    found = []
+    for name, bounds in FITTED.items():
+        value = getattr(profile, name)
+        changed = value * 1.05 if value * 1.05 <= bounds.high else value / 1.05
+        if np.abs(log_errors(rows, profile.changed(**{name: changed})) - before).max() > 1e-3:
+            found.append(name)
+    return found

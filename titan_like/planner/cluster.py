@@ -1,0 +1,53 @@
+"""How fast bytes move between GPUs. Times in seconds, sizes in bytes, bandwidths in bytes per second, one direction.
+
+Rings, as NCCL runs them for large messages: an all-reduce of n ranks moves 2(n-1)/n of its bytes over every link, an
+all-gather or reduce-scatter (n-1)/n (NVIDIA nccl-tests, PERFORMANCE.md; arXiv 2104.04473, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """Achieved bandwidths and latencies of a cluster of equal nodes."""
+
+    gpus_per_node: int
+    nvlink: float  # of one GPU
+    node: float  # all of a node's network cards together, for collectives
+    node_messages: float  # the same for messages between two GPUs
+    nvlink_latency: float
+    network_latency: float
+    switched: bool = True  # NVLink through switches: two GPUs can use all their links with each other
+
+    def ring_bandwidth(self, size: int, stride: int) -> float:
+        """What one ring gets when all GPUs of a node are in such rings at once.
+
+        Ranks ``stride`` apart, ``size`` of them: a node holds gpus_per_node / stride of a ring's ranks, and as many
+        rings as the stride, which share the node's cards.
+        """
+        if size * stride <= self.gpus_per_node:
+            return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
+        rings = min(stride, self.gpus_per_node)
+        share = self.node / rings
+        return min(share, self.nvlink) if rings < self.gpus_per_node else share
+
+    def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
+        """Sum of ``nbytes`` on every rank."""
+        return 2 * self.all_gather(nbytes, size, stride)
+
+    def all_gather(self, nbytes: float, size: int, stride: int) -> float:
+        """Result of ``nbytes`` on every rank; a reduce-scatter of such an input takes as long."""
+        if size == 1 or nbytes == 0:
+            return 0.0
+        within = size * stride <= self.gpus_per_node
+        latency = self.nvlink_latency if within else self.network_latency
+        hops = min(size - 1, 64)  # NCCL turns to trees, whose latency grows with the logarithm
+        return hops * latency + (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
+
+    def message(self, nbytes: float, stride: int) -> float:
+        """From each GPU to the one ``stride`` ranks on, all GPUs of a node at once."""
+        if stride < self.gpus_per_node:
+            return self.nvlink_latency + nbytes / self.nvlink
+        return self.network_latency + nbytes * self.gpus_per_node / self.node_messages

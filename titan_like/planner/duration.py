@@ -1,0 +1,46 @@
+"""How long a training run takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.flops import hardware_flops_per_token
+from titan_like.models.config import TransformerConfig
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Days of a run, by the paper's formula and by counting every operation."""
+
+    days_by_formula: float
+    days_exact: float
+    gpu_hours: float  # of the exact one
+    cost: float | None  # in the price's currency
+
+
+def days_by_formula(parameters: float, tokens: float, gpus: int, tflops: float) -> float:
+    """arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU, recomputation counted."""
+    return 8 * tokens * parameters / (gpus * tflops * 1e12) / SECONDS_PER_DAY
+
+
+def duration(
+    model: TransformerConfig,
+    seq_len: int,
+    tokens: float,
+    gpus: int,
+    tflops: float,
+    recompute: ActivationCheckpoint,
+    price_per_gpu_hour: float | None = None,
+) -> Duration:
+    """Days at a rate of ``tflops`` TFLOP/s per GPU, counted with what is recomputed (`metrics.flops`, hardware)."""
+    seconds = tokens * hardware_flops_per_token(model, seq_len, recompute) / (gpus * tflops * 1e12)
+    hours = seconds / 3600 * gpus
+    return Duration(
+        days_by_formula(model.num_parameters(), tokens, gpus, tflops),
+        seconds / SECONDS_PER_DAY,
+        hours,
+        None if price_per_gpu_hour is None else hours * price_per_gpu_hour,
+    )

@@ -1,0 +1,216 @@
+"""What one GPU does for one microbatch in one transformer layer, and before and after the layers. Times in seconds.
+
+Matrix products: a grid of output tiles is computed in waves of one tile per multiprocessor; the last wave may be
+partly empty, and the edge tiles too (NVIDIA, "Matrix Multiplication Background", tile and wave quantization). A tile
+of depth K takes as long as K + ``gemm_depth`` products at the sustained rate. Or the product is bound by memory.
+Everything else reads and writes memory: bytes counted as in arXiv 2205.05198, section 4, and Megatron-LM's operators.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from titan_like.models.config import TransformerConfig
+from titan_like.planner.profile import Profile
+
+# Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+
+_NARROW = ("float8", "float4")  # types of the layers' products with weights alone
+
+
+def _wide(dtype: str) -> str:
+    """The type of everything else."""
+    return "bfloat16" if dtype in _NARROW else dtype
+
+
+class Cost(NamedTuple):
+    """One pass over one layer (or over the ends of the model) for one microbatch."""
+
+    forward: float  # computation
+    backward: float
+    again: float  # forward computation that is repeated in the backward pass
+    forward_tensor: float  # tensor- and context-parallel communication that computation waits for
+    backward_tensor: float
+    again_tensor: float
+    forward_host: float  # the host's time to start the pass's operators
+    backward_host: float  # with the repeated ones
+
+
+class Microbatch(NamedTuple):
+    """What the costs depend on besides the model and the profile."""
+
+    size: int
+    seq_len: int
+    tensor: int
+    context: int
+    sequence_parallel: bool
+    recompute: str
+    flash: bool
+    dropout: bool
+    dtype: str
+    compiled: bool = False
+
+
+def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
+    """Seconds of ``batch`` products (rows × depth) · (depth × columns) with 2-byte elements (float32: 4)."""
+    device = profile.device
+    rate = device.peak_flops(dtype) * profile.gemm_efficiency
+    if dtype in _NARROW:
+        rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
+    element = 4 if dtype == "float32" else 2
+    width = device.multiprocessors
+    best = float("inf")
+    for tile_rows, tile_columns, relative in _TILES:
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns) * batch
+        waves = -(-tiles // width)
+        best = min(best, waves * tile_rows * tile_columns / relative)
+    compute = best * width * 2 * (depth + profile.gemm_depth) / rate
+    moved = element * batch * (rows * depth + depth * columns + rows * columns)
+    time = max(compute, moved / (device.memory_bandwidth * profile.memory_efficiency))
+    aligned = device.tensor_element
+    if columns % aligned or depth % aligned:
+        time = max(time, 2 * rows * columns * depth * batch / profile.misaligned_rate)
+    return time
+
+
+def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profile: Profile) -> tuple[float, float]:
+    """Forward, and backward (gradients of the input and of the weights), of one linear layer."""
+    forward = gemm_time(tokens, outputs, inputs, 1, dtype, profile)
+    inwards = gemm_time(tokens, inputs, outputs, 1, dtype, profile)
+    weights = gemm_time(outputs, inputs, tokens, 1, dtype, profile)
+    return forward, inwards + weights
+
+
+def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float]:
+    """The attention core, QKᵀ to PV: forward, backward.
+
+    Fused (arXiv 2205.14135): bound by computation; its backward pass has five products where the forward pass has two.
+    Else two batched products each way, and softmax, dropout and mask over a matrix in memory.
+    """
+    heads, width = model.num_attention_heads / mb.tensor, model.head_dim
+    rows, columns = mb.seq_len / mb.context, mb.seq_len
+    flops = 4 * mb.size * heads * rows * columns * width
+    if mb.flash:
+        half = 0.5 if profile.causal_half else 1.0
+        peak = profile.device.peak_flops(_wide(mb.dtype))
+        forward = half * flops / (peak * profile.attention_efficiency)
+        return forward, 2.5 * forward
+    batch = mb.size * heads
+    score = gemm_time(rows, columns, width, batch, _wide(mb.dtype), profile)
+    value = gemm_time(rows, width, columns, batch, _wide(mb.dtype), profile)
+    matrix = batch * rows * columns  # elements
+    element = 4 if mb.dtype == "float32" else 2
+    softmax = 2 * element if profile.fused_softmax else 8 * element
+    dropout = 2 * element + 1 if mb.dropout else 0
+    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    forward = score + value + (softmax + dropout) * matrix / bandwidth
+    backward = 2 * (score + value) + (softmax + element + dropout) * matrix / bandwidth
+    return forward, backward
+
+
+@lru_cache(maxsize=65536)
+def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Cost:
+    """One transformer layer on one of the ranks that share it."""
+    tokens = mb.size * mb.seq_len / mb.context
+    hidden, ffn, t = model.hidden_size, model.ffn_hidden_size / mb.tensor, mb.tensor
+    kv = model.num_kv_heads * model.head_dim
+    dtype = mb.dtype
+    qkv = linear_times(tokens, hidden, (hidden + 2 * kv) / t, dtype, profile)
+    proj = linear_times(tokens, hidden / t, hidden, dtype, profile)
+    gated = model.mlp_matrices == 3
+    up = linear_times(tokens, hidden, ffn * (2 if gated else 1), dtype, profile)
+    down = linear_times(tokens, ffn, hidden, dtype, profile)
+    core_forward, core_backward = attention_times(model, mb, profile)
+
+    element = 4 if dtype == "float32" else 2
+    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    outside = tokens * hidden / (t if mb.sequence_parallel else 1)  # elements of the residual stream here
+    heads = tokens * (hidden + 2 * kv) / t
+    mask = 1 if mb.dropout else 0
+    # Forward: two norms (2 each), two residual additions with bias and dropout (3 each), the activation, and copies
+    # of queries, keys and values and of the heads' output. Backward: gradients in and out, and the saved inputs.
+    active = tokens * ffn
+    forward_bytes = outside * (10 * element + 2 * mask) + active * element * (3 if gated else 2)
+    forward_bytes += 2 * element * (heads + tokens * hidden / t)
+    backward_bytes = outside * (14 * element + 2 * mask) + active * element * (5 if gated else 4)
+    backward_bytes += 2 * element * (heads + tokens * hidden / t)
+    if mb.compiled:
+        forward_bytes *= profile.compiled_traffic
+        backward_bytes *= profile.compiled_traffic
+    forward = qkv[0] + proj[0] + up[0] + down[0] + core_forward + forward_bytes / bandwidth
+    backward = qkv[1] + proj[1] + up[1] + down[1] + core_backward + backward_bytes / bandwidth
+
+    again = 0.0
+    if mb.recompute == "full":
+        again = forward - (0 if profile.recompute_whole else down[0])
+    elif mb.recompute == "selective" and not mb.flash:
+        again = core_forward
+    forward_tensor, backward_tensor, again_tensor = _layer_communication(model, mb, profile)
+    operators_forward, operators_backward = profile.host_operators
+    messages = 2 if t > 1 else 0
+    host_forward = (operators_forward + messages) * profile.operator_time
+    host_backward = (operators_backward + messages) * profile.operator_time
+    if mb.recompute == "full":
+        host_backward += host_forward
+    return Cost(forward, backward, again, forward_tensor, backward_tensor, again_tensor, host_forward, host_backward)
+
+
+def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:
+    """Seconds of exposed tensor- and context-parallel communication: forward, backward, repeated forward.
+
+    Two all-reduces of the hidden states each way (arXiv 1909.08053, figure 4); with sequence parallelism an
+    all-gather and a reduce-scatter in place of each, which move as much (arXiv 2205.05198), and in the backward pass
+    one more all-gather of the input for each pair, which overlaps with the gradient of the input.
+    """
+    if mb.tensor == 1 and mb.context == 1:
+        return 0.0, 0.0, 0.0
+    tokens = mb.size * mb.seq_len / mb.context
+    element = 4 if mb.dtype == "float32" else 2
+    forward = backward = 0.0
+    if mb.tensor > 1:
+        forward = 2 * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+        backward = forward
+    again = forward if mb.recompute == "full" else 0.0
+    if not profile.recompute_whole:
+        again *= 0.5 if not mb.sequence_parallel else 0.75
+    if mb.context > 1:
+        whole = 2 * mb.size * mb.seq_len * model.num_kv_heads * model.head_dim / mb.tensor * element
+        ring = profile.links.all_gather(whole, mb.context, mb.tensor)
+        forward, backward, again = forward + ring, backward + 2 * ring, again + (ring if again else 0)
+    exposed = profile.tensor_exposed
+    return forward * exposed, backward * exposed, again * exposed
+
+
+@lru_cache(maxsize=65536)
+def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[Cost, Cost]:
+    """What the first stage does before its layers (embedding), and the last after its (norm, logits, loss).
+
+    Logits of V/t columns on each rank; the loss reads and writes them in float32 about five times forward and twice
+    backward, and sums a few numbers per token over the ranks.
+    """
+    tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
+    element = 4 if mb.dtype == "float32" else 2
+    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    product_type = _wide(mb.dtype)
+    vocabulary = -(-model.padded_vocab_size // t)
+    vocabulary += -vocabulary % profile.device.tensor_element
+    logits = linear_times(tokens, hidden, vocabulary, product_type, profile)
+    loss_forward = tokens * vocabulary * (element + 5 * 4) / bandwidth
+    loss_backward = tokens * vocabulary * (element + 2 * 4) / bandwidth
+    around = tokens * hidden * element
+    reduce = profile.links.all_reduce(around, t, 1) * profile.tensor_exposed
+    host = 10 * profile.operator_time
+    entry = Cost(3 * around / bandwidth, 4 * around / bandwidth, 0, reduce, 0, 0, host, host)
+    head = Cost(
+        logits[0] + loss_forward + 2 * around / bandwidth,
+        logits[1] + loss_backward + 4 * around / bandwidth,
+        0,
+        0,
+        reduce,
+        0,
+        2 * host,
+        2 * host,
+    )
+    return entry, head

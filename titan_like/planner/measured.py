@@ -1,0 +1,249 @@
+"""Measured rows: reading them, and what they leave unsaid.
+
+A row is one published measurement of a training step. Columns: source, model, layers, hidden, heads, kv_heads, ffn,
+seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs, tflops_per_gpu,
+step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes names the study, and with it the stack.
+"""
+
+from __future__ import annotations
+
+import csv
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.profile import Profile
+from titan_like.planner.workload import Workload
+
+COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # without these a file is no file of rows
+
+# What a study's rows do not say: from its paper or its scripts.
+_MEGATRON_2021 = {"flash": False, "dropout": True, "dtype": "float16", "zero": 0, "recompute": "full"}
+_FSDP = {"flash": True, "dtype": "bfloat16", "zero": 3, "recompute": "none"}
+_MCORE = {"flash": True, "dtype": "bfloat16", "zero": 1, "recompute": "none", "sp": True}
+STUDIES: dict[str, dict[str, Any]] = {
+    "ptdp_table1": _MEGATRON_2021,
+    "ptdp_table2": _MEGATRON_2021,
+    "tf=hw96": _MEGATRON_2021,
+    "korthikanti_t5": _MEGATRON_2021,
+    "vtrain_multi": _MEGATRON_2021,
+    "vtrain_single": _MEGATRON_2021,
+    "bloom": {**_MEGATRON_2021, "zero": 1},
+    "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
+    "jz_v100": {**_MEGATRON_2021, "zero": 1},
+    "foundry": _FSDP,
+    "torchtitan": _FSDP,
+    "tokens/s/gpu": _FSDP,
+    "tf=model": _MCORE,
+    "mbridge": _MCORE,
+    "nemo2407": _MCORE,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    study: str  # first word of the notes
+    gpu: str
+    gpus: int
+    gpus_per_node: int
+    work: Workload
+    seconds: float  # of a step, given or from the rate
+    memory_gib: float | None
+    source: str
+    model: str
+    notes: str
+
+    @property
+    def group(self) -> str:
+        """GPU and study, as reports name it."""
+        return f"{self.gpu} {self.study}"
+
+
+def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
+    """All rows of a CSV that say enough to predict them, and for each of the others why not.
+
+    Raises:
+        ConfigError: no such file, or columns are missing.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
+            if missing:
+                raise ConfigError("--points", str(path), f"has no column {missing[0]}")
+            tables = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
+    rows, left_out = [], []
+    for number, table in enumerate(tables, start=2):
+        try:
+            rows.append(row_from(table))
+        except (ValueError, KeyError) as error:
+            left_out.append(f"line {number}: {error}")
+    return rows, left_out
+
+
+def study_of(notes: str) -> str:
+    """The first word, without punctuation and without a number that it equals."""
+    word = (notes or "").split()[0].strip(";:,") if (notes or "").split() else ""
+    return word.split("=")[0] if word.startswith("tokens/s") else word
+
+
+def row_from(table: dict[str, str]) -> Row:
+    """One row.
+
+    Raises:
+        ValueError: it says too little, or what it says cannot be.
+    """
+    notes = table.get("notes") or ""
+    study = study_of(notes)
+    defaults = STUDIES.get(study, _MCORE)
+    model = _model(table, llama=bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1))
+    tensor, pipeline, context = (int(table.get(key) or 1) for key in ("tp", "pp", "cp"))
+    if not table.get("tp") or (table.get("ep") or "1") != "1":
+        raise ValueError("the layout is not stated" if not table.get("tp") else "expert parallelism")
+    gpus, batch = int(table["gpus"]), int(table["gbs"])
+    data = int(table.get("dp") or 0) or gpus // (tensor * pipeline * context)
+    micro = int(table.get("mbs") or 0) or _likely_micro_batch(batch // data, pipeline)
+    virtual = int(table.get("vp") or 0)
+    if not virtual:
+        virtual = _likely_virtual(defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro))
+    stated = (table.get("recompute") or "").strip()
+    recompute, every = {"": (defaults["recompute"], 1), "none": ("none", 1), "full": ("full", 1)}.get(
+        stated, ("selective", 1) if stated == "selective" else ("full", 2)
+    )
+    zero_text = (table.get("zero") or "").replace("fsdp", "3").split("/")[0]
+    zero = int(zero_text) if zero_text else defaults["zero"]
+    sp_text = table.get("seq_parallel") or ""
+    stages = pipeline * virtual
+    if stages > model.num_layers + 2:  # embedding and output may have stages of their own
+        raise ValueError(f"{stages} stages of {model.num_layers} layers")
+    work = Workload(
+        model=model,
+        seq_len=int(table["seq"]),
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        tensor=tensor,
+        pipeline=pipeline,
+        shard=data,
+        context=context,
+        schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+        virtual_stages=virtual,
+        sequence_parallel=(sp_text == "1" if sp_text else defaults.get("sp", False)) and tensor > 1,
+        zero_stage=zero,
+        recompute=recompute,
+        recompute_every=every,
+        flash=defaults["flash"],
+        dtype=_dtype(notes, study, defaults["dtype"]),
+        dropout=defaults.get("dropout", False),
+        compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
+    )
+    seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
+    if not 0 < seconds < float("inf"):
+        raise ValueError("the time or rate is not a positive number")
+    memory = float(table["mem_gib"]) if table.get("mem_gib") else None
+    return Row(
+        study,
+        table["gpu"],
+        gpus,
+        int(table.get("gpus_per_node") or 8),
+        work,
+        seconds,
+        memory,
+        table.get("source") or "",
+        table["model"],
+        notes,
+    )
+
+
+def _model(table: dict[str, str], llama: bool) -> TransformerConfig:
+    needed = ("layers", "hidden", "seq", "vocab")
+    missing = [key for key in needed if not table.get(key)]
+    if missing:
+        raise ValueError(f"{missing[0]} is not stated")
+    layers, hidden, seq, vocab = (int(table[key]) for key in needed)
+    heads = int(table.get("heads") or 0) or hidden // 128
+    if hidden % heads:
+        heads = next(h for h in range(heads, 0, -1) if hidden % h == 0)
+    kv = int(table.get("kv_heads") or heads)
+    ffn = int(table.get("ffn") or 4 * hidden)
+    return _shape(llama, layers, hidden, heads, kv, ffn, seq, vocab)
+
+
+@cache
+def _shape(
+    llama: bool, layers: int, hidden: int, heads: int, kv: int, ffn: int, seq: int, vocab: int
+) -> TransformerConfig:
+    family: type[TransformerConfig] = LlamaConfig if llama else GPTConfig
+    return family(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_kv_heads=kv,
+        ffn_hidden_size=ffn,
+        vocab_size=vocab,
+        max_seq_len=seq,
+    )
+
+
+def _likely_micro_batch(share: int, pipeline: int) -> int:
+    """Where the micro-batch is not stated: all at once up to 16 without a pipeline, else one."""
+    if pipeline > 1:
+        return 1
+    return max(size for size in range(1, 17) if share % size == 0)
+
+
+def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:
+    """Where interleaving is not stated: the newer stacks interleave as finely as layers and microbatches allow."""
+    if defaults is not _MCORE or pipeline == 1 or m % pipeline:
+        return 1
+    padded = layers + -layers % pipeline  # embedding and output may take the place of layers
+    return padded // pipeline if padded <= layers + 2 else 1
+
+
+def _dtype(notes: str, study: str, default: str) -> str:
+    words = notes.lower()
+    if "nvfp4" in words:
+        return "float4"
+    if "fp8" in words:
+        return "float8"
+    if study == "bloom" and "bf16" in words:
+        return "bfloat16"
+    return default
+
+
+def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> float:
+    """From TFLOP/s per GPU by the convention that the notes name."""
+    if not table.get("tflops_per_gpu"):
+        raise ValueError("neither a time nor a rate")
+    model, seq = work.model, work.seq_len
+    layer = 2 * (model.attention_weights + model.mlp_weights) + 4 * seq * model.hidden_size
+    logits = 2 * model.hidden_size * model.padded_vocab_size
+    passes = 4 if "hw96" in notes else 3
+    flops = passes * model.num_layers * layer + 3 * logits
+    return flops * work.global_batch_size * seq / (gpus * float(table["tflops_per_gpu"]) * 1e12)
+
+
+def adapted(profile: Profile, row: Row) -> Profile:
+    """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
+    words = row.notes.replace(";", " ").split()
+    for number, unit in pairwise(words):
+        if unit == "Gbps" and number.isdigit():
+            return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
+    return profile
+
+
+def published_rows() -> list[Row]:
+    """The rows that this package cites itself."""
+    text = resources.files("titan_like.planner").joinpath("published_rows.toml").read_text(encoding="utf-8")
+    return [row_from({key: str(value) for key, value in table.items()}) for table in tomllib.loads(text)["row"]]

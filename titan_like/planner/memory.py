@@ -1,0 +1,202 @@
+"""Memory of one GPU of every pipeline rank, by what takes it. Bytes.
+
+Parameters, gradients and optimizer state of our own trainer come from `titan_like.parallel.memory`, which is exact; of
+other stacks from their bytes per parameter. Activations are those of arXiv 2205.05198, equations 1 to 6, written for
+grouped-query attention, gated MLPs and fused attention; how many are alive at once is what
+`titan_like.parallel.schedules.tables` says of each schedule.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.memory import Storage, peak_state, rank_state
+from titan_like.parallel.schedules.tables import schedule_table, stages_per_rank
+from titan_like.parallel.shapes import Part, Split, stage_units
+from titan_like.parallel.split import split_layers
+from titan_like.planner.profile import Profile
+from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
+
+_BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
+
+
+class RankMemory(NamedTuple):
+    """Bytes on one GPU of a pipeline rank at its fullest moment."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float  # weights gathered, and gradients between being made and being summed
+    activations: float
+    logits: float
+    overhead: float
+    total: float
+
+
+class Memory(NamedTuple):
+    """The job's memory."""
+
+    ranks: tuple[RankMemory, ...]  # by pipeline rank
+    largest: float
+    capacity: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's total is below the device's memory."""
+        return self.largest <= self.capacity
+
+
+def memory(work: Workload, profile: Profile) -> Memory:
+    """Memory of all pipeline ranks."""
+    ranks = tuple(rank_memory(work, profile, rank) for rank in range(work.pipeline))
+    return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
+
+
+def largest_memory(work: Workload, profile: Profile) -> float:
+    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each."""
+    ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    return max([rank_memory(work, profile, rank).total for rank in ranks])
+
+
+@lru_cache(maxsize=4096)
+def _candidates(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
+    """The ends, and for every number of layers the first rank that has it: later ones hold no more chunks."""
+    layers = layers_of_ranks(stages, schedule, pipeline, virtual)
+    return tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))})
+
+
+def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
+    """Memory of one pipeline rank."""
+    stages = stages_of(work)
+    ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
+    holds_last = ranks[-1] == rank
+    layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
+    per_rank = stages_per_rank(work.schedule, work.virtual_stages)
+    parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank)
+    chunk, working = layer_activations(work)
+    held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
+    activations = held * chunk * layers / per_rank + (working if layers else 0)
+    tokens = work.micro_batch_size * work.seq_len / work.context
+    element = _BYTES[work.dtype]
+    if ranks[0] == rank:
+        activations += held / per_rank * tokens * work.model.hidden_size * element
+    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if holds_last else 0.0
+    overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
+    total = parameters + gradients + optimizer + gathered + activations + logits + overhead
+    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+
+
+def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
+    """Most chunks (a microbatch in one of the rank's stages) held at once; `tables` has the formulas."""
+    everything = stages * microbatches
+    if schedule in ("gpipe", "looped_bfs"):
+        return everything
+    if schedule == "1f1b" or (schedule == "interleaved_1f1b" and stages == 1):
+        return min(everything, pipeline - rank)
+    if schedule == "interleaved_1f1b":
+        return min(everything, (stages - 1) * pipeline + 2 * (pipeline - rank) - 1)
+    return min(everything, stages * pipeline + (schedule == "dualpipe_v"))
+
+
+def layer_activations(work: Workload) -> tuple[float, float]:
+    """Bytes that one layer keeps of one microbatch until its backward pass; bytes that only the layer at work needs.
+
+    Per token, with e bytes an element, in the residual stream (divided by t with sequence parallelism): two norms'
+    inputs and outputs 4eh, masks 2h; divided by t: queries, keys, values and heads' output e(2h + 2kv), the MLP's
+    2f (gated: 3f) elements; the unfused attention matrix: softmax, and with dropout its mask and result, 5as for e = 2.
+    """
+    model, t = work.model, work.tensor
+    tokens = work.micro_batch_size * work.seq_len / work.context
+    e = _BYTES[work.dtype]
+    hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    outside = t if work.sequence_parallel else 1
+    stream = (4 * e * hidden + (2 * hidden if work.dropout else 0)) / outside
+    in_mlp = 2 if model.mlp_matrices == 2 or work.compiled else 3  # a compiler makes the gated product again
+    inside = e * (2 * hidden + 2 * kv) / t + e * model.ffn_hidden_size * in_mlp / t
+    heads = model.num_attention_heads / t
+    core = 4 * heads if work.flash else heads * work.seq_len * (e + (e + 1 if work.dropout else 0))
+    whole = tokens * (stream + inside + core)
+    if work.recompute == "none":
+        return whole, 0.0
+    if work.recompute == "selective":
+        return (whole, 0.0) if work.flash else (whole - tokens * core, tokens * core)
+    kept = tokens * e * hidden / outside
+    return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
+
+
+def state_bytes(work: Workload, profile: Profile, rank: int) -> tuple[float, float, float, float]:
+    """Parameters, gradients, optimizer state, and what of parameters and gradients exists beside them for a while."""
+    if profile.trainer_state:
+        return _trainer_state(
+            work.model,
+            stages_of(work),
+            work.schedule,
+            work.pipeline,
+            work.virtual_stages,
+            min(work.microbatches, 3 * work.pipeline),
+            rank,
+            work.tensor,
+            work.shard,
+            work.data_parallel,
+            work.zero_stage,
+            work.dtype,
+        )
+    stages, ranks = stages_of(work), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
+    layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
+    count = rank_parameters(work.model, layers, ranks[0] == rank, ranks[-1] == rank, work.tensor)
+    zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too
+    weights = profile.weight_state * count
+    gradients = profile.gradient_state * count
+    # Two layers at a time are whole: their gradients before they are scattered, in ZeRO 3 their weights too.
+    whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
+    gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
+    return (
+        weights / shard if zero == 3 else weights,
+        gradients / shard if zero >= 2 else gradients,
+        profile.optimizer_state * count / (shard if zero else 1),
+        gathered,
+    )
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> int:
+    """Parameters of one GPU before ZeRO, exact."""
+    stage = split_layers([layers])[0]
+    split = Split(tensor=Part(tensor))
+    units = stage_units(model, type(stage)(stage.layers, is_first, is_last))
+    return rank_state(units, Storage(0, split)).num_parameters
+
+
+_table = lru_cache(maxsize=64)(schedule_table)
+
+
+@lru_cache(maxsize=4096)
+def _trainer_state(
+    model: TransformerConfig,
+    stages: tuple[int, ...],
+    schedule: str,
+    pipeline: int,
+    virtual: int,
+    microbatches: int,
+    rank: int,
+    tensor: int,
+    shard: int,
+    data_parallel: int,
+    zero: int,
+    dtype: str,
+) -> tuple[float, float, float, float]:
+    """As `titan_like.train` keeps it: float32 master weights, moments and gradients, and a copy in the compute type."""
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
+    splits = split_layers(list(stages))
+    units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
+    split = Split(tensor=Part(tensor), shard=Part(shard if zero else 1))
+    storage = Storage(zero, split, data_parallel, compute=_BYTES[dtype])
+    state = rank_state((unit for stage in units.values() for unit in stage), storage)
+    if schedule == "interleaved_1f1b" and microbatches % pipeline:
+        microbatches += pipeline - microbatches % pipeline
+    actions = _table(schedule, pipeline, virtual, microbatches)[rank]
+    peak = peak_state(units, actions, storage)
+    extra = max(0, peak - state.parameters - state.gradients - state.optimizer)
+    return state.parameters, state.gradients, state.optimizer, extra

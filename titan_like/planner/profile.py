@@ -1,0 +1,208 @@
+"""Stack profiles: what a GPU, a software stack and a network achieve together, as named constants.
+
+The constants are few and physical. `FITTED` names those that `calibrate` may change, with the bounds outside which a
+value means that the model is wrong; the others follow from how the software works or from data sheets.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.planner.cluster import Links
+from titan_like.planner.devices import Device, find_device
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a fitted constant may lie, and how far from its starting point before data must insist."""
+
+    low: float
+    high: float
+    spread: float  # standard deviation of the prior on the logarithm
+
+
+FITTED: dict[str, Bounds] = {
+    "gemm_efficiency": Bounds(0.3, 1.0, 0.1),
+    "gemm_depth": Bounds(30, 600, 0.35),
+    "attention_efficiency": Bounds(0.1, 1.0, 0.3),
+    "memory_efficiency": Bounds(0.3, 1.0, 0.2),
+    "compiled_traffic": Bounds(0.2, 1.0, 0.3),
+    "operator_time": Bounds(1e-6, 1e-4, 0.7),
+    "nvlink_efficiency": Bounds(0.2, 0.95, 0.1),
+    "network_efficiency": Bounds(0.05, 0.95, 0.4),
+    "message_efficiency": Bounds(0.03, 0.95, 0.5),
+    "overlap": Bounds(0.01, 1.0, 0.3),
+    "microbatch_time": Bounds(1e-4, 0.05, 0.7),
+    "step_time": Bounds(1e-3, 1.0, 0.7),
+    "misaligned_rate": Bounds(1e12, 1e14, 0.7),
+    "float8_relative": Bounds(0.4, 1.0, 0.1),
+    "float4_relative": Bounds(0.2, 1.0, 0.2),
+    "network_latency": Bounds(1e-6, 1e-2, 1.0),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Constants of a stack. Efficiencies are parts of the data sheet's figure; times in seconds."""
+
+    name: str
+    device: Device
+    gpus_per_node: int
+    node_bandwidth: float  # of all network cards of a node, bytes per second, one direction
+    description: str = ""
+    groups: tuple[tuple[str, str], ...] = ()  # rows it is for: (start of the GPU's name, first word of the notes)
+    only_zero: int | None = None  # and only those with this ZeRO stage: in some studies it means another stack
+    fitted_on: tuple[str, ...] = ()
+    error_median: float = 0.1  # of the step time, relative, on rows that were left out of the fit
+    error_p90: float = 0.2
+    dtype: str = "bfloat16"
+
+    # fitted
+    gemm_efficiency: float = 0.8  # of the largest tile, once running
+    gemm_depth: float = 150.0  # products a tile's start and end cost: efficiency K / (K + depth)
+    attention_efficiency: float = 0.5  # of fused attention
+    memory_efficiency: float = 0.8
+    compiled_traffic: float = 0.6  # part of the memory traffic between products that is left where layers are compiled
+    operator_time: float = 1e-5  # host's time to start one operator
+    nvlink_efficiency: float = 0.75
+    network_efficiency: float = 0.6  # collectives between nodes
+    message_efficiency: float = 0.6  # pipeline messages between nodes
+    overlap: float = 0.5  # part of backward computation that can hide data-parallel communication
+    microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
+    step_time: float = 0.05  # per step, for whatever else
+    float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included
+    float4_relative: float = 0.6  # the same of 4-bit products
+    misaligned_rate: float = 1e13  # FLOP/s of products with sizes that miss the fast kernels
+
+    # how the stack works
+    nvlink_latency: float = 3e-6  # of one hop in a ring
+    network_latency: float = 1e-5
+    nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
+    message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
+    message_exposed: float = 1.0  # part of a pipeline message that computation waits for
+    tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
+    fused_softmax: bool = True  # scale, mask and softmax in one operator
+    causal_half: bool = False  # fused attention leaves out what the mask hides
+    recompute_whole: bool = True  # the last product and sum of a recomputed layer are repeated too
+    overlap_in_pipeline: bool = True  # gradients are summed during the last backward passes of a pipeline too
+    gather_hidden: bool = False  # ZeRO 1 and 2 gather parameters while the first forward pass runs
+    gradient_bytes: int = 4  # of one gradient in data-parallel sums
+    parameter_bytes: int = 2  # of one parameter in gathers
+    optimizer_traffic: float = 52.0  # bytes of memory per parameter that clipping and the update read and write
+    host_operators: tuple[int, int] = (24, 40)  # of a layer's forward and backward pass
+    weight_state: float = 2.0  # resident bytes per parameter: weights
+    gradient_state: float = 4.0  # gradients
+    optimizer_state: float = 12.0  # master weights and moments
+    trainer_state: bool = False  # weights, gradients and optimizer are kept as our own trainer keeps them
+    overhead_bytes: float = 3e9  # context, libraries and communication buffers
+    fragmentation: float = 0.05  # of activations and gathered weights
+    links: Links = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        links = Links(
+            self.gpus_per_node,
+            self.device.nvlink_bandwidth * self.nvlink_efficiency,
+            self.node_bandwidth * self.network_efficiency,
+            self.node_bandwidth * self.message_efficiency,
+            self.nvlink_latency,
+            self.network_latency,
+            self.nvlink_switch,
+        )
+        object.__setattr__(self, "links", links)
+
+    def changed(self, **values: Any) -> Profile:
+        """A copy with other values."""
+        return replace(self, **values)
+
+
+_TUPLES = ("groups", "fitted_on", "host_operators")
+
+
+def profile_from(name: str, table: dict[str, Any]) -> Profile:
+    """A profile from its TOML.
+
+    Raises:
+        ConfigError: unknown or missing keys.
+    """
+    known = {f.name for f in fields(Profile) if f.init} - {"name"}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ConfigError(f"profile {name}: {unknown[0]}", table[unknown[0]], f"unknown; there are {', '.join(known)}")
+    for needed in ("device", "gpus_per_node", "node_bandwidth"):
+        if needed not in table:
+            raise ConfigError(f"profile {name}: {needed}", None, "every profile must say it")
+    values = dict(table)
+    values["device"] = find_device(values["device"])
+    for key in _TUPLES:
+        if key in values:
+            values[key] = tuple(tuple(v) if isinstance(v, list) else v for v in values[key])
+    return Profile(name=name, **values)
+
+
+def profile_to_toml(profile: Profile) -> str:
+    """The inverse of `profile_from`: values that differ from the defaults, and all that were fitted."""
+    lines = []
+    defaults = {f.name: f.default for f in fields(Profile)}
+    for key, value in asdict(profile).items():
+        if key in ("name", "links"):
+            continue
+        shown = profile.device.name if key == "device" else value
+        if key in FITTED or shown != defaults[key]:
+            lines.append(f"{key} = {_toml(shown)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@cache
+def builtin_profiles() -> dict[str, Profile]:
+    """The shipped profiles by name."""
+    folder = resources.files("titan_like.planner").joinpath("profiles")
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {
+        file.name[:-5]: profile_from(file.name[:-5], tomllib.loads(file.read_text(encoding="utf-8"))) for file in files
+    }
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or one from a TOML file.
+
+    Raises:
+        ConfigError: there is no such profile or file.
+    """
+    if name in builtin_profiles():
+        return builtin_profiles()[name]
+    path = Path(name)
+    if path.suffix == ".toml" and path.is_file():
+        try:
+            return profile_from(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError("--profile", name, f"is not TOML: {error}") from None
+    known = ", ".join(builtin_profiles())
+    raise ConfigError("--profile", name, f"no such profile; there are {known}, or name a TOML file")
+
+
+def profile_for_group(gpu: str, word: str, zero_stage: int = 0) -> Profile | None:
+    """The profile that says it covers rows of this GPU whose notes begin with this word; the most special one wins."""
+    best, most = None, (False, -1)
+    for profile in builtin_profiles().values():
+        if profile.only_zero not in (None, zero_stage):
+            continue
+        for start, first in profile.groups:
+            if gpu.startswith(start) and word == first and (profile.only_zero is not None, len(start)) > most:
+                best, most = profile, (profile.only_zero is not None, len(start))
+    return best
