@@ -134,7 +134,7 @@ class Saver:
                 writer = FileSystemWriter(unfinished, sync_files=True)
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
-                problem = first_failure(error)
+                problem = self._explained(first_failure(error), tensors)
         if problem is None:
             # After steps without an update the weights may be ruined: then no other checkpoint gives way to them.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
@@ -142,6 +142,16 @@ class Saver:
         if problem is not None:
             self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
         return problem
+
+    def _explained(self, problem: str, tensors: Tensors) -> str:
+        """The reason of a failed save; torch's writer does not say of a full disk that it is full."""
+        texts = [problem]
+        if dist.get_rank() == 0:
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
+            if shutil.disk_usage(self.folder).free < sum(part.numel() * part.element_size() for part in local):
+                texts = [f"the disk is full; {problem}"]
+        dist.broadcast_object_list(texts, src=0, group=self._group)
+        return texts[0]
 
     def _of_weights(self, tensors: Tensors) -> str | None:
         """Why the weights are not worth keeping: they would take the place of good ones."""
