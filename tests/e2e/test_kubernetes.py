@@ -88,6 +88,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the pods are Linux")
 def test_all_pods_save_when_one_is_to_go_and_want_to_be_started_again(pods: Pods, tmp_path: Path) -> None:
     first = pods.start()

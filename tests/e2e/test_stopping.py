@@ -75,17 +75,6 @@ def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: 
     assert complete_steps(dump / "checkpoint") == [int(stopped)]
 
 
-def test_without_checkpoints_a_signal_ends_the_run_all_the_same(
-    start: Callable[..., TorchrunJob], tmp_path: Path
-) -> None:
-    dump = tmp_path / "out"
-    with start("--checkpoint.enable=false", processes=1) as job:
-        job.until(lambda: len(steps(dump)) >= 1, "the first step")
-        kill(job.workers()[0], signal.SIGTERM)
-        assert job.wait() == 0, job.output
-    assert "stopped by SIGTERM after step" in job.output and not (dump / "checkpoint").exists()
-
-
 TIMEOUT = 12.0
 
 
