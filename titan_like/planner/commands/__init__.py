@@ -1,0 +1,1 @@
+"""What `scripts/plan.py` does, one module a command: `add_options(parser)` and `run(options, settings)`."""

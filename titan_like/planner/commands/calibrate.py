@@ -1,0 +1,47 @@
+"""Fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from titan_like.config import ConfigError
+from titan_like.planner.calibrate import calibrated
+from titan_like.planner.commands.outcome import Outcome
+from titan_like.planner.measured import read_rows
+from titan_like.planner.profile import load_profile, profile_to_toml
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's options; it takes no settings of a run."""
+    parser.add_argument("--profile", help="stack profile to start from: a shipped one or a TOML file")
+    parser.add_argument("--points", metavar="FILE.csv", help="rows measured on one stack")
+    parser.add_argument("--out", metavar="FILE.toml", help="where to write the fitted profile")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Fit and tell.
+
+    Raises:
+        ConfigError: there are no rows to fit to, or no profile to start from.
+    """
+    if settings:
+        raise ConfigError("command line", settings[0], "calibrate takes no settings of a run")
+    if options.points is None:
+        raise ConfigError("--points", None, "calibrate needs the rows")
+    if options.profile is None:
+        raise ConfigError("--profile", None, "say which profile to start from")
+    rows, left_out = read_rows(options.points)
+    if not rows:
+        reason = f"; {left_out[0]}" if left_out else ""
+        raise ConfigError("--points", options.points, f"has no row that says enough{reason}")
+    start = load_profile(options.profile)
+    found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
+    lines = [
+        f"{len(rows)} rows of {options.points}, {len(left_out)} more say too little",
+        f"step time of the rows fitted on: {found.inside}",
+    ]
+    lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
+    lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]
+    files = {Path(options.out): profile_to_toml(found.profile)} if options.out else {}
+    return Outcome("\n".join(lines), found.as_dict(), files=files)

@@ -1,0 +1,54 @@
+"""Days that a number of tokens takes, and their price: at the predicted rate, or at --tflops per GPU."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from titan_like.config import ConfigError, load_config
+from titan_like.metrics.flops import hardware_flops_per_token
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.planner.duration import duration
+from titan_like.planner.predict import predict
+from titan_like.train.batch_size import total_samples
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options beside the run's settings."""
+    add_profile(parser)
+    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
+    parser.add_argument("--price", type=float, help="price of one GPU for one hour")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Days of the run, by the exact count and by the paper's formula.
+
+    Raises:
+        ConfigError: neither the command nor the run says how many tokens.
+    """
+    above_zero(options, "tokens", "tflops")
+    if options.price is not None and not 0 <= options.price < float("inf"):
+        raise ConfigError("--price", options.price, "must be at least 0")
+    config = load_config(settings)
+    forecast = predict(config, chosen_profile(options))
+    training, recompute, model = config.training, config.activation_checkpoint, forecast.work.model
+    tokens = options.tokens
+    if tokens is None:
+        if training.steps is training.samples is training.tokens is None:
+            raise ConfigError("--tokens", None, "say how many tokens to train on")
+        tokens = total_samples(training) * training.seq_len
+    per_token = hardware_flops_per_token(model, training.seq_len, recompute)
+    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.num_gpus / 1e12
+    took = duration(model, training.seq_len, tokens, forecast.num_gpus, rate, recompute, options.price)
+    origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
+    lines = [
+        f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
+        f"{forecast.num_gpus} GPUs at {rate:.1f} TFLOP/s each ({origin})",
+        f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
+        f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
+    ]
+    if took.cost is not None:
+        lines.append(f"  cost                       {took.cost:,.0f}")
+    result = {**asdict(took), "tokens": tokens, "tflops_per_gpu": rate}
+    return Outcome("\n".join(lines), {"predict": forecast.as_dict(), "duration": result})

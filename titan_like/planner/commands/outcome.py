@@ -1,0 +1,47 @@
+"""What a command of the planner says and with what it ends, and the options that several of them have."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_like.config import ConfigError
+from titan_like.planner.profile import Profile, load_profile
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a command."""
+
+    text: str
+    json: dict[str, Any]  # what --json writes
+    status: int = 0  # the exit status
+    files: dict[Path, str] = field(default_factory=dict)  # texts to write
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """The stack whose constants are taken."""
+    parser.add_argument("--profile", help="stack profile: a shipped one or a TOML file (default: the GPU's)")
+
+
+def chosen_profile(options: argparse.Namespace) -> Profile | None:
+    """The profile asked for; None for the GPU's own.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    return load_profile(options.profile) if options.profile else None
+
+
+def above_zero(options: argparse.Namespace, *names: str) -> None:
+    """Refuse values of these options that are not above 0.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "must be above 0")

@@ -1,0 +1,49 @@
+"""Step time and memory of a configuration on its cluster, with breakdowns and an error band."""
+
+from __future__ import annotations
+
+import argparse
+
+from titan_like.config import load_config
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile
+from titan_like.planner.predict import Forecast, predict
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options beside the run's settings."""
+    add_profile(parser)
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Ends with 1 if the run does not fit into memory."""
+    forecast = predict(load_config(settings), chosen_profile(options))
+    return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
+
+
+def describe(forecast: Forecast) -> str:
+    """Step time and memory as a table."""
+    time, rates, profile = forecast.time, forecast.rates, forecast.profile
+    lines = [
+        f"step time  {time.total:.3f} s  (between {forecast.seconds_low:.3f} and {forecast.seconds_high:.3f} in nine "
+        f"of ten cases; profile {profile.name} on {profile.device.name})"
+    ]
+    for name, seconds in time._asdict().items():
+        if name != "total" and seconds:
+            lines.append(f"  {name:12s} {seconds:10.4f} s  {100 * seconds / time.total:5.1f} %")
+    lines.append(
+        f"rates      {rates.tokens_per_second:,.0f} tokens/s on {forecast.num_gpus} GPUs, "
+        f"{rates.tflops_per_device:.1f} TFLOP/s each"
+    )
+    if rates.hfu is not None and rates.mfu_model is not None and rates.mfu_causal is not None:
+        lines.append(
+            f"           HFU {rates.hfu:.1%}, MFU {rates.mfu_model:.1%} (causal attention {rates.mfu_causal:.1%})"
+        )
+    memory = forecast.memory
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    lines.append(f"memory     {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU: {verdict}")
+    names = list(memory.ranks[0]._fields)
+    lines.append("  GiB by pipeline rank: " + " ".join(f"{name:>12s}" for name in names))
+    shown = range(len(memory.ranks)) if len(memory.ranks) <= 8 else (0, 1, len(memory.ranks) - 2, len(memory.ranks) - 1)
+    for rank in shown:
+        lines.append(f"  {rank:21d} " + " ".join(f"{value / 2**30:12.2f}" for value in memory.ranks[rank]))
+    return "\n".join(lines)
