@@ -93,7 +93,7 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     only where a backward pass is split in fact. At the end of a stage's last backward pass its summed gradients take
     the place of what was added up and gathered.
     """
-    sizes = {index: _stage_sizes(units, storage) for index, units in stages.items()}
+    sizes = {index: stage_sizes(units, storage) for index, units in stages.items()}
     held = {index: _Held() for index in stages}
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
@@ -135,7 +135,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _StageSizes:
+class StageSizes:
     """Bytes of one stage."""
 
     shards: int  # weights and moments, always there
@@ -149,11 +149,12 @@ class _StageSizes:
     matrices: int  # those of its second part, all made before any is reduced or added
 
 
-def _stage_sizes(units: list[Unit], storage: Storage) -> _StageSizes:
+def stage_sizes(units: list[Unit], storage: Storage) -> StageSizes:
+    """What `peak_state` adds up of a stage. All of it is linear in the number of layers, from one layer on."""
     state = rank_state(units, storage)
     shards = state.parameters + state.optimizer
     if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
-        return _StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0, 0, 0)
+        return StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0, 0, 0)
 
     whole = [_whole(unit.parameters, storage) for unit in units]
     total, in_root = sum(whole), whole[-1]
@@ -170,16 +171,16 @@ def _stage_sizes(units: list[Unit], storage: Storage) -> _StageSizes:
         kept, gathered_layer = storage.compute * in_root, storage.compute * layer
         in_backward = storage.compute * max(layer + early + layer, in_root + 2 * entry)
         gradients = state.gradients
-        return _StageSizes(shards, gradients, kept, gathered_layer, gradients, fresh, in_backward, vectors, matrices)
+        return StageSizes(shards, gradients, kept, gathered_layer, gradients, fresh, in_backward, vectors, matrices)
     gathered = storage.compute * total
     if storage.zero_stage == 2:
-        return _StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh, vectors, matrices)
+        return StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh, vectors, matrices)
     # Stages 0 and 1 add up whole gradients, in place if they have the type already.
     in_place = storage.compute == storage.reduce
     added_up = storage.reduce * total
     if in_place:
-        return _StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, 0, 0, 0)
-    return _StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)
+        return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, 0, 0, 0)
+    return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)
 
 
 def _whole(parameters: Iterable[ParameterShape], storage: Storage) -> int:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import Storage, peak_state, rank_state
-from titan_like.parallel.schedules.tables import schedule_table, stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.profile import Profile
+from titan_like.planner.state import rank_stages, trainer_state
 from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
@@ -54,10 +55,13 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def largest_memory(work: Workload, profile: Profile) -> float:
-    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each."""
+def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
+    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each.
+
+    Not ``exact``: where a schedule splits backward passes, an upper bound of the trainer's state, much faster.
+    """
     ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
-    return max([rank_memory(work, profile, rank).total for rank in ranks])
+    return max([rank_memory(work, profile, rank, exact).total for rank in ranks])
 
 
 @lru_cache(maxsize=4096)
@@ -67,14 +71,14 @@ def _candidates(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: 
     return tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))})
 
 
-def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
-    """Memory of one pipeline rank."""
+def rank_memory(work: Workload, profile: Profile, rank: int, exact: bool = True) -> RankMemory:
+    """Memory of one pipeline rank; ``exact`` as for `largest_memory`."""
     stages = stages_of(work)
     ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
     holds_last = ranks[-1] == rank
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     per_rank = stages_per_rank(work.schedule, work.virtual_stages)
-    parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank)
+    parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank, exact)
     chunk, working = layer_activations(work)
     held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
     activations = held * chunk * layers / per_rank + (working if layers else 0)
@@ -126,23 +130,16 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
 
 
-def state_bytes(work: Workload, profile: Profile, rank: int) -> tuple[float, float, float, float]:
+def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True) -> tuple[float, float, float, float]:
     """Parameters, gradients, optimizer state, and what of parameters and gradients exists beside them for a while."""
     if profile.trainer_state:
-        return _trainer_state(
-            work.model,
-            stages_of(work),
-            work.schedule,
-            work.pipeline,
-            work.virtual_stages,
-            min(work.microbatches, 3 * work.pipeline),
-            rank,
-            work.tensor,
-            work.shard,
-            work.data_parallel,
-            work.zero_stage,
-            work.dtype,
-        )
+        microbatches = min(work.microbatches, 3 * work.pipeline)
+        storage = (work.tensor, work.shard, work.data_parallel, work.zero_stage, _BYTES[work.dtype])
+        place = (stages_of(work), work.schedule, work.pipeline, work.virtual_stages, rank)
+        if exact and work.schedule in SPLIT_BACKWARD:
+            return _exact_state(work.model, *place, microbatches, *storage)
+        here = rank_stages(*place)
+        return trainer_state(work.model, here, work.schedule, work.pipeline, microbatches, *storage)
     stages, ranks = stages_of(work), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     count = rank_parameters(work.model, layers, ranks[0] == rank, ranks[-1] == rank, work.tensor)
@@ -173,30 +170,26 @@ _table = lru_cache(maxsize=64)(schedule_table)
 
 
 @lru_cache(maxsize=4096)
-def _trainer_state(
+def _exact_state(
     model: TransformerConfig,
     stages: tuple[int, ...],
     schedule: str,
     pipeline: int,
     virtual: int,
-    microbatches: int,
     rank: int,
+    microbatches: int,
     tensor: int,
     shard: int,
     data_parallel: int,
     zero: int,
-    dtype: str,
-) -> tuple[float, float, float, float]:
-    """As `titan_like.train` keeps it: float32 master weights, moments and gradients, and a copy in the compute type."""
-    ranks = ranks_of_stages(schedule, pipeline, virtual)
+    compute: int,
+) -> tuple[int, int, int, int]:
+    """`trainer_state`, by going through the rank's passes."""
     splits = split_layers(list(stages))
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
     units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
-    split = Split(tensor=Part(tensor), shard=Part(shard if zero else 1))
-    storage = Storage(zero, split, data_parallel, compute=_BYTES[dtype])
+    storage = Storage(zero, Split(Part(tensor), Part(shard if zero else 1)), data_parallel, compute=compute)
     state = rank_state((unit for stage in units.values() for unit in stage), storage)
-    if schedule == "interleaved_1f1b" and microbatches % pipeline:
-        microbatches += pipeline - microbatches % pipeline
-    actions = _table(schedule, pipeline, virtual, microbatches)[rank]
-    peak = peak_state(units, actions, storage)
+    peak = peak_state(units, _table(schedule, pipeline, virtual, microbatches)[rank], storage)
     extra = max(0, peak - state.parameters - state.gradients - state.optimizer)
     return state.parameters, state.gradients, state.optimizer, extra

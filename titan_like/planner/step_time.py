@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from titan_like.parallel.schedules.simulate import ideal_bubble
-from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.layers import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import RankLayers, Workload, rank_layers, stages_of
@@ -51,7 +51,7 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     bubble = messages = 0.0
     if p > 1:
-        fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m)
+        fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile)
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
         bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
@@ -135,6 +135,22 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
         _host_and_device(host_backward, backward),
         others / (p - 1) if p > 1 else 0.0,
     )
+
+
+def unequal_parts(work: Workload, profile: Profile) -> float:
+    """How much longer the bubble of a split backward pass is than with equal F, I and W.
+
+    ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W). I also repeats the forward pass and waits for
+    tensor-parallel communication. Where layers are compiled the trainer does not split: W is then part of I.
+    """
+    if work.schedule not in SPLIT_BACKWARD:
+        return 1.0
+    layer = layer_cost(work.model, microbatch_of(work), profile)
+    forward = layer.forward + layer.forward_tensor
+    weights = 0.0 if work.compiled else layer.backward / 2
+    again = (layer.again + layer.again_tensor) / work.recompute_every
+    inputs = layer.backward + layer.backward_tensor + again - weights
+    return max(1.0, 3 * (forward + inputs - weights) / (forward + inputs + weights))
 
 
 def _sum(cost: Cost) -> float:

@@ -1,0 +1,129 @@
+"""Training state of our own trainer on one pipeline rank, without going through its passes. Bytes.
+
+`titan_like.parallel.memory.peak_state` follows every pass of a step, which is exact and slow. Here the fullest moment
+is found from the order of the schedule alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from typing import NamedTuple
+
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.memory import StageSizes, Storage, rank_state, stage_sizes
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.shapes import Part, Split, stage_units
+from titan_like.parallel.split import StageLayers
+from titan_like.planner.workload import ranks_of_stages
+
+
+class RankStages(NamedTuple):
+    """A rank's stages in the order of the forward pass: layers, whether the first and whether the last of all."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+@lru_cache(maxsize=65536)
+def rank_stages(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int, rank: int) -> RankStages:
+    """What a rank holds of a pipeline."""
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
+    here = tuple(layers for layers, owner in zip(stages, ranks, strict=True) if owner == rank)
+    return RankStages(here, ranks[0] == rank, ranks[-1] == rank)
+
+
+@lru_cache(maxsize=65536)
+def trainer_state(
+    model: TransformerConfig,
+    here: RankStages,
+    schedule: str,
+    pipeline: int,
+    microbatches: int,
+    tensor: int,
+    shard: int,
+    data_parallel: int,
+    zero: int,
+    compute: int,
+) -> tuple[int, int, int, int]:
+    """Parameters, gradients and optimizer state between passes, and what exists beside them at the fullest moment.
+
+    float32 master weights, gradients and two moments. The last figure is exact where a rank has one stage, and where
+    backward passes are whole and ZeRO 3 does not free weights; else it may be too large, by less than what one stage
+    gathers outside its layers, or keeps between the two parts of a split backward pass. ``compute``: bytes of the type
+    that is computed in.
+    """
+    last = len(here.layers) - 1
+    sizes, state = [], (0, 0, 0)
+    for index, layers in enumerate(here.layers):
+        is_first, is_last = here.first and index == 0, here.last and index == last
+        size, mine = _stage(
+            model, layers, is_first, is_last, tensor, shard if zero else 1, data_parallel, zero, compute
+        )
+        sizes.append(size)
+        state = (state[0] + mine[0], state[1] + mine[1], state[2] + mine[2])
+    peak = fullest(sizes, schedule, pipeline, microbatches, zero)
+    return *state, max(0, peak - sum(state))
+
+
+def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatches: int, zero: int) -> int:
+    """Most bytes at once of a rank with these stages.
+
+    While one stage's backward pass runs, those after it have added up gradients, or are done with the step; those
+    before it have gathered weights, and gradients from the second group of microbatches on.
+    """
+    several = microbatches > 1
+    split = schedule in SPLIT_BACKWARD
+    gathered = [size.kept_gathered for size in sizes]
+    summed = [size.added_up if several else size.gradients for size in sizes]
+    done = [size.gradients for size in sizes]
+    passing = [size.in_backward if zero != 1 or several else size.fresh for size in sizes]
+    if split:
+        kept = [size.vectors if zero >= 2 else 0 for size in sizes]
+        passing = [max(size.matrices + more, one) for size, more, one in zip(sizes, kept, passing, strict=True)]
+    rounds = -(-microbatches // pipeline)
+    if schedule in ("gpipe", "looped_bfs"):
+        rounds = 1
+    elif split:  # second parts come late, so that stages wait for each other's
+        rounds = max(rounds, 3)
+    most = 0
+    for now, one in enumerate(passing):
+        here = gathered[now] + summed[now] + one
+        before, after = slice(now), slice(now + 1, None)
+        waiting, busy_before = sum(gathered[before]), sum(gathered[before]) + sum(summed[before])
+        finished, busy_after = sum(done[after]), sum(gathered[after]) + sum(summed[after])
+        first_round = here + waiting + (finished if rounds == 1 else busy_after)
+        last_round = here + finished + (waiting if rounds == 1 else busy_before)
+        most = max(most, first_round, last_round)
+        if rounds > 2:
+            most = max(most, here + busy_before + busy_after)
+    return max(most, sum(done)) + sum(size.shards for size in sizes)
+
+
+@lru_cache(maxsize=65536)
+def _stage(
+    model: TransformerConfig,
+    layers: int,
+    is_first: bool,
+    is_last: bool,
+    tensor: int,
+    shard: int,
+    data_parallel: int,
+    zero: int,
+    compute: int,
+) -> tuple[StageSizes, tuple[int, int, int]]:
+    """One stage, from those of one layer and of two: everything grows by equal steps."""
+    if layers > 2:
+        ends = (is_first, is_last, tensor, shard, data_parallel, zero, compute)
+        one, state_of_one = _stage(model, 1, *ends)
+        two, state_of_two = _stage(model, 2, *ends)
+        more = layers - 1
+        grown = StageSizes(*(a + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True)))
+        a, b = state_of_one, state_of_two
+        return grown, (a[0] + more * (b[0] - a[0]), a[1] + more * (b[1] - a[1]), a[2] + more * (b[2] - a[2]))
+    storage = Storage(zero, Split(Part(tensor), Part(shard)), data_parallel, compute=compute)
+    units = stage_units(model, StageLayers(range(layers), is_first, is_last))
+    state = rank_state(units, storage)
+    return stage_sizes(units, storage), (state.parameters, state.gradients, state.optimizer)
