@@ -1,6 +1,7 @@
 """What a run will take, before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
+search     the fastest of all valid layouts for --gpus, why the next best lose, and the best as a TOML for train.py
 duration   days that --tokens take: at the predicted rate, or at --tflops per GPU
 calibrate  fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the co
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
 
-COMMANDS = ("predict", "duration", "calibrate")
+COMMANDS = ("predict", "search", "duration", "calibrate")
 
 
 def main(argv: list[str]) -> int:

@@ -21,8 +21,8 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_length(config)
     _check_batches(config, layout)
     _check_sequence(config, model, layout)
-    _check_tensor_parallel(config, model, layout)
-    _check_pipeline(config, model, layout)
+    check_tensor_parallel(config, model, layout)
+    check_pipeline(config, model, layout)
     _check_precision(config)
     _check_health(config)
     _check_compile(config, model)
@@ -97,7 +97,12 @@ def _check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout)
         raise ConfigError("training.seq_len", seq_len, f"{problem}; use a multiple of it")
 
 
-def _check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Whether the model's matrices can be split so.
+
+    Raises:
+        ConfigError: a size that the degree does not divide, or sequence parallelism of one process.
+    """
     sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
@@ -116,7 +121,12 @@ def _check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: 
         raise ConfigError("parallelism.sequence_parallel", True, problem)
 
 
-def _check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Whether the schedule can run with the stages and microbatches.
+
+    Raises:
+        ConfigError: what it can not do.
+    """
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
     if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):

@@ -137,6 +137,11 @@ class LRScheduler(Section):
 class Parallelism(Section):
     """How the job is laid out over its processes."""
 
+    auto: bool = Field(
+        False,
+        description="let the planner choose, for the GPU and as many processes as are started, what of this section, "
+        "of [activation_checkpoint] and of training.micro_batch_size is not set",
+    )
     tensor_parallel_degree: int = Field(1, gt=0, description="processes that share each layer's matrices")
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
     pipeline_parallel_degree: int = Field(1, gt=0, description="groups of processes that hold consecutive layers")

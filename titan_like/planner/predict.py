@@ -74,7 +74,7 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
     check_rules(config, model, layout)
     profile = profile or default_profile(device)
     profile = for_run(profile, config, device)
-    device.peak_flops(_dtype(config))  # refuses
+    device.peak_flops(compute_type(config))  # refuses
     work = workload_of(config, model, layout)
     return forecast(work, profile, config)
 
@@ -142,7 +142,8 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
     )
 
 
-def _dtype(config: JobConfig) -> str:
+def compute_type(config: JobConfig) -> str:
+    """The type whose speed counts; float64 is taken for float32."""
     dtype = config.training.dtype
     return "float32" if dtype == "float64" else dtype
 
@@ -169,7 +170,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
         flash=True,
-        dtype=_dtype(config),
+        dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,

@@ -56,12 +56,14 @@ def trainer_state(
     that is computed in.
     """
     last = len(here.layers) - 1
+    ends = (tensor, shard if zero else 1, data_parallel, zero, compute)
+    known: dict[tuple[int, bool, bool], tuple[StageSizes, tuple[int, int, int]]] = {}
     sizes, state = [], (0, 0, 0)
     for index, layers in enumerate(here.layers):
-        is_first, is_last = here.first and index == 0, here.last and index == last
-        size, mine = _stage(
-            model, layers, is_first, is_last, tensor, shard if zero else 1, data_parallel, zero, compute
-        )
+        kind = layers, here.first and index == 0, here.last and index == last
+        if kind not in known:
+            known[kind] = _stage(model, *kind, *ends)
+        size, mine = known[kind]
         sizes.append(size)
         state = (state[0] + mine[0], state[1] + mine[1], state[2] + mine[2])
     peak = fullest(sizes, schedule, pipeline, microbatches, zero)
@@ -76,30 +78,31 @@ def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatc
     """
     several = microbatches > 1
     split = schedule in SPLIT_BACKWARD
-    gathered = [size.kept_gathered for size in sizes]
-    summed = [size.added_up if several else size.gradients for size in sizes]
-    done = [size.gradients for size in sizes]
-    passing = [size.in_backward if zero != 1 or several else size.fresh for size in sizes]
-    if split:
-        kept = [size.vectors if zero >= 2 else 0 for size in sizes]
-        passing = [max(size.matrices + more, one) for size, more, one in zip(sizes, kept, passing, strict=True)]
     rounds = -(-microbatches // pipeline)
     if schedule in ("gpipe", "looped_bfs"):
         rounds = 1
     elif split:  # second parts come late, so that stages wait for each other's
         rounds = max(rounds, 3)
-    most = 0
-    for now, one in enumerate(passing):
-        here = gathered[now] + summed[now] + one
-        before, after = slice(now), slice(now + 1, None)
-        waiting, busy_before = sum(gathered[before]), sum(gathered[before]) + sum(summed[before])
-        finished, busy_after = sum(done[after]), sum(gathered[after]) + sum(summed[after])
-        first_round = here + waiting + (finished if rounds == 1 else busy_after)
-        last_round = here + finished + (waiting if rounds == 1 else busy_before)
-        most = max(most, first_round, last_round)
-        if rounds > 2:
-            most = max(most, here + busy_before + busy_after)
-    return max(most, sum(done)) + sum(size.shards for size in sizes)
+    busy_after, done_after = 0, 0
+    for size in sizes:
+        busy_after += size.kept_gathered + (size.added_up if several else size.gradients)
+        done_after += size.gradients
+    most, shards, gathered_before, busy_before = done_after, 0, 0, 0
+    for size in sizes:
+        passing = size.in_backward if zero != 1 or several else size.fresh
+        if split:
+            passing = max(passing, size.matrices + (size.vectors if zero >= 2 else 0))
+        busy = size.kept_gathered + (size.added_up if several else size.gradients)
+        busy_after -= busy
+        done_after -= size.gradients
+        first_round = gathered_before + (done_after if rounds == 1 else busy_after)
+        last_round = (gathered_before if rounds == 1 else busy_before) + done_after
+        between = busy_before + busy_after if rounds > 2 else 0
+        most = max(most, busy + passing + max(first_round, last_round, between))
+        gathered_before += size.kept_gathered
+        busy_before += busy
+        shards += size.shards
+    return most + shards
 
 
 @lru_cache(maxsize=65536)

@@ -7,8 +7,10 @@ are passed once on the way in and out.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.layers import Cost, Microbatch, ends_cost, layer_cost
@@ -172,12 +174,16 @@ def message_time(work: Workload, profile: Profile) -> float:
 
 def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
     """Parameters of the rank that holds most, before ZeRO."""
-    model, t = work.model, work.tensor
-    table = model.padded_vocab_size * model.hidden_size
-    layers = max(counts.largest * model.layer_parameters, counts.first * model.layer_parameters + table)
+    return _most_parameters(work.model, counts) / work.tensor
+
+
+@lru_cache(maxsize=65536)
+def _most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
+    layer = model.layer_parameters
     if counts.ends_together:
-        layers = counts.first * model.layer_parameters + model.entry_parameters + model.head_parameters
-    return layers / t
+        return counts.first * layer + model.entry_parameters + model.head_parameters
+    table = model.padded_vocab_size * model.hidden_size
+    return max(counts.largest * layer, counts.first * layer + table)
 
 
 def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> float:

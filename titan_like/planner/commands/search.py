@@ -1,0 +1,180 @@
+"""All valid layouts of a run for a number of GPUs: the fastest that fits, and why the next best lose to it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config.load import parse_overrides
+from titan_like.config.write import to_toml
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.planner.predict import forecast
+from titan_like.planner.reasons import differences, why_slower, why_too_large
+from titan_like.planner.search import MEMORY_MARGIN, Candidate, Counts, Found, search
+from titan_like.planner.space import SEARCHED, STAGE_SIZES, set_keys
+from titan_like.planner.workload import Workload
+
+_SECONDS_OF_SILENCE = 2.0
+_TOO_LARGE_SHOWN = 3
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options beside the run's settings."""
+    parser.description = (
+        f"{__doc__} What the run's file says of the layout is chosen anew; --section.key on this command line stays."
+    )
+    add_profile(parser)
+    parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
+    parser.add_argument("--top", type=int, default=10, help="combinations of tensor, pipeline and ZeRO to show")
+    parser.add_argument("--out", metavar="FILE.toml", help="where to write the run in its best layout, for train.py")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Search, and tell.
+
+    Raises:
+        ConfigError: no layout is valid, or none fits.
+    """
+    above_zero(options, "gpus", "top")
+    config = load_config(settings)
+    fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
+    if config.parallelism.auto:
+        fixed |= set_keys(config)
+    found = search(config, options.gpus, chosen_profile(options), fixed, options.top, _Progress())
+    files = {}
+    if options.out:
+        if Path(options.out).suffix != ".toml":
+            raise ConfigError("--out", options.out, "must be a TOML file; give it a name that ends with .toml")
+        files[Path(options.out)] = as_toml(found, Path(options.out))
+    return Outcome(describe(found), {"search": as_dict(found)}, files=files)
+
+
+class _Progress:
+    """Says on stderr how far it is, once it takes longer than a moment."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def __call__(self, counts: Counts) -> None:
+        now = time.monotonic()
+        if now - self.said > _SECONDS_OF_SILENCE:
+            self.said = now
+            print(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …", file=sys.stderr, flush=True)
+
+
+def described(work: Workload) -> str:
+    """A layout in words."""
+    parts = []
+    if work.tensor > 1:
+        parts.append(f"tensor {work.tensor}" + (" with sequence parallelism" if work.sequence_parallel else ""))
+    if work.pipeline > 1:
+        stages = f" × {work.virtual_stages} stages" if work.virtual_stages > 1 else ""
+        parts.append(f"pipeline {work.pipeline}{stages} ({work.schedule})")
+    replicas = f"{work.replicate} × " if work.replicate > 1 else ""
+    parts.append(f"data {replicas}{work.shard} (ZeRO {work.zero_stage})")
+    every = f" of every {work.recompute_every} layers" if work.recompute_every > 1 else ""
+    parts.append(f"microbatches of {work.micro_batch_size}, recomputation {work.recompute}{every}")
+    return ", ".join(parts)
+
+
+def summary(found: Found) -> list[str]:
+    """The best layout, what is expected of it, and of how many it is the best."""
+    best, counts = found.best, found.counts
+    ahead = forecast(best.work, found.profile, found.config)
+    tflops = f", {ahead.rates.tflops_per_device:.0f} TFLOP/s per GPU"
+    return [
+        described(best.work),
+        f"predicted: {best.time.total:.3f} s a step (between {ahead.seconds_low:.3f} and {ahead.seconds_high:.3f} in "
+        f"nine of ten cases){tflops}, {best.memory_bytes / 2**30:.1f} of "
+        f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
+        f"{found.profile.device.name}",
+        f"fastest of {counts.valid:,} valid layouts on {found.space.num_gpus} GPUs; {counts.too_large:,} of them are "
+        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), the others to be slower",
+    ]
+
+
+def describe(found: Found) -> str:
+    """The table."""
+    lines = [*summary(found), ""]
+    lines.append(
+        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>9s} {'micro':>5s} "
+        f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why"
+    )
+    best = found.best
+    for number, one in enumerate(found.ranked, 1):
+        why = why_slower(best, one, found.profile) if one is not best else "best"
+        lines.append(f"{number:3d} {_columns(one, best)}  {why}")
+    for one in found.too_large[:_TOO_LARGE_SHOWN]:
+        lines.append(f"{'-':>3s} {_columns(one, best)}  {why_too_large(best, one, found.usable_bytes)}")
+    return "\n".join(lines)
+
+
+def _columns(one: Candidate, best: Candidate) -> str:
+    work = one.work
+    tensor = f"{work.tensor}{' sp' if work.sequence_parallel else ''}"
+    pipeline = f"{work.pipeline}" + (f" × {work.virtual_stages}" if work.virtual_stages > 1 else "")
+    data = f"{work.replicate} × {work.shard}" if work.replicate > 1 else f"{work.shard}"
+    recompute = work.recompute + (f" 1/{work.recompute_every}" if work.recompute_every > 1 else "")
+    schedule = work.schedule if work.pipeline > 1 else ""
+    slower = f"{100 * (one.time.total / best.time.total - 1):+.1f} %"
+    return (
+        f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>9s} {work.micro_batch_size:>5d} "
+        f"{recompute:11s} {one.time.total:9.3f} {slower:>7s} {one.memory_bytes / 2**30:6.1f}"
+    )
+
+
+def as_dict(found: Found) -> dict[str, Any]:
+    """For JSON."""
+    counts, best = found.counts, found.best
+
+    def entry(one: Candidate, why: str) -> dict[str, Any]:
+        return {
+            "settings": found.space.settings(one.work),
+            "step_seconds": one.time._asdict(),
+            "seconds_more": differences(best, one),
+            "memory_bytes": one.memory_bytes,
+            "why": why,
+        }
+
+    return {
+        "gpus": found.space.num_gpus,
+        "profile": found.profile.name,
+        "valid": counts.valid,
+        "too_large": counts.too_large,
+        "computed": counts.computed,
+        "usable_memory_bytes": found.usable_bytes,
+        "ranked": [
+            entry(one, why_slower(best, one, found.profile) if one is not best else "best") for one in found.ranked
+        ],
+        "faster_but_too_large": [
+            entry(one, why_too_large(best, one, found.usable_bytes)) for one in found.too_large[:_TOO_LARGE_SHOWN]
+        ],
+    }
+
+
+def as_toml(found: Found, path: Path) -> str:
+    """The run in its best layout: what its file and command line set, with the layout's keys in place."""
+    config = found.config
+    tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    tree.setdefault("job", {}).pop("config_file", None)
+    tree["parallelism"].pop("auto", None)
+    tree["cluster"] = _cluster(config, found.space.num_gpus)
+    schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
+    given = config.job.config_file
+    head = [f"{given or 'A run'} in the layout that scripts/plan.py search found for {found.space.num_gpus} GPUs:"]
+    head += [f"  {line}" for line in summary(found)]
+    return schema + to_toml(tree, head)
+
+
+def _cluster(config: JobConfig, num_gpus: int) -> dict[str, Any]:
+    """The cluster's settings, with as many nodes as the GPUs fill."""
+    cluster = config.cluster.model_dump(exclude_unset=True, exclude_none=True)
+    per_node = config.cluster.gpus_per_node
+    cluster.pop("nodes", None)
+    if per_node is not None and num_gpus % per_node == 0:
+        cluster["nodes"] = num_gpus // per_node
+    return cluster

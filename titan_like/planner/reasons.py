@@ -1,0 +1,82 @@
+"""Why one layout is slower than another, in words and numbers."""
+
+from __future__ import annotations
+
+from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.planner.profile import Profile
+from titan_like.planner.search import Candidate
+from titan_like.planner.workload import Workload, rank_layers, stages_of
+
+_NAMES = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tensor": "tensor-parallel traffic",
+    "messages": "pipeline messages",
+    "bubble": "bubble",
+    "data": "data-parallel traffic",
+    "optimizer": "update",
+    "other": "delays of host and framework",
+}
+_WORTH_TELLING = 0.25  # of the largest loss
+
+
+def differences(best: Candidate, other: Candidate) -> dict[str, float]:
+    """Seconds that each part of the step takes longer, largest first."""
+    mine, theirs = other.time._asdict(), best.time._asdict()
+    parts = {name: mine[name] - theirs[name] for name in _NAMES}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
+    """What costs most more than in the best layout, and what it gains elsewhere, if that is much."""
+    parts = differences(best, other)
+    lost = next(iter(parts))
+    if parts[lost] <= 0.0005 * best.time.total:
+        return "about as fast"
+    told = [f"{_NAMES[lost]} +{parts[lost]:.3g} s ({_because(lost, best.work, other.work, profile)})"]
+    gained = min(parts, key=lambda name: parts[name])
+    if parts[gained] < -_WORTH_TELLING * parts[lost]:
+        told.append(f"{_NAMES[gained]} -{-parts[gained]:.3g} s")
+    return ", ".join(told)
+
+
+def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
+    """By how much it does not fit, and what would be gained."""
+    faster = 1 - other.time.total / best.time.total
+    return f"does not fit: {other.memory_bytes / 2**30:.1f} GiB of {usable / 2**30:.1f}; would be {100 * faster:.1f} % faster"
+
+
+def _because(part: str, best: Workload, work: Workload, profile: Profile) -> str:
+    if part == "compute":
+        return _slower_products(best, work)
+    if part == "recompute":
+        layers = "" if work.recompute_every == 1 else f" of every {_ordinal(work.recompute_every)} layer"
+        return f"{work.recompute}{layers}"
+    if part == "tensor":
+        across = work.tensor > profile.gpus_per_node
+        return f"tensor {work.tensor}" + (f" over {-(-work.tensor // profile.gpus_per_node)} nodes" if across else "")
+    if part in ("messages", "bubble"):
+        stages = stages_per_rank(work.schedule, work.virtual_stages)
+        of = f"pipeline {work.pipeline}" + (f" × {stages} stages" if stages > 1 else "")
+        return of if part == "messages" else f"{of}, {work.microbatches} microbatches"
+    if part == "data":
+        over = f"over {work.data_parallel} GPUs"
+        if work.zero_stage == 3:
+            return f"ZeRO 3 gathers weights for each of {work.microbatches} microbatches {over}"
+        often = f"after each of {work.microbatches} microbatches " if work.zero_stage == 2 else ""
+        return f"sums of gradients {often}{over}"
+    if part == "optimizer":
+        return f"ZeRO {work.zero_stage}" if work.zero_stage == 0 else f"{work.shard} shards"
+    return f"{work.microbatches} microbatches"
+
+
+def _slower_products(best: Workload, work: Workload) -> str:
+    fullest = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages).largest
+    theirs = rank_layers(stages_of(best), best.schedule, best.pipeline, best.virtual_stages).largest
+    if fullest * work.pipeline > theirs * best.pipeline:
+        return f"uneven stages: {fullest} of {work.model.num_layers} layers on one of {work.pipeline} ranks"
+    return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")

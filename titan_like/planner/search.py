@@ -1,0 +1,275 @@
+"""The fastest layout that fits, among all that the trainer accepts, and the best of other kinds.
+
+Best first: groups of layouts wait in the order of a lower bound of their step time, and a layout's own time is found
+when nothing that waits can be faster. So layouts come out in the exact order of their predicted times, and the many
+that can not be among the first are never computed; none is left out by guess.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from titan_like.planner.devices import find_device
+from titan_like.planner.layers import layer_cost
+from titan_like.planner.memory import in_flight, largest_memory, layer_activations
+from titan_like.planner.predict import cluster_size, compute_type, default_profile, for_run
+from titan_like.planner.profile import Profile
+from titan_like.planner.space import Space
+from titan_like.planner.step_time import StepTime, microbatch_of, step_time
+from titan_like.planner.workload import Workload, layers_of_ranks
+
+MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
+_ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with its prediction."""
+
+    work: Workload
+    time: StepTime
+    memory_bytes: float  # of the fullest GPU
+
+
+@dataclass
+class Counts:
+    """What became of the valid layouts. The rest is slower than all that are told, by a bound on their time."""
+
+    valid: int = 0
+    too_large: int = 0  # known not to fit; of those passed over nobody asked
+    computed: int = 0  # layouts, and pipelines of a group, whose step time was computed
+
+
+@dataclass(frozen=True)
+class Found:
+    """The end of a search."""
+
+    space: Space
+    profile: Profile
+    ranked: list[Candidate]  # the fastest of every kind, fastest first
+    too_large: list[Candidate]  # faster than the best, but too large: of their degrees those nearest to fitting
+    counts: Counts
+    usable_bytes: float  # of a GPU's memory, the margin off
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.ranked[0]
+
+    @property
+    def config(self) -> JobConfig:
+        """The run in its best layout."""
+        return self.space.configured(self.best.work)
+
+
+def search(
+    config: JobConfig,
+    num_gpus: int | None = None,
+    profile: Profile | None = None,
+    fixed: frozenset[str] = frozenset(),
+    kinds: int = 10,
+    progress: Callable[[Counts], None] | None = None,
+) -> Found:
+    """The best layouts of a run for ``num_gpus`` GPUs (default: its cluster's).
+
+    Args:
+        config: the run; what `space.SEARCHED` names in it is chosen anew, but for ``fixed`` keys.
+        num_gpus: GPUs of the job.
+        profile: the stack (default: that of the GPU).
+        fixed: keys that stay.
+        kinds: combinations of tensor and pipeline degree and ZeRO stage to find the best of.
+        progress: is told how far the search is, now and then.
+
+    Raises:
+        ConfigError: the GPU is not known, or no layout is valid, or none fits.
+    """
+    if config.cluster.gpu is None:
+        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
+    device = find_device(config.cluster.gpu)
+    device.peak_flops(compute_type(config))  # refuses
+    profile = for_run(profile or default_profile(device), config, device)
+    space = Space(config, model_config(config.model), num_gpus or cluster_size(config), fixed)
+    collects = gc.isenabled()
+    gc.disable()  # it would look through hundreds of thousands of tuples, none of them in a cycle, again and again
+    try:
+        return _Search(space, profile, kinds, progress).run()
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _Search:
+    def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None] | None) -> None:
+        self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
+        self.usable = profile.device.memory_bytes * (1 - MEMORY_MARGIN)
+        self.counts = Counts()
+        # (bound, depth, order, what): groups at depth 0, a group's pipelines at 1, layouts at 2. Orders are unique, so
+        # that nothing else is compared: plainer settings first among layouts that are as fast.
+        self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
+        self.numbers = itertools.count()
+        self.ranked: list[Candidate] = []
+        self.cells: set[tuple[int, int, int]] = set()
+        self.too_large: dict[tuple[int, int], Candidate] = {}
+        self._held: dict[tuple[int, int], float] = {}
+
+    def run(self) -> Found:
+        for group in self.space.groups():
+            self._add_group(group)
+        for turn in itertools.count():
+            if not self.heap or len(self.ranked) == self.kinds:
+                break
+            if self.progress is not None and turn % 256 == 0:
+                self.progress(self.counts)
+            _, depth, _, what = heapq.heappop(self.heap)
+            (self._add_pipelines, self._add_layouts, self._take)[depth](*what)
+        if not self.ranked:
+            raise self._nothing_fits()
+        too_large = [one for one in self.too_large.values() if one.time.total < self.ranked[0].time.total]
+        too_large.sort(key=lambda one: one.memory_bytes)
+        return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
+
+    def _add_group(self, group: Workload) -> None:
+        """Put a group into the heap, unless no layout of it can fit."""
+        layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
+        self.counts.valid += layouts
+        if self._least_memory(group) > self.usable:
+            self.counts.too_large += layouts
+            return
+        self._push(least_group_time(group, self.profile), 0, (group,))
+
+    def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
+
+    def _least_memory(self, group: Workload) -> float:
+        """Bytes below which no layout of a group stays: activations, and its part of weights and gradients."""
+        key = group.pipeline, group.microbatches
+        if key not in self._held:
+            pipelines = self.space.pipelines(group)
+            self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
+        state = 2 * _FLOAT32 * group.model.num_parameters() / group.num_gpus if self.profile.trainer_state else 0.0
+        chunk, _ = layer_activations(group)
+        return self._held[key] * chunk + state + self.profile.overhead_bytes
+
+    def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
+        """Most layers times microbatches whose activations a rank holds."""
+        stages = self.space.member(group, schedule, virtual, 0, 1, group.shard).stage_layers
+        if stages is None:
+            return group.model.num_layers
+        p, per_rank = group.pipeline, stages_per_rank(schedule, virtual)
+        layers = layers_of_ranks(stages, schedule, p, virtual)
+        held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * layers[rank] for rank in range(p))
+        return max(held) / per_rank
+
+    def _add_pipelines(self, group: Workload) -> None:
+        if self._done(group):
+            return
+        for schedule, virtual in self.space.pipelines(group):
+            work = self.space.member(group, schedule, virtual, 0, group.replicate, group.shard)
+            self.counts.computed += 1
+            self._push(least_pipeline_time(work, self.profile), 1, (group, (schedule, virtual)))
+
+    def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
+        """Put a pipeline's layouts into the heap by their step times, unless even the most sharded is too large."""
+        if self._done(group):
+            return
+        splits = self.space.splits(group)
+        zero, replicas, shards = max(splits, key=lambda split: (split[0], split[2]))
+        smallest = self.space.member(group, *choice, zero, replicas, shards)
+        if choice[0] not in SPLIT_BACKWARD:  # the bound of those is higher than that of less sharded layouts at times
+            used = largest_memory(smallest, self.profile)
+            if used > self.usable:
+                self._remember(smallest, used, len(splits))
+                return
+        for zero, replicas, shards in splits:
+            work = self.space.member(group, *choice, zero, replicas, shards)
+            if _cell(work) not in self.cells:
+                time = step_time(work, self.profile)
+                self.counts.computed += 1
+                heapq.heappush(self.heap, (time.total, 2, _order(work), (work, time)))
+
+    def _remember(self, work: Workload, used: float, layouts: int = 1) -> None:
+        """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
+        self.counts.too_large += layouts
+        key = work.tensor, work.pipeline
+        if key not in self.too_large or used < self.too_large[key].memory_bytes:
+            self.too_large[key] = Candidate(work, step_time(work, self.profile), used)
+
+    def _done(self, group: Workload) -> bool:
+        """Whether the best of all its kinds is known."""
+        zeros = {zero for zero, _, _ in self.space.splits(group)}
+        return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
+
+    def _take(self, work: Workload, time: StepTime) -> None:
+        """The next layout in the order of time: one of the ranked, if it is the first of its kind and fits."""
+        if _cell(work) in self.cells:
+            return
+        used = largest_memory(work, self.profile, exact=False)
+        if used > self.usable:
+            self._remember(work, used)
+            return
+        self.cells.add(_cell(work))
+        self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
+
+    def _nothing_fits(self) -> ConfigError:
+        least = min(self.too_large.values(), key=lambda one: one.memory_bytes, default=None)
+        need = f"; the smallest found needs {least.memory_bytes / 2**30:.0f} GiB" if least else ""
+        problem = (
+            f"no layout of {self.counts.valid:,} on {self.space.num_gpus} GPUs fits into {self.usable / 2**30:.0f} GiB "
+            f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"
+        )
+        return ConfigError("cluster.gpu", self.profile.device.name, problem)
+
+
+def least_group_time(group: Workload, profile: Profile) -> float:
+    """Seconds below which no layout of a group stays: its layers on a rank that has no fewer than others."""
+    work = _least_of_zero(group)
+    cost = layer_cost(work.model, microbatch_of(work), profile)
+    once = cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
+    again = (cost.again + cost.again_tensor) / work.recompute_every
+    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * (once + again)
+
+
+def least_pipeline_time(work: Workload, profile: Profile) -> float:
+    """Seconds below which no way of splitting by ZeRO stays: the step without what data parallelism adds."""
+    time = step_time(_least_of_zero(work), profile)
+    return time.total - time.data - time.optimizer
+
+
+def _least_of_zero(work: Workload) -> Workload:
+    """With the ZeRO stage whose microbatches take least: 2 adds up gradients of shards alone, and gathers only once."""
+    return work._replace(zero_stage=2) if work.data_parallel > 1 else work
+
+
+def _cell(work: Workload) -> tuple[int, int, int]:
+    """Its kind: tensor and pipeline degree, and ZeRO stage."""
+    return work.tensor, work.pipeline, work.zero_stage
+
+
+_MODES = {"none": 0, "selective": 1, "full": 2}
+_SCHEDULES = {name: number for number, name in enumerate(dict.fromkeys(("1f1b", "interleaved_1f1b", *SCHEDULES)))}
+
+
+def _order(work: Workload) -> tuple[int, ...]:
+    return (
+        work.pipeline,
+        work.tensor,
+        _MODES[work.recompute],
+        -work.recompute_every,
+        _SCHEDULES[work.schedule],
+        work.virtual_stages,
+        work.zero_stage,
+        work.replicate,
+        -work.micro_batch_size,
+        work.sequence_parallel,
+    )

@@ -1,0 +1,223 @@
+"""Every layout that the trainer accepts for a model, a batch and a number of GPUs.
+
+The trainer's own rules decide what is valid. They are asked in parts, each once for all layouts that it is the same
+for: what depends on tensor parallelism, batch and recomputation, and what depends on the pipeline's schedule. Context
+and expert parallelism are left as the configuration has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.rules import check_pipeline, check_rules, check_tensor_parallel
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.layout import Layout
+from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
+from titan_like.parallel.split import layers_per_stage
+from titan_like.planner.predict import workload_of
+from titan_like.planner.workload import Workload
+
+# The keys that are chosen, and the `Workload`'s name of each.
+SEARCHED = {
+    "parallelism.tensor_parallel_degree": "tensor",
+    "parallelism.sequence_parallel": "sequence_parallel",
+    "parallelism.pipeline_parallel_degree": "pipeline",
+    "parallelism.pipeline_schedule": "schedule",
+    "parallelism.virtual_stages_per_rank": "virtual_stages",
+    "parallelism.data_parallel_replicate_degree": "replicate",
+    "parallelism.data_parallel_shard_degree": "shard",
+    "parallelism.zero_stage": "zero_stage",
+    "training.micro_batch_size": "micro_batch_size",
+    "activation_checkpoint.mode": "recompute",
+    "activation_checkpoint.every_n_layers": "recompute_every",
+}
+STAGE_SIZES = "parallelism.pipeline_layers"
+
+_EVERY = (1, 2, 3, 4)  # every fourth layer repeated saves little already
+
+
+def set_keys(config: JobConfig) -> frozenset[str]:
+    """Those of the keys that could be chosen that the file or the command line sets."""
+    keys = ((key, *key.split(".")) for key in (*SEARCHED, STAGE_SIZES))
+    return frozenset(key for key, section, name in keys if name in getattr(config, section).model_fields_set)
+
+
+class Space:
+    """The valid layouts of one run on ``num_gpus`` GPUs; ``fixed`` keys stay as the configuration has them."""
+
+    def __init__(
+        self, config: JobConfig, model: TransformerConfig, num_gpus: int, fixed: frozenset[str] = frozenset()
+    ) -> None:
+        """Raises ConfigError where a key is fixed to what leaves no layout; see `groups`."""
+        self.model, self.num_gpus, self.fixed = model, num_gpus, fixed
+        if STAGE_SIZES not in fixed:
+            config = _changed(config, {STAGE_SIZES: None})
+        if config.parallelism.data_parallel_shard_degree == -1:
+            self.fixed = fixed - {"parallelism.data_parallel_shard_degree"}
+        self.config = config
+        context = config.parallelism.context_parallel_degree
+        self._base = workload_of(config, model, Layout(1, 1, 1, context, 1))._replace(
+            recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
+        )
+        self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self._splits: dict[int, list[tuple[int, int, int]]] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}
+        self.refusal: ConfigError | None = None  # the last one
+
+    def groups(self) -> Iterator[Workload]:
+        """Layouts that differ in more than the pipeline's schedule and how ZeRO splits: each stands for its group.
+
+        Raises:
+            ConfigError: there is none; what the rules said of the last one tried.
+        """
+        found = False
+        for tensor in self._choices("tensor", divisors(self.num_gpus)):
+            for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
+                for work in self._with_tensor(tensor, sequence):
+                    found = True
+                    yield work
+        if not found:
+            refusal = self.refusal or ConfigError("parallelism", None, f"no layout for {self.num_gpus} GPUs")
+            raise refusal
+
+    def _with_tensor(self, tensor: int, sequence: bool) -> Iterator[Workload]:
+        context = self._base.context
+        work = self._base._replace(tensor=tensor, sequence_parallel=sequence)
+        left = self.num_gpus // (tensor * context)
+        if self.num_gpus % (tensor * context) or not self._accepts(check_tensor_parallel, work):
+            return
+        for pipeline in self._choices("pipeline", [p for p in divisors(left) if p <= self.model.num_layers]):
+            if left % pipeline:
+                continue
+            shard = left // pipeline
+            whole, rest = divmod(self._base.global_batch_size, shard)
+            batches = self._choices("micro_batch_size", divisors(whole) if whole and not rest else [1])
+            for micro in batches:
+                of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro)
+                for mode in self._choices("recompute", ["none", "selective", "full"]):
+                    every = [n for n in _EVERY if n <= self.model.num_layers] if mode == "full" else [1]
+                    if not self._accepts(_check_but_pipeline, of_batch._replace(recompute=mode)):
+                        continue
+                    if not self.pipelines(of_batch):
+                        continue
+                    for n in self._choices("recompute_every", every):
+                        yield of_batch._replace(recompute=mode, recompute_every=n)
+
+    def pipelines(self, group: Workload) -> list[tuple[str, int]]:
+        """Schedules, and stages per rank, of a group."""
+        key = group.pipeline, group.micro_batch_size * group.data_parallel
+        if key not in self._pipelines:
+            choices = self._schedules(group.pipeline)
+            works = [group._replace(schedule=schedule, virtual_stages=virtual) for schedule, virtual in choices]
+            accepted = [self._accepts(check_pipeline, work) for work in works]
+            self._pipelines[key] = [choice for choice, valid in zip(choices, accepted, strict=True) if valid]
+        return self._pipelines[key]
+
+    def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
+        if pipeline == 1:
+            return [("1f1b", virtual) for virtual in self._choices("virtual_stages", [1])]
+        found = []
+        for schedule in self._choices("schedule", list(SCHEDULES)):
+            fewest = stages_per_rank(schedule, 2)
+            most = max(fewest, self.model.num_layers // pipeline) if stages_per_rank(schedule, 3) == 3 else fewest
+            found += [(schedule, n) for n in self._choices("virtual_stages", list(range(fewest, most + 1)))]
+        return found
+
+    def splits(self, group: Workload) -> list[tuple[int, int, int]]:
+        """ZeRO stages with replicas × shards. Replicas are of use with ZeRO 3, which else gathers over all nodes."""
+        size = group.data_parallel
+        if size not in self._splits:
+            self._splits[size] = self._splits_of(size)
+        return self._splits[size]
+
+    def _splits_of(self, size: int) -> list[tuple[int, int, int]]:
+        stages = self._choices("zero_stage", [0, 1, 2, 3])
+        shapes = [(replicas, size // replicas) for replicas in divisors(size)]
+        chosen = [
+            (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
+        ]
+        if not self.fixed.isdisjoint({_KEY["replicate"], _KEY["shard"]}):
+            return [(zero, *shape) for zero in stages for shape in chosen]
+        if size == 1:
+            return [(stages[0], 1, 1)]
+        return [(zero, *shape) for zero in stages for shape in (shapes[:-1] if zero == 3 else shapes[:1])]
+
+    def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:
+        """One layout of a group."""
+        return group._replace(
+            schedule=schedule,
+            virtual_stages=virtual,
+            zero_stage=zero,
+            replicate=replicas,
+            shard=shards,
+            stage_layers=self._stage_layers(group.pipeline * stages_per_rank(schedule, virtual))
+            if group.pipeline > 1
+            else None,
+        )
+
+    def _stage_layers(self, stages: int) -> tuple[int, ...]:
+        if stages not in self._stages:
+            self._stages[stages] = tuple(layers_per_stage(self.config, self.model, stages))
+        return self._stages[stages]
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        """The layout as keys of the configuration."""
+        values = {key: getattr(work, name) for key, name in SEARCHED.items()}
+        if work.pipeline == 1 and _KEY["schedule"] in self.fixed:
+            values[_KEY["schedule"]] = self.config.parallelism.pipeline_schedule
+        if work.recompute != "full" and _KEY["recompute_every"] in self.fixed:
+            values[_KEY["recompute_every"]] = self.config.activation_checkpoint.every_n_layers
+        return values
+
+    def configured(self, work: Workload) -> JobConfig:
+        """The configuration with a layout's settings in it."""
+        return _changed(self.config, self.settings(work) | {"parallelism.auto": False})
+
+    def _choices(self, name: str, free: list[Any]) -> list[Any]:
+        """Values of a setting: those given, or the one that it is fixed to."""
+        key = _KEY[name]
+        if key not in self.fixed:
+            return free
+        section, _, option = key.partition(".")
+        return [getattr(getattr(self.config, section), option)]
+
+    def _accepts(self, rule: Any, work: Workload) -> bool:
+        try:
+            rule(self.configured(work), self.model, layout_of(work))
+        except ConfigError as error:
+            self.refusal = error
+            return False
+        return True
+
+
+_KEY = {name: key for key, name in SEARCHED.items()}
+
+
+def layout_of(work: Workload) -> Layout:
+    """The workload's degrees."""
+    return Layout(work.pipeline, work.replicate, work.shard, work.context, work.tensor)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _check_but_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """All rules, with the plainest of pipelines."""
+    plain = {_KEY["schedule"]: "1f1b", _KEY["virtual_stages"]: 1, STAGE_SIZES: None}
+    check_rules(_changed(config, plain), model, layout)
+
+
+def _changed(config: JobConfig, values: dict[str, Any]) -> JobConfig:
+    """A configuration with other values, which are known to be of the right types."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        sections.setdefault(section, {})[key] = value
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
