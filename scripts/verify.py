@@ -89,6 +89,9 @@ def main(argv: list[str]) -> int:
         )
     check_options(options)
     config = load_config(settings)
+    if config.parallelism.auto:
+        problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
+        raise ConfigError("parallelism.auto", True, problem)
 
     from titan_like.verify.processes import Processes
     from titan_like.verify.shrink import resolve, shrink

@@ -1,4 +1,4 @@
-"""Why one layout is slower than another, in words and numbers."""
+"""Layouts in words, and why one is slower than another, in numbers."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
 def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
     """By how much it does not fit, and what would be gained."""
     faster = 1 - other.time.total / best.time.total
-    return f"does not fit: {other.memory_bytes / 2**30:.1f} GiB of {usable / 2**30:.1f}; would be {100 * faster:.1f} % faster"
+    needed = f"{other.memory_bytes / 2**30:.1f} GiB of {usable / 2**30:.1f}"
+    return f"does not fit: {needed}; would be {100 * faster:.1f} % faster"
 
 
 def _because(part: str, best: Workload, work: Workload, profile: Profile) -> str:
     if part == "compute":
         return _slower_products(best, work)
     if part == "recompute":
-        layers = "" if work.recompute_every == 1 else f" of every {_ordinal(work.recompute_every)} layer"
-        return f"{work.recompute}{layers}"
+        return recomputed(work)
     if part == "tensor":
         across = work.tensor > profile.gpus_per_node
         return f"tensor {work.tensor}" + (f" over {-(-work.tensor // profile.gpus_per_node)} nodes" if across else "")
@@ -78,5 +78,21 @@ def _slower_products(best: Workload, work: Workload) -> str:
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
 
 
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")
+def recomputed(work: Workload) -> str:
+    """What is repeated."""
+    ordinal = {2: "second", 3: "third"}.get(work.recompute_every, f"{work.recompute_every}th")
+    return work.recompute if work.recompute_every == 1 else f"{work.recompute} of every {ordinal} layer"
+
+
+def described(work: Workload) -> str:
+    """A layout in words."""
+    parts = []
+    if work.tensor > 1:
+        parts.append(f"tensor {work.tensor}" + (" with sequence parallelism" if work.sequence_parallel else ""))
+    if work.pipeline > 1:
+        stages = f" × {work.virtual_stages} stages" if work.virtual_stages > 1 else ""
+        parts.append(f"pipeline {work.pipeline}{stages} ({work.schedule})")
+    replicas = f"{work.replicate} × " if work.replicate > 1 else ""
+    parts.append(f"data {replicas}{work.shard} (ZeRO {work.zero_stage})")
+    parts.append(f"microbatches of {work.micro_batch_size}, recomputation {recomputed(work)}")
+    return ", ".join(parts)

@@ -103,13 +103,15 @@ def search(
     collects = gc.isenabled()
     gc.disable()  # it would look through hundreds of thousands of tuples, none of them in a cycle, again and again
     try:
-        return _Search(space, profile, kinds, progress).run()
+        return BestFirst(space, profile, kinds, progress).run()
     finally:
         if collects:
             gc.enable()
 
 
-class _Search:
+class BestFirst:
+    """The search at work."""
+
     def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None] | None) -> None:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = profile.device.memory_bytes * (1 - MEMORY_MARGIN)
@@ -124,6 +126,11 @@ class _Search:
         self._held: dict[tuple[int, int], float] = {}
 
     def run(self) -> Found:
+        """Search to the end.
+
+        Raises:
+            ConfigError: no layout is valid, or none fits.
+        """
         for group in self.space.groups():
             self._add_group(group)
         for turn in itertools.count():
@@ -143,7 +150,7 @@ class _Search:
         """Put a group into the heap, unless no layout of it can fit."""
         layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
         self.counts.valid += layouts
-        if self._least_memory(group) > self.usable:
+        if self.least_memory(group) > self.usable:
             self.counts.too_large += layouts
             return
         self._push(least_group_time(group, self.profile), 0, (group,))
@@ -151,7 +158,7 @@ class _Search:
     def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
         heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
 
-    def _least_memory(self, group: Workload) -> float:
+    def least_memory(self, group: Workload) -> float:
         """Bytes below which no layout of a group stays: activations, and its part of weights and gradients."""
         key = group.pipeline, group.microbatches
         if key not in self._held:

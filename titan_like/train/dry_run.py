@@ -34,7 +34,14 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.shapes import place_of
 from titan_like.parallel.step_plan import StepPlan, plan_step
 from titan_like.train.batch_size import total_samples, total_steps
-from titan_like.train.setup import check_folders, check_settings, check_tokenizer, environment_number, open_data
+from titan_like.train.setup import (
+    check_folders,
+    check_settings,
+    check_tokenizer,
+    environment_number,
+    open_data,
+    with_chosen_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ def dry_run(config: JobConfig) -> DryRun:
     if rank >= world_size:
         problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
         raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
     _check_gpu_type(config)
     data = describe_data(config, model)

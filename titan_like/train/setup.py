@@ -45,7 +45,9 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    model, layout = check_settings(config, environment_number("WORLD_SIZE", 1, least=1))
+    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    config = with_chosen_layout(config, world_size)
+    model, layout = check_settings(config, world_size)
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
     return Run(
@@ -57,6 +59,25 @@ def prepare_run(config: JobConfig) -> Run:
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
     )
+
+
+def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
+    """The configuration with a layout in place of `parallelism.auto`, chosen alike by every process; rank 0 tells it.
+
+    Raises:
+        ConfigError: there is no GPU to plan for, or no layout is valid and fits.
+    """
+    if not config.parallelism.auto:
+        return config
+    from titan_like.planner.auto import choose_layout  # takes a moment to load
+
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    on_node = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    nodes_are_equal = world_size == on_node * environment_number("GROUP_WORLD_SIZE", 1, least=1)
+    config, told = choose_layout(config, world_size, found, on_node if nodes_are_equal else None)
+    if environment_number("RANK", 0) == 0:
+        print(told, flush=True)
+    return config
 
 
 def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import ConfigError
 from titan_like.metrics.flops import hardware_flops_per_token
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, run_of
 from titan_like.planner.duration import duration
 from titan_like.planner.predict import predict
 from titan_like.train.batch_size import total_samples
@@ -30,8 +30,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     above_zero(options, "tokens", "tflops")
     if options.price is not None and not 0 <= options.price < float("inf"):
         raise ConfigError("--price", options.price, "must be at least 0")
-    config = load_config(settings)
-    forecast = predict(config, chosen_profile(options))
+    profile = chosen_profile(options)
+    config = run_of(settings, profile)
+    forecast = predict(config, profile)
     training, recompute, model = config.training, config.activation_checkpoint, forecast.work.model
     tokens = options.tokens
     if tokens is None:

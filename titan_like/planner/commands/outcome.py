@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError
+from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.planner.profile import Profile, load_profile
+from titan_like.planner.search import search
+from titan_like.planner.space import set_keys
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,16 @@ class Outcome:
 def add_profile(parser: argparse.ArgumentParser) -> None:
     """The stack whose constants are taken."""
     parser.add_argument("--profile", help="stack profile: a shipped one or a TOML file (default: the GPU's)")
+
+
+def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
+    """The run that the command line names; `parallelism.auto` with the layout that it stands for.
+
+    Raises:
+        ConfigError: anything the user has to change.
+    """
+    config = load_config(settings)
+    return search(config, None, profile, set_keys(config), kinds=1).config if config.parallelism.auto else config
 
 
 def chosen_profile(options: argparse.Namespace) -> Profile | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from titan_like.config import load_config
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, run_of
 from titan_like.planner.predict import Forecast, predict
 
 
@@ -16,7 +15,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Ends with 1 if the run does not fit into memory."""
-    forecast = predict(load_config(settings), chosen_profile(options))
+    profile = chosen_profile(options)
+    forecast = predict(run_of(settings, profile), profile)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 

@@ -13,10 +13,9 @@ from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
 from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
 from titan_like.planner.predict import forecast
-from titan_like.planner.reasons import differences, why_slower, why_too_large
+from titan_like.planner.reasons import described, differences, why_slower, why_too_large
 from titan_like.planner.search import MEMORY_MARGIN, Candidate, Counts, Found, search
 from titan_like.planner.space import SEARCHED, STAGE_SIZES, set_keys
-from titan_like.planner.workload import Workload
 
 _SECONDS_OF_SILENCE = 2.0
 _TOO_LARGE_SHOWN = 3
@@ -64,21 +63,6 @@ class _Progress:
         if now - self.said > _SECONDS_OF_SILENCE:
             self.said = now
             print(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …", file=sys.stderr, flush=True)
-
-
-def described(work: Workload) -> str:
-    """A layout in words."""
-    parts = []
-    if work.tensor > 1:
-        parts.append(f"tensor {work.tensor}" + (" with sequence parallelism" if work.sequence_parallel else ""))
-    if work.pipeline > 1:
-        stages = f" × {work.virtual_stages} stages" if work.virtual_stages > 1 else ""
-        parts.append(f"pipeline {work.pipeline}{stages} ({work.schedule})")
-    replicas = f"{work.replicate} × " if work.replicate > 1 else ""
-    parts.append(f"data {replicas}{work.shard} (ZeRO {work.zero_stage})")
-    every = f" of every {work.recompute_every} layers" if work.recompute_every > 1 else ""
-    parts.append(f"microbatches of {work.micro_batch_size}, recomputation {work.recompute}{every}")
-    return ", ".join(parts)
 
 
 def summary(found: Found) -> list[str]:

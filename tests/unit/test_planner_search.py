@@ -1,0 +1,207 @@
+"""The search against trying everything, the trainer's rules, and what PTD-P found."""
+
+import itertools
+import random
+
+import pytest
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.rules import check_rules
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.devices import find_device
+from titan_like.planner.memory import largest_memory
+from titan_like.planner.predict import default_profile, for_run, predict, workload_of
+from titan_like.planner.profile import load_profile
+from titan_like.planner.reasons import differences, why_slower
+from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, least_pipeline_time, search
+from titan_like.planner.space import SEARCHED, Space, divisors, layout_of
+from titan_like.planner.step_time import step_time
+
+NONE_FIT_WHOLE = [
+    "--model.flavor=7.5b", "--model.overrides.num_layers=4", "--model.overrides.hidden_size=8192",
+    "--model.overrides.num_attention_heads=64", "--training.seq_len=2048", "--training.global_batch_size=8",
+    "--training.micro_batch_size=1", "--training.steps=1", "--training.dtype=float16", "--cluster.gpu=V100-32GB",
+    "--cluster.gpus_per_node=2",
+]  # fmt: skip
+
+
+def run(*settings):
+    return load_config(["--training.steps=1", *settings])
+
+
+def setting(config, key):
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def everything(settings, gpus):
+    """Every combination of settings that the rules accept, one of those that mean the same: its settings' values."""
+    schedules = [("1f1b", 1), ("gpipe", 1), ("zbv_zero_bubble", 2), ("dualpipe_v", 2)]
+    loops = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
+    schedules += [(name, virtual) for name in loops for virtual in (2, 3, 4)]
+    recompute = [("none", 1), ("selective", 1), *(("full", n) for n in (1, 2, 3, 4))]
+    for tensor, pipeline, micro in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
+        data, rest = divmod(gpus, tensor * pipeline)
+        if rest:
+            continue
+        splits = [(0, 1)] if data == 1 else [(0, 1), (1, 1), (2, 1), *((3, r) for r in divisors(data)[:-1])]
+        of_pipeline = schedules if pipeline > 1 else schedules[:1]
+        for (schedule, virtual), sequence, (zero, replicas), (mode, every) in itertools.product(
+            of_pipeline, (False, True), splits, recompute
+        ):
+            values = dict(
+                zip(
+                    SEARCHED,
+                    (
+                        tensor,
+                        sequence,
+                        pipeline,
+                        schedule,
+                        virtual,
+                        replicas,
+                        data // replicas,
+                        zero,
+                        micro,
+                        mode,
+                        every,
+                    ),
+                    strict=True,
+                )
+            )
+            config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values.items())])
+            try:
+                check_rules(config, model_config(config.model), resolve_layout(config.parallelism, gpus))
+            except ConfigError:
+                continue
+            yield config
+
+
+def test_search_finds_what_trying_everything_finds():
+    found = search(run(*NONE_FIT_WHOLE), 4, kinds=1000)
+    valid, best = 0, {}
+    for config in everything(NONE_FIT_WHOLE, 4):
+        valid += 1
+        expected = predict(config, None)
+        # Where backward passes are split the search takes a bound of the memory.
+        used = max(expected.memory.largest, largest_memory(expected.work, expected.profile, exact=False))
+        if used > (1 - MEMORY_MARGIN) * 32 * 2**30:
+            continue
+        kind = expected.work.tensor, expected.work.pipeline, expected.work.zero_stage
+        best[kind] = min(best.get(kind, float("inf")), expected.time.total)
+    assert found.counts.valid == valid > 1000
+    assert 0 < len(best) < 24, "memory must decide in some of the kinds"
+    ranked = {(one.work.tensor, one.work.pipeline, one.work.zero_stage): one.time.total for one in found.ranked}
+    assert ranked == pytest.approx(best, rel=1e-12)
+    assert list(ranked.values()) == sorted(ranked.values())
+    for one in found.too_large:
+        assert one.memory_bytes > found.usable_bytes
+        assert one.time.total < found.best.time.total
+
+
+CASES = [
+    ("gpt", "7.5b", 48, 96, "A100", []),
+    ("gpt", "gpt3_175b", 768, 1536, "A100", ["--model.overrides.dropout=0.1", "--compile.enable=true"]),
+    ("llama", "llama3.1_8b", 64, 256, "H100", ["--training.batch_size_rampup=[64,64,6400]"]),
+    ("llama", "llama3.1_70b", 120, 480, "H100", []),
+]
+
+
+@pytest.mark.parametrize(("family", "flavor", "gpus", "batch", "gpu", "more"), CASES)
+def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, gpus, batch, gpu, more):
+    settings = [f"--model.family={family}", f"--model.flavor={flavor}", f"--training.global_batch_size={batch}"]
+    config = run(*settings, "--training.seq_len=2048", "--training.dtype=bfloat16", f"--cluster.gpu={gpu}", *more)
+    model, generator = model_config(config.model), random.Random(7)
+    space, device = Space(config, model, gpus), find_device(gpu)
+    profile = for_run(default_profile(device), config, device)
+    at_work = BestFirst(space, profile, 1, None)
+    groups = list(space.groups())
+    assert len(groups) > 100
+    for group in generator.sample(groups, 25):
+        schedule, virtual = generator.choice(space.pipelines(group))
+        pipeline = space.member(group, schedule, virtual, 0, group.replicate, group.shard)
+        least = least_pipeline_time(pipeline, profile)
+        assert least_group_time(group, profile) <= least * (1 + 1e-9)
+        for zero, replicas, shards in space.splits(group):
+            work = space.member(group, schedule, virtual, zero, replicas, shards)
+            layout = space.configured(work)
+            check_rules(layout, model, resolve_layout(layout.parallelism, gpus))
+            assert resolve_layout(layout.parallelism, gpus) == layout_of(work)
+            # What `predict` makes of the settings; of two ways to say the same either will do.
+            again = workload_of(layout, model, layout_of(work))
+            assert again._replace(virtual_stages=virtual, recompute_every=work.recompute_every) == work
+            assert least <= step_time(work, profile).total * (1 + 1e-9)
+            assert at_work.least_memory(group) <= largest_memory(work, profile, exact=False)
+
+
+def test_fixed_settings_stay():
+    fixed = {"parallelism.tensor_parallel_degree": 4, "parallelism.zero_stage": 2, "training.micro_batch_size": 2}
+    fixed |= {"activation_checkpoint.mode": "full", "parallelism.pipeline_schedule": "gpipe"}
+    config = run(*(f"--{key}={value}" for key, value in fixed.items()), "--model.flavor=7.5b", "--cluster.gpu=A100",
+                 "--training.global_batch_size=64", "--training.dtype=bfloat16")  # fmt: skip
+    found = search(config, 32, fixed=frozenset(fixed), kinds=20)
+    assert len(found.ranked) > 2
+    for one in found.ranked:
+        settings = found.space.settings(one.work)
+        assert {key: settings[key] for key in fixed} == fixed
+        assert {key: setting(found.space.configured(one.work), key) for key in fixed} == fixed
+
+
+def test_uneven_stages_that_are_fixed_stay():
+    config = run("--model.flavor=1.7b", "--parallelism.pipeline_layers=[5,7,7,5]", "--cluster.gpu=A100",
+                 "--training.global_batch_size=64", "--training.dtype=bfloat16")  # fmt: skip
+    found = search(config, 16, fixed=frozenset({"parallelism.pipeline_layers"}))
+    assert {one.work.stage_layers for one in found.ranked} == {(5, 7, 7, 5)}
+    assert found.config.parallelism.pipeline_layers == [5, 7, 7, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "named"),
+    [
+        (["--model.flavor=7.5b", "--training.global_batch_size=7"], 37, "global_batch_size"),
+        (["--model.flavor=gpt3_175b", "--training.global_batch_size=8"], 8, "no layout of"),
+        (["--model.flavor=7.5b", "--training.dtype=float32", "--training.reduce_dtype=bfloat16"], 8, "reduce_dtype"),
+    ],
+)
+def test_no_layout_is_one_sentence(settings, gpus, named):
+    with pytest.raises(ConfigError, match=named):
+        search(run("--training.dtype=bfloat16", "--cluster.gpu=A100", *settings), gpus)
+
+
+# The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.
+@pytest.mark.parametrize(("name", "gpus"), [("1.7b", 32), ("7.5b", 128), ("18b", 256), ("39b", 512)])
+def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
+    config = load_config(["--job.config_file", f"train_configs/gpt_{name}.toml", "--cluster.gpu=A100",
+                          "--cluster.gpus_per_node=8", f"--cluster.nodes={gpus // 8}"])  # fmt: skip
+    profile = load_profile("selene_2021")
+    papers = predict(config, profile)
+    found = search(config, profile=profile, kinds=1)
+    assert found.best.time.total <= papers.time.total
+    assert found.best.memory_bytes <= (1 - MEMORY_MARGIN) * 80 * 2**30
+    again = predict(found.config, profile)
+    assert (again.time, again.memory.largest) == (found.best.time, found.best.memory_bytes)
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13(batch):
+    """162.2B parameters on 64 GPUs, tensor × pipeline = 64 (arXiv 2104.04473, section 5.4.1)."""
+    shape = {"num_layers": 32, "hidden_size": 20480, "num_attention_heads": 128}
+    fixed = {
+        "parallelism.data_parallel_shard_degree": 1, "parallelism.data_parallel_replicate_degree": 1,
+        "parallelism.zero_stage": 0, "parallelism.pipeline_schedule": "1f1b", "parallelism.sequence_parallel": "false",
+        "training.micro_batch_size": 1, "activation_checkpoint.mode": "full", "activation_checkpoint.every_n_layers": 1,
+    }  # fmt: skip
+    config = run("--model.flavor=145b", *(f"--model.overrides.{key}={value}" for key, value in shape.items()),
+                 *(f"--{key}={value}" for key, value in fixed.items()), f"--training.global_batch_size={batch}",
+                 "--training.seq_len=2048", "--training.dtype=bfloat16", "--cluster.gpu=A100")  # fmt: skip
+    found = search(config, 64, load_profile("selene_2021"), frozenset(fixed))
+    times = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
+    assert next(iter(times)) == (8, 8)
+    assert set(times) == {(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)}
+    across = next(one for one in found.ranked if one.work.tensor == 16)
+    assert "tensor-parallel traffic" in why_slower(found.best, across, found.profile)
+    assert "over 2 nodes" in why_slower(found.best, across, found.profile)
+    deep = next(one for one in found.ranked if one.work.pipeline == 32)
+    assert "bubble" in why_slower(found.best, deep, found.profile)
+    gap = differences(found.best, deep)
+    assert sum(gap.values()) == pytest.approx(deep.time.total - found.best.time.total)

@@ -1,0 +1,53 @@
+"""`parallelism.auto`: a run's layout chosen where it starts."""
+
+from __future__ import annotations
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.planner.reasons import described, why_slower
+from titan_like.planner.search import Found, search
+from titan_like.planner.space import changed, set_keys
+
+
+def choose_layout(
+    config: JobConfig, world_size: int, gpu: str | None, gpus_per_node: int | None
+) -> tuple[JobConfig, str]:
+    """The configuration with the fastest layout that fits, and one line that says which and why.
+
+    What the file or the command line sets of the layout stays. The choice depends on the arguments alone, so that all
+    processes of a job make the same one without talking to each other.
+
+    Args:
+        config: the run; `cluster.gpu` and `cluster.gpus_per_node` come before what was found.
+        world_size: processes of the job.
+        gpu: name of the GPU found.
+        gpus_per_node: processes on each node; None if they are not equally many.
+
+    Raises:
+        ConfigError: it is not known what to plan for, or no layout is valid and fits.
+    """
+    gpu = config.cluster.gpu or gpu
+    if gpu is None:
+        problem = 'there is no GPU here to plan for; name one in cluster.gpu, such as "H100", or set the degrees'
+        raise ConfigError("parallelism.auto", True, problem)
+    gpus_per_node = config.cluster.gpus_per_node or gpus_per_node
+    if gpus_per_node is None:
+        problem = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
+        raise ConfigError("cluster.gpus_per_node", None, problem)
+    planned = changed(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
+    found = search(planned, world_size, fixed=set_keys(config), kinds=2)
+    values = found.space.settings(found.best.work) | {"parallelism.auto": False}
+    return changed(config, values), _told(found)
+
+
+def _told(found: Found) -> str:
+    best, capacity = found.best, found.profile.device.memory_bytes
+    line = (
+        f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "
+        f"{best.memory_bytes / 2**30:.1f} of {capacity / 2**30:.0f} GiB on {found.profile.device.name} (profile "
+        f"{found.profile.name}); fastest of {found.counts.valid:,} valid layouts"
+    )
+    for other in found.ranked[1:2]:
+        slower = 100 * (other.time.total / best.time.total - 1)
+        line += f"; next: {described(other.work)}, {slower:+.1f} %: {why_slower(best, other, found.profile)}"
+    return line
