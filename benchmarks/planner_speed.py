@@ -1,14 +1,22 @@
-"""How many layouts the planner judges in a second on one core: step time and memory of each.
+"""How many layouts the planner judges in a second on one core, and how long it searches.
 
-    python benchmarks/planner_speed.py
+    python benchmarks/planner_speed.py --json benchmarks/results/planner_speed_cpu.json
 
-Every layout of 175B parameters on 1,536 GPUs with tensor parallelism within a node, equal stages and a global batch of
-1,536: 1F1B and interleaved, ZeRO 0 to 3, full and selective recomputation.
+Judged, step time and memory of each, is every layout of 175B parameters on 1,536 GPUs with tensor parallelism within a
+node, equal stages and a global batch of 1,536: 1F1B and interleaved, ZeRO 0 to 3, full and selective recomputation.
+Searched are all that the trainer accepts, of 175B parameters on 1,536 and of 1T on 3,072 A100s, by a new process each
+as `scripts/plan.py search` does it. Times are of the processor, children and start of the process included.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -21,7 +29,10 @@ from titan_like.planner.profile import load_profile
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
+ROOT = Path(__file__).resolve().parents[1]
 GPUS, BATCH = 1536, 1536
+SEARCHES = {"gpt3_175b": 1536, "gpt_1t": 3072}  # configuration → GPUs
+PASSES = ("first pass", "second pass", "third pass")
 
 
 def layouts() -> list[Workload]:
@@ -56,19 +67,59 @@ def layouts() -> list[Workload]:
     return found
 
 
-def main() -> None:
-    """Time the first pass, where nothing is known yet, and later ones."""
-    profile, works = load_profile("selene_2021"), layouts()
-    for name in ("first pass", "second pass", "third pass"):
+def judge() -> dict[str, float]:
+    """Layouts a second: the first pass, where nothing is known yet, and later ones."""
+    profile, works = load_profile("selene_2021").changed(trainer_state=True), layouts()
+    rates = {}
+    for name in PASSES:
         start = time.process_time()
-        judged = [(step_time(work, profile).total, largest_memory(work, profile)) for work in works]
-        seconds = time.process_time() - start
-        print(f"{name:12s} {len(works)} layouts in {seconds:.3f} s: {len(works) / seconds:,.0f} a second")
-    fitting = [(seconds, work) for (seconds, used), work in zip(judged, works, strict=True) if used < 80 * 2**30]
-    seconds, best = min(fitting, key=lambda pair: pair[0])
-    layout = f"tensor {best.tensor}, pipeline {best.pipeline} × {best.virtual_stages}, data {best.shard}"
-    rest = f"ZeRO {best.zero_stage}, microbatches of {best.micro_batch_size}, recomputation {best.recompute}"
-    print(f"fastest that fits: {layout}, {rest}: {seconds:.2f} s")
+        for work in works:
+            step_time(work, profile), largest_memory(work, profile)
+        rates[name] = len(works) / (time.process_time() - start)
+        print(f"{name:12s} {len(works)} layouts: {rates[name]:,.0f} a second")
+    return rates
+
+
+def timed_search(name: str, gpus: int) -> dict[str, float | int]:
+    """One search in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "found.json"
+        command = [sys.executable, "scripts/plan.py", "search", f"--job.config_file=train_configs/{name}.toml"]
+        before, start = _children_seconds(), time.perf_counter()
+        subprocess.run([*command, f"--gpus={gpus}", f"--json={target}"], cwd=ROOT, check=True, capture_output=True)
+        wall, seconds = time.perf_counter() - start, _children_seconds() - before
+        found = json.loads(target.read_text(encoding="utf-8"))["search"]
+    best = found["ranked"][0]
+    print(
+        f"{name} on {gpus} GPUs: {seconds:.1f} s ({wall:.1f} s on the clock), best of {found['valid']:,} layouts takes "
+        f"{best['step_seconds']['total']:.2f} s a step"
+    )
+    return {
+        "gpus": gpus,
+        "processor_seconds": seconds,
+        "clock_seconds": wall,
+        "valid": found["valid"],
+        "computed": found["computed"],
+    }
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    options = parser.parse_args()
+    result = {
+        "python": platform.python_version(),
+        "layouts_per_second": judge(),
+        "searches": {name: timed_search(name, gpus) for name, gpus in SEARCHES.items()},
+    }
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

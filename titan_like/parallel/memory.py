@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
@@ -134,8 +135,7 @@ class _Held:
     waiting: int = 0  # gradients that first parts of split passes made, until a second part sums them
 
 
-@dataclass(frozen=True)
-class StageSizes:
+class StageSizes(NamedTuple):
     """Bytes of one stage."""
 
     shards: int  # weights and moments, always there

@@ -148,12 +148,14 @@ class Split:
     def before_sharding(self, parameter: ParameterShape) -> tuple[int, ...]:
         """Shape of what the processes of a ZeRO group share."""
         dim = parameter.tensor_dim
+        if dim is None or self.tensor.size == 1:
+            return parameter.shape
         return tuple(self.tensor.of(n) if i == dim else n for i, n in enumerate(parameter.shape))
 
     def here(self, parameter: ParameterShape) -> tuple[int, ...]:
         """Shape on this process."""
-        rows, *columns = self.before_sharding(parameter)
-        return (self.shard.of(rows), *columns)
+        shape = self.before_sharding(parameter)
+        return shape if self.shard.size == 1 else (self.shard.of(shape[0]), *shape[1:])
 
     def padded(self, parameter: ParameterShape) -> int:
         """Elements of each process's shard in a collective, where all are as large as the first."""

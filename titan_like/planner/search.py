@@ -187,27 +187,37 @@ class BestFirst:
             self._push(least_pipeline_time(work, self.profile), 1, (group, (schedule, virtual)))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
-        """Put a pipeline's layouts into the heap by their step times, unless even the most sharded is too large."""
+        """Put those of a pipeline's layouts that fit into the heap by their step times.
+
+        Most sharded first: with fewer shards, and for whole backward passes with a lower ZeRO stage, memory only grows.
+        The bound of the memory of split ones may fall with the stage.
+        """
         if self._done(group):
             return
-        splits = self.space.splits(group)
-        zero, replicas, shards = max(splits, key=lambda split: (split[0], split[2]))
-        smallest = self.space.member(group, *choice, zero, replicas, shards)
-        if choice[0] not in SPLIT_BACKWARD:  # the bound of those is higher than that of less sharded layouts at times
-            used = largest_memory(smallest, self.profile)
-            if used > self.usable:
-                self._remember(smallest, used, len(splits))
-                return
-        for zero, replicas, shards in splits:
-            work = self.space.member(group, *choice, zero, replicas, shards)
-            if _cell(work) not in self.cells:
-                time = step_time(work, self.profile)
-                self.counts.computed += 1
-                heapq.heappush(self.heap, (time.total, 2, _order(work), (work, time)))
+        nothing_lower_fits = False
+        for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
+            fits = not nothing_lower_fits
+            for index, (_, replicas, shards) in enumerate(splits):
+                work = self.space.member(group, *choice, zero, replicas, shards)
+                if not fits:
+                    self.counts.too_large += 1
+                elif _cell(work) not in self.cells:
+                    used = largest_memory(work, self.profile, exact=False)
+                    fits = used <= self.usable
+                    if fits:
+                        self._add_layout(work)
+                    else:
+                        self._remember(work, used)
+                        nothing_lower_fits = index == 0 and choice[0] not in SPLIT_BACKWARD
 
-    def _remember(self, work: Workload, used: float, layouts: int = 1) -> None:
+    def _add_layout(self, work: Workload) -> None:
+        time = step_time(work, self.profile)
+        self.counts.computed += 1
+        heapq.heappush(self.heap, (time.total, 2, _order(work), (work, time)))
+
+    def _remember(self, work: Workload, used: float) -> None:
         """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
-        self.counts.too_large += layouts
+        self.counts.too_large += 1
         key = work.tensor, work.pipeline
         if key not in self.too_large or used < self.too_large[key].memory_bytes:
             self.too_large[key] = Candidate(work, step_time(work, self.profile), used)
@@ -218,15 +228,10 @@ class BestFirst:
         return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
 
     def _take(self, work: Workload, time: StepTime) -> None:
-        """The next layout in the order of time: one of the ranked, if it is the first of its kind and fits."""
-        if _cell(work) in self.cells:
-            return
-        used = largest_memory(work, self.profile, exact=False)
-        if used > self.usable:
-            self._remember(work, used)
-            return
-        self.cells.add(_cell(work))
-        self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
+        """The next layout in the order of time: one of the ranked, if it is the first of its kind."""
+        if _cell(work) not in self.cells:
+            self.cells.add(_cell(work))
+            self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 
     def _nothing_fits(self) -> ConfigError:
         least = min(self.too_large.values(), key=lambda one: one.memory_bytes, default=None)

@@ -127,22 +127,25 @@ class Space:
         return found
 
     def splits(self, group: Workload) -> list[tuple[int, int, int]]:
-        """ZeRO stages with replicas × shards. Replicas are of use with ZeRO 3, which else gathers over all nodes."""
+        """ZeRO stages with replicas × shards, most sharded first.
+
+        Replicas are of use with ZeRO 3, which else gathers over all nodes.
+        """
         size = group.data_parallel
         if size not in self._splits:
             self._splits[size] = self._splits_of(size)
         return self._splits[size]
 
     def _splits_of(self, size: int) -> list[tuple[int, int, int]]:
-        stages = self._choices("zero_stage", [0, 1, 2, 3])
+        stages = sorted(self._choices("zero_stage", [0, 1, 2, 3]), reverse=True)
         shapes = [(replicas, size // replicas) for replicas in divisors(size)]
-        chosen = [
-            (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
-        ]
         if not self.fixed.isdisjoint({_KEY["replicate"], _KEY["shard"]}):
+            chosen = [
+                (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
+            ]
             return [(zero, *shape) for zero in stages for shape in chosen]
         if size == 1:
-            return [(stages[0], 1, 1)]
+            return [(stages[-1], 1, 1)]
         return [(zero, *shape) for zero in stages for shape in (shapes[:-1] if zero == 3 else shapes[:1])]
 
     def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:

@@ -7,14 +7,13 @@ is found from the order of the schedule alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import StageSizes, Storage, rank_state, stage_sizes
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
-from titan_like.parallel.shapes import Part, Split, stage_units
+from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.workload import ranks_of_stages
 
@@ -123,10 +122,15 @@ def _stage(
         one, state_of_one = _stage(model, 1, *ends)
         two, state_of_two = _stage(model, 2, *ends)
         more = layers - 1
-        grown = StageSizes(*(a + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True)))
+        grown = StageSizes(*(a + more * (b - a) for a, b in zip(one, two, strict=True)))
         a, b = state_of_one, state_of_two
         return grown, (a[0] + more * (b[0] - a[0]), a[1] + more * (b[1] - a[1]), a[2] + more * (b[2] - a[2]))
     storage = Storage(zero, Split(Part(tensor), Part(shard)), data_parallel, compute=compute)
-    units = stage_units(model, StageLayers(range(layers), is_first, is_last))
+    units = _units(model, layers, is_first, is_last)
     state = rank_state(units, storage)
     return stage_sizes(units, storage), (state.parameters, state.gradients, state.optimizer)
+
+
+@lru_cache(maxsize=64)
+def _units(model: TransformerConfig, layers: int, is_first: bool, is_last: bool) -> list[Unit]:
+    return stage_units(model, StageLayers(range(layers), is_first, is_last))
