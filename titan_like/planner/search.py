@@ -187,7 +187,7 @@ class BestFirst:
             self._push(least_pipeline_time(work, self.profile), 1, (group, (schedule, virtual)))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
-        """Put those of a pipeline's layouts that fit into the heap by their step times.
+        """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
 
         Most sharded first: with fewer shards, and for whole backward passes with a lower ZeRO stage, memory only grows.
         The bound of the memory of split ones may fall with the stage.
@@ -202,13 +202,17 @@ class BestFirst:
                 if not fits:
                     self.counts.too_large += 1
                 elif _cell(work) not in self.cells:
-                    used = largest_memory(work, self.profile, exact=False)
-                    fits = used <= self.usable
+                    if zero == 3:
+                        fits = self._fits(work)
+                        nothing_lower_fits = not fits and index == 0 and choice[0] not in SPLIT_BACKWARD
                     if fits:
                         self._add_layout(work)
-                    else:
-                        self._remember(work, used)
-                        nothing_lower_fits = index == 0 and choice[0] not in SPLIT_BACKWARD
+
+    def _fits(self, work: Workload) -> bool:
+        used = largest_memory(work, self.profile, exact=False)
+        if used > self.usable:
+            self._remember(work, used)
+        return used <= self.usable
 
     def _add_layout(self, work: Workload) -> None:
         time = step_time(work, self.profile)
@@ -228,8 +232,8 @@ class BestFirst:
         return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
 
     def _take(self, work: Workload, time: StepTime) -> None:
-        """The next layout in the order of time: one of the ranked, if it is the first of its kind."""
-        if _cell(work) not in self.cells:
+        """The next layout in the order of time: one of the ranked, if it is the first of its kind and fits."""
+        if _cell(work) not in self.cells and (work.zero_stage == 3 or self._fits(work)):
             self.cells.add(_cell(work))
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 
