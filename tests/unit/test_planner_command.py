@@ -68,6 +68,25 @@ def test_what_does_not_fit_ends_with_1():
     assert "DOES NOT FIT" in done.stdout
 
 
+def test_search_tells_why_others_lose(tmp_path):
+    target = tmp_path / "found.json"
+    words = ["--top", "5", "--parallelism.zero_stage", "1", "--json", target]
+    done = plan("search", "--job.config_file", "train_configs/gpt_18b.toml", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(target.read_text())["search"]
+    assert found["gpus"] == 256
+    assert found["valid"] > found["too_large"] > 0
+    assert len(found["ranked"]) == 5
+    best, *others = found["ranked"]
+    for one in others:
+        assert one["settings"]["parallelism.zero_stage"] == 1, "the command line's settings stay"
+        assert one["step_seconds"]["total"] >= best["step_seconds"]["total"]
+        lost, seconds = next(iter(one["seconds_more"].items()))
+        assert seconds == pytest.approx(one["step_seconds"][lost] - best["step_seconds"][lost])
+        assert one["why"] in done.stdout
+    assert "valid layouts on 256 GPUs" in done.stdout
+
+
 def test_duration_of_the_paper_s_trillion_parameter_run(tmp_path):
     target = tmp_path / "plan.json"
     words = ["--tokens", "450e9", "--tflops", "163", "--price", "2", "--json", target]
@@ -116,6 +135,9 @@ def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--cluster.gpu", "V100"], "training.dtype"),
         (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tokens", "-1"], "--tokens"),
         (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--price", "nan"], "--price"),
+        (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "0"], "--gpus"),
+        (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--out", "/tmp/best.json"], "--out"),
+        (["search", "--job.config_file", "train_configs/debug_gpt.toml"], "cluster.gpu"),
         (["calibrate", "--profile", "selene_2021"], "--points"),
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
     ],

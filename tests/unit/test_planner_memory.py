@@ -1,14 +1,19 @@
 import math
+import random
 from itertools import pairwise
 
 import pytest
 
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
-from titan_like.parallel.memory import state_bytes
+from titan_like.parallel.memory import Storage, peak_state, state_bytes
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.shapes import Part, Split, stage_units
+from titan_like.parallel.split import balanced_layers, split_layers
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.workload import Workload
+from titan_like.planner.state import rank_stages, trainer_state
+from titan_like.planner.workload import Workload, ranks_of_stages
 
 MEGATRON = builtin_profiles()["selene_2021"]
 TRAINER = builtin_profiles()["fsdp_a100"].changed(trainer_state=True)
@@ -115,3 +120,50 @@ def test_table_1_of_ptd_p_fits_into_80_gib():
     rows = [predict_row(row) for row in published_rows() if row.study == "ptdp_table1"]
     assert len(rows) == 10
     assert all(row.memory_gib < 80 for row in rows)
+
+
+def random_ranks(count):
+    """Ranks of random pipelines of our own trainer: their state by closed form, and by going through their passes."""
+    generator = random.Random(11)
+    pick = generator.choice
+    while count:
+        model, tensor, degree, schedule, virtual = (
+            pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8]), pick(SCHEDULES), pick([1, 2, 3])
+        )  # fmt: skip
+        microbatches, zero, shard, compute = (
+            pick([1, 2, 4, 6, 8, 16, 24]),
+            pick(range(4)),
+            pick([1, 2, 24]),
+            pick([2, 4]),
+        )
+        schedule = schedule if degree > 1 else "1f1b"
+        stages = stages_per_rank(schedule, virtual)
+        invalid = check_schedule(schedule, degree, virtual, microbatches) or degree * stages > model.num_layers
+        if invalid or (schedule in LOOPS and virtual == 1) or model.num_kv_heads % tensor:
+            continue
+        count -= 1
+        layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
+        rank = generator.randrange(degree)
+        storage = (tensor, shard, shard, zero, compute)
+        here = rank_stages(layers, schedule, degree, virtual, rank)
+        found = trainer_state(model, here, schedule, degree, microbatches, *storage)
+        splits, ranks = split_layers(list(layers)), ranks_of_stages(schedule, degree, virtual)
+        units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
+        split = Split(Part(tensor), Part(shard if zero else 1))
+        actions = schedule_table(schedule, degree, virtual, microbatches)[rank]
+        exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute))
+        yield schedule, zero, found, max(exact, sum(found[:3]))
+
+
+LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
+
+
+def test_state_by_closed_form_is_what_the_passes_hold():
+    whole = 0
+    for schedule, zero, found, exact in random_ranks(250):
+        if schedule in SPLIT_BACKWARD:
+            assert sum(found) >= exact * (1 - 0.003), (schedule, zero)
+        else:
+            whole += 1
+            assert sum(found) == exact, (schedule, zero)
+    assert whole > 100

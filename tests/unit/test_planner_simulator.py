@@ -86,3 +86,19 @@ def test_an_uneven_stage_holds_the_others_up():
     for predicted in (simulated_step_time, step_time):
         slow, fast = predicted(uneven, QUIET), predicted(even, QUIET)
         assert slow.compute + slow.bubble > 1.4 * (fast.compute + fast.bubble)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [8, 16, 64])
+def test_zero_bubble_of_unequal_halves_is_near_the_simulation(recompute, microbatches):
+    """With recomputation the first half of a backward pass takes several times as long as the second."""
+    work = Workload(
+        flavor("gpt", "gpt3_175b"), 2048, 1, microbatches, tensor=8, pipeline=8, sequence_parallel=True,
+        schedule="interleaved_zero_bubble", virtual_stages=2, recompute=recompute,
+    )  # fmt: skip
+    profile = builtin_profiles()["fsdp_a100"]
+    found, simulated = step_time(work, profile), simulated_step_time(work, profile)
+    assert found.total == pytest.approx(simulated.total, rel=0.02)
+    # Compiled layers' backward passes are not split: as long as the bubble of 1F1B with as many stages.
+    plain = step_time(work._replace(schedule="interleaved_1f1b", compiled=True), profile)
+    assert step_time(work._replace(compiled=True), profile).bubble == pytest.approx(plain.bubble, rel=1e-9)

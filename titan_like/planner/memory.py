@@ -104,6 +104,11 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
     return min(everything, stages * pipeline + (schedule == "dualpipe_v"))
 
 
+def layer_kept(work: Workload) -> float:
+    """Bytes that one layer keeps of one microbatch, of which a rank holds `in_flight`."""
+    return layer_activations(work)[0]
+
+
 def layer_activations(work: Workload) -> tuple[float, float]:
     """Bytes that one layer keeps of one microbatch until its backward pass; bytes that only the layer at work needs.
 

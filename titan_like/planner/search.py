@@ -21,7 +21,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.devices import find_device
 from titan_like.planner.layers import layer_cost
-from titan_like.planner.memory import in_flight, largest_memory, layer_activations
+from titan_like.planner.memory import in_flight, largest_memory, layer_kept
 from titan_like.planner.predict import cluster_size, compute_type, default_profile, for_run
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import Space
@@ -165,8 +165,7 @@ class BestFirst:
             pipelines = self.space.pipelines(group)
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
         state = 2 * _FLOAT32 * group.model.num_parameters() / group.num_gpus if self.profile.trainer_state else 0.0
-        chunk, _ = layer_activations(group)
-        return self._held[key] * chunk + state + self.profile.overhead_bytes
+        return self._held[key] * layer_kept(group) + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
         """Most layers times microbatches whose activations a rank holds."""

@@ -36,19 +36,17 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Search, and tell.
 
     Raises:
-        ConfigError: no layout is valid, or none fits.
+        ConfigError: an option that makes no sense, or no layout is valid, or none fits.
     """
     above_zero(options, "gpus", "top")
+    if options.out and Path(options.out).suffix != ".toml":
+        raise ConfigError("--out", options.out, "must be a TOML file; give it a name that ends with .toml")
     config = load_config(settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)
     found = search(config, options.gpus, chosen_profile(options), fixed, options.top, _Progress())
-    files = {}
-    if options.out:
-        if Path(options.out).suffix != ".toml":
-            raise ConfigError("--out", options.out, "must be a TOML file; give it a name that ends with .toml")
-        files[Path(options.out)] = as_toml(found, Path(options.out))
+    files = {Path(options.out): as_toml(found, Path(options.out))} if options.out else {}
     return Outcome(describe(found), {"search": as_dict(found)}, files=files)
 
 
