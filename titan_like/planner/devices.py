@@ -23,6 +23,7 @@ class Device:
     multiprocessors: int
     tensor_element: int  # matrix sizes must be multiples of it for the tensor cores
     peak: dict[str, float]  # FLOP, by type
+    is_cpu: bool = False
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s.

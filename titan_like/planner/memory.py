@@ -16,6 +16,7 @@ from titan_like.parallel.memory import Storage, peak_state, rank_state
 from titan_like.parallel.schedules.tables import schedule_table, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
+from titan_like.planner.activations import fullest_moment
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
 
@@ -71,21 +72,31 @@ def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
     """Memory of one pipeline rank."""
     stages = stages_of(work)
     ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
-    holds_last = ranks[-1] == rank
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     per_rank = stages_per_rank(work.schedule, work.virtual_stages)
     parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank)
-    chunk, working = layer_activations(work)
     held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
-    activations = held * chunk * layers / per_rank + (working if layers else 0)
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    element = _BYTES[work.dtype]
-    if ranks[0] == rank:
-        activations += held / per_rank * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if holds_last else 0.0
+    ends = ranks[0] == rank, ranks[-1] == rank
+    if profile.trainer_state:
+        moment = fullest_moment(work, profile.device, layers, held, per_rank, ends, gradients)
+        gradients, activations, logits = moment
+    else:
+        activations, logits = _activations(work, layers, held / per_rank, ends)
     overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
     total = parameters + gradients + optimizer + gathered + activations + logits + overhead
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+
+
+def _activations(work: Workload, layers: int, held: float, ends: tuple[bool, bool]) -> tuple[float, float]:
+    """Activations and logits of other stacks. ``held`` microbatches of all the rank's layers; ``ends``: first, last."""
+    chunk, working = layer_activations(work)
+    activations = held * chunk * layers + (working if layers else 0)
+    tokens = work.micro_batch_size * work.seq_len / work.context
+    element = _BYTES[work.dtype]
+    if ends[0]:
+        activations += held * tokens * work.model.hidden_size * element
+    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if ends[1] else 0.0
+    return activations, logits
 
 
 def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
