@@ -18,7 +18,7 @@ from titan_like.parallel.split import layers_per_stage
 from titan_like.parallel.traffic import BYTES
 from titan_like.planner.devices import Device, find_device
 from titan_like.planner.memory import Memory, memory
-from titan_like.planner.profile import Profile, builtin_profiles
+from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.workload import Workload
 
@@ -67,16 +67,43 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
         ConfigError: the settings contradict each other, or the GPU is not known.
     """
     model = model_config(config.model)
-    if config.cluster.gpu is None:
-        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
-    device = find_device(config.cluster.gpu)
+    if profile is None and config.cluster.profile is not None:
+        profile = load_profile(config.cluster.profile, "cluster.profile")
+    profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
-    profile = profile or default_profile(device)
+    return predict_layout(config, model, layout, profile, device)
+
+
+def predict_layout(
+    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile, device: Device
+) -> Forecast:
+    """The step of a run on a cluster that its layout fits.
+
+    Raises:
+        ConfigError: the device lacks the type, or the profile knows nothing of links between processes.
+    """
     profile = for_run(profile, config, device)
+    if layout.num_processes > 1 and not profile.node_bandwidth:
+        problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
+        raise ConfigError("cluster.node_bandwidth", None, problem)
     device.peak_flops(_dtype(config))  # refuses
     work = workload_of(config, model, layout)
     return forecast(work, profile, config)
+
+
+def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
+    """The stack and what it runs on: the profile's own device where it brings one, else the cluster's GPU.
+
+    Raises:
+        ConfigError: no GPU is named, or one that is not known.
+    """
+    if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
+        return profile, profile.device
+    if config.cluster.gpu is None:
+        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
+    device = find_device(config.cluster.gpu)
+    return profile or default_profile(device), device
 
 
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
