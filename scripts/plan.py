@@ -4,9 +4,10 @@ predict    step time and memory of the configuration on its cluster, with breakd
 search     the fastest of all valid layouts for --gpus, why the next best lose, and the best as a TOML for train.py
 duration   days that --tokens take: at the predicted rate, or at --tflops per GPU
 calibrate  fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit
+microbenchmark
+           measure this machine and write a profile of it; the only one that computes anything
 
-Each has a --help. Nothing is computed on a GPU and no process is started. Ends with 0; predict with 1 if the run does
-not fit into memory; 2 after bad input.
+Each has a --help. Ends with 0; predict with 1 if the run does not fit into memory; 2 after bad input.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the co
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
 
-COMMANDS = ("predict", "search", "duration", "calibrate")
+COMMANDS = ("predict", "search", "duration", "calibrate", "microbenchmark")
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +48,8 @@ def main(argv: list[str]) -> int:
         check_target(f"--{name}", getattr(options, name, None))
 
     outcome = command.run(options, settings)
-    print(outcome.text)
+    if outcome.text:  # of several processes one has something to say
+        print(outcome.text)
     for path, text in outcome.files.items():
         path.write_text(text, encoding="utf-8")
     if options.json:

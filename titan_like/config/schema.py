@@ -284,6 +284,11 @@ class Cluster(Section):
         description="what all network cards of a node carry together in one direction, in GB/s (1e9 bytes), for the "
         "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
     )
+    profile: str | None = Field(
+        None,
+        description="stack profile that steps are predicted with: a shipped one, or a TOML file such as plan.py "
+        "microbenchmark and calibrate write (default: that of the GPU)",
+    )
 
 
 class JobConfig(Section):

@@ -27,8 +27,9 @@ def choose_layout(
         ConfigError: it is not known what to plan for, or no layout is valid and fits.
     """
     gpu = config.cluster.gpu or gpu
-    if gpu is None:
-        problem = 'there is no GPU here to plan for; name one in cluster.gpu, such as "H100", or set the degrees'
+    if gpu is None and config.cluster.profile is None:
+        problem = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
+        problem += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
         raise ConfigError("parallelism.auto", True, problem)
     gpus_per_node = config.cluster.gpus_per_node or gpus_per_node
     if gpus_per_node is None:

@@ -1,4 +1,4 @@
-"""GPUs by name: peak rates, memory, links. The figures are in devices.toml; a user's own file may add to them."""
+"""GPUs by name: peak rates, memory, links. The figures are in devices.toml; a profile may bring a device of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from importlib import resources
 from typing import Any
 
 from titan_like.config.errors import ConfigError
+
+_ENTRIES = ("memory_gib", "memory_bandwidth", "nvlink", "multiprocessors", "tensor_element")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +25,7 @@ class Device:
     multiprocessors: int
     tensor_element: int  # matrix sizes must be multiples of it for the tensor cores
     peak: dict[str, float]  # FLOP, by type
+    is_cpu: bool = False  # computes while the host waits, and keeps what PyTorch's CPU kernels keep
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s.
@@ -57,7 +60,47 @@ def device_from(name: str, table: dict[str, Any]) -> Device:
         table["multiprocessors"],
         table["tensor_element"],
         {dtype: rate * 1e12 for dtype, rate in table["peak"].items()},
+        table.get("is_cpu", False),
     )
+
+
+def check_device_table(key: str, table: Any) -> None:
+    """Refuse a device that a user's file describes, unless it says everything and in numbers above 0.
+
+    Raises:
+        ConfigError: the first entry that is missing, unknown or not such a number.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(key, table, f"must be a table with {', '.join(_ENTRIES)} and peak")
+    for name in (*_ENTRIES, "peak"):
+        if name not in table:
+            raise ConfigError(f"{key}.{name}", None, "a device must say it")
+    for name, value in table.items():
+        if name not in (*_ENTRIES, "peak", "is_cpu"):
+            raise ConfigError(f"{key}.{name}", value, f"unknown; there are {', '.join(_ENTRIES)}, peak and is_cpu")
+    if not isinstance(table.get("is_cpu", False), bool):
+        raise ConfigError(f"{key}.is_cpu", table["is_cpu"], "must be true or false")
+    if not isinstance(table["peak"], dict) or not table["peak"]:
+        raise ConfigError(
+            f"{key}.peak", table["peak"], "must be a table of TFLOP/s by type, such as { bfloat16 = 312 }"
+        )
+    numbers = {name: table[name] for name in _ENTRIES} | {f"peak.{name}": x for name, x in table["peak"].items()}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"{key}.{name}", value, "must be a number above 0")
+
+
+def device_to_table(device: Device) -> dict[str, Any]:
+    """The inverse of `device_from`."""
+    return {
+        "memory_gib": device.memory_bytes / 2**30,
+        "memory_bandwidth": device.memory_bandwidth / 1e9,
+        "nvlink": device.nvlink_bandwidth / 1e9,
+        "multiprocessors": device.multiprocessors,
+        "tensor_element": device.tensor_element,
+        "is_cpu": device.is_cpu,
+        "peak": {dtype: rate / 1e12 for dtype, rate in device.peak.items()},
+    }
 
 
 def find_device(name: str) -> Device:

@@ -16,6 +16,7 @@ from titan_like.parallel.memory import Storage, peak_state, rank_state
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
+from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.state import rank_stages, trainer_state
 from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
@@ -75,21 +76,31 @@ def rank_memory(work: Workload, profile: Profile, rank: int, exact: bool = True)
     """Memory of one pipeline rank; ``exact`` as for `largest_memory`."""
     stages = stages_of(work)
     ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
-    holds_last = ranks[-1] == rank
     layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
     per_rank = stages_per_rank(work.schedule, work.virtual_stages)
     parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank, exact)
-    chunk, working = layer_activations(work)
     held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
-    activations = held * chunk * layers / per_rank + (working if layers else 0)
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    element = _BYTES[work.dtype]
-    if ranks[0] == rank:
-        activations += held / per_rank * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if holds_last else 0.0
+    ends = ranks[0] == rank, ranks[-1] == rank
+    if profile.trainer_state:
+        moment = fullest_moment(work, profile.device, layers, held, per_rank, ends, gradients)
+        gradients, activations, logits = moment
+    else:
+        activations, logits = _activations(work, layers, held / per_rank, ends)
     overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
     total = parameters + gradients + optimizer + gathered + activations + logits + overhead
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+
+
+def _activations(work: Workload, layers: int, held: float, ends: tuple[bool, bool]) -> tuple[float, float]:
+    """Activations and logits of other stacks. ``held`` microbatches of all the rank's layers; ``ends``: first, last."""
+    chunk, working = layer_activations(work)
+    activations = held * chunk * layers + (working if layers else 0)
+    tokens = work.micro_batch_size * work.seq_len / work.context
+    element = _BYTES[work.dtype]
+    if ends[0]:
+        activations += held * tokens * work.model.hidden_size * element
+    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if ends[1] else 0.0
+    return activations, logits
 
 
 def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
@@ -104,9 +115,9 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
     return min(everything, stages * pipeline + (schedule == "dualpipe_v"))
 
 
-def layer_kept(work: Workload) -> float:
+def layer_kept(work: Workload, profile: Profile) -> float:
     """Bytes that one layer keeps of one microbatch, of which a rank holds `in_flight`."""
-    return layer_activations(work)[0]
+    return kept_of(work, profile.device).layer if profile.trainer_state else layer_activations(work)[0]
 
 
 def layer_activations(work: Workload) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from titan_like.parallel.split import layers_per_stage
 from titan_like.parallel.traffic import BYTES
 from titan_like.planner.devices import Device, find_device
 from titan_like.planner.memory import Memory, memory
-from titan_like.planner.profile import Profile, builtin_profiles
+from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.workload import Workload
 
@@ -67,16 +67,60 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
         ConfigError: the settings contradict each other, or the GPU is not known.
     """
     model = model_config(config.model)
+    profile, device = profile_and_device(config, profile or named_profile(config))
+    layout = resolve_layout(config.parallelism, cluster_size(config))
+    check_rules(config, model, layout)
+    return predict_layout(config, model, layout, profile, device)
+
+
+def predict_layout(
+    config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile, device: Device
+) -> Forecast:
+    """The step of a run on a cluster that its layout fits.
+
+    Raises:
+        ConfigError: the device lacks the type, or the profile knows nothing of links between processes.
+    """
+    work = workload_of(config, model, layout)
+    return forecast(work, checked_profile(config, layout.num_processes, profile, device), config)
+
+
+def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
+    """The stack's constants `for_run`.
+
+    Raises:
+        ConfigError: the device lacks the type, or the profile knows nothing of links between processes.
+    """
+    profile = for_run(profile, config, device)
+    if num_processes > 1 and not profile.node_bandwidth:
+        problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
+        raise ConfigError("cluster.node_bandwidth", None, problem)
+    device.peak_flops(compute_type(config))  # refuses
+    return profile
+
+
+def named_profile(config: JobConfig) -> Profile | None:
+    """The run's own choice of a stack, if it makes one.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    name = config.cluster.profile
+    return None if name is None else load_profile(name, "cluster.profile")
+
+
+def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
+    """The stack and what it runs on: the profile's own device where it brings one, else the cluster's GPU.
+
+    Raises:
+        ConfigError: no GPU is named, or one that is not known.
+    """
+    if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
+        return profile, profile.device
     if config.cluster.gpu is None:
         raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
     device = find_device(config.cluster.gpu)
-    layout = resolve_layout(config.parallelism, cluster_size(config))
-    check_rules(config, model, layout)
-    profile = profile or default_profile(device)
-    profile = for_run(profile, config, device)
-    device.peak_flops(compute_type(config))  # refuses
-    work = workload_of(config, model, layout)
-    return forecast(work, profile, config)
+    return profile or default_profile(device), device
 
 
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:

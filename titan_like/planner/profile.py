@@ -15,7 +15,14 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.planner.cluster import Links
-from titan_like.planner.devices import Device, find_device
+from titan_like.planner.devices import (
+    Device,
+    builtin_devices,
+    check_device_table,
+    device_from,
+    device_to_table,
+    find_device,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Profile:
     name: str
     device: Device
     gpus_per_node: int
-    node_bandwidth: float  # of all network cards of a node, bytes per second, one direction
+    node_bandwidth: float  # of all network cards of a node, bytes per second, one direction; 0: nothing is known
     description: str = ""
     groups: tuple[tuple[str, str], ...] = ()  # rows it is for: (start of the GPU's name, first word of the notes)
     only_zero: int | None = None  # and only those with this ZeRO stage: in some studies it means another stack
@@ -125,12 +132,14 @@ _TUPLES = ("groups", "fitted_on", "host_operators")
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
-    """A profile from its TOML.
+    """A profile from its TOML. ``device`` names a GPU of devices.toml, or the one that [device_table] describes.
 
     Raises:
-        ConfigError: unknown or missing keys.
+        ConfigError: unknown or missing keys, or a device that is not known or not whole.
     """
     known = {f.name for f in fields(Profile) if f.init} - {"name"}
+    table = dict(table)
+    own = table.pop("device_table", None)
     unknown = sorted(set(table) - known)
     if unknown:
         raise ConfigError(f"profile {name}: {unknown[0]}", table[unknown[0]], f"unknown; there are {', '.join(known)}")
@@ -138,7 +147,11 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         if needed not in table:
             raise ConfigError(f"profile {name}: {needed}", None, "every profile must say it")
     values = dict(table)
-    values["device"] = find_device(values["device"])
+    if own is not None:
+        check_device_table(f"profile {name}: device_table", own)
+        values["device"] = device_from(str(values["device"]), own)
+    else:
+        values["device"] = find_device(values["device"])
     for key in _TUPLES:
         if key in values:
             values[key] = tuple(tuple(v) if isinstance(v, list) else v for v in values[key])
@@ -155,7 +168,15 @@ def profile_to_toml(profile: Profile) -> str:
         shown = profile.device.name if key == "device" else value
         if key in FITTED or shown != defaults[key]:
             lines.append(f"{key} = {_toml(shown)}")
+    if not is_builtin(profile.device):
+        lines += ["", "[device_table]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in device_to_table(profile.device).items()]
     return "\n".join(lines) + "\n"
+
+
+def is_builtin(device: Device) -> bool:
+    """Whether devices.toml has the device."""
+    return builtin_devices().get(device.name) is device
 
 
 def _toml(value: Any) -> str:
@@ -163,6 +184,8 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -178,8 +201,8 @@ def builtin_profiles() -> dict[str, Profile]:
     }
 
 
-def load_profile(name: str) -> Profile:
-    """A shipped profile by name, or one from a TOML file.
+def load_profile(name: str, key: str = "--profile") -> Profile:
+    """A shipped profile by name, or one from a TOML file; ``key`` is the setting that names it.
 
     Raises:
         ConfigError: there is no such profile or file.
@@ -191,9 +214,9 @@ def load_profile(name: str) -> Profile:
         try:
             return profile_from(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError("--profile", name, f"is not TOML: {error}") from None
+            raise ConfigError(key, name, f"is not TOML: {error}") from None
     known = ", ".join(builtin_profiles())
-    raise ConfigError("--profile", name, f"no such profile; there are {known}, or name a TOML file")
+    raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
 
 
 def profile_for_group(gpu: str, word: str, zero_stage: int = 0) -> Profile | None:

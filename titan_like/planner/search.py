@@ -19,10 +19,9 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
-from titan_like.planner.devices import find_device
 from titan_like.planner.layers import layer_cost
 from titan_like.planner.memory import in_flight, largest_memory, layer_kept
-from titan_like.planner.predict import cluster_size, compute_type, default_profile, for_run
+from titan_like.planner.predict import checked_profile, cluster_size, named_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import Space
 from titan_like.planner.step_time import StepTime, microbatch_of, step_time
@@ -94,12 +93,10 @@ def search(
     Raises:
         ConfigError: the GPU is not known, or no layout is valid, or none fits.
     """
-    if config.cluster.gpu is None:
-        raise ConfigError("cluster.gpu", None, 'say which GPU the run is for, such as "A100-80GB" or "H100"')
-    device = find_device(config.cluster.gpu)
-    device.peak_flops(compute_type(config))  # refuses
-    profile = for_run(profile or default_profile(device), config, device)
-    space = Space(config, model_config(config.model), num_gpus or cluster_size(config), fixed)
+    num_gpus = num_gpus or cluster_size(config)
+    stack = profile_and_device(config, profile or named_profile(config))
+    profile = checked_profile(config, num_gpus, *stack)
+    space = Space(config, model_config(config.model), num_gpus, fixed)
     collects = gc.isenabled()
     gc.disable()  # it would look through hundreds of thousands of tuples, none of them in a cycle, again and again
     try:
@@ -165,7 +162,7 @@ class BestFirst:
             pipelines = self.space.pipelines(group)
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
         state = 2 * _FLOAT32 * group.model.num_parameters() / group.num_gpus if self.profile.trainer_state else 0.0
-        return self._held[key] * layer_kept(group) + state + self.profile.overhead_bytes
+        return self._held[key] * layer_kept(group, self.profile) + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
         """Most layers times microbatches whose activations a rank holds."""

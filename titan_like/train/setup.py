@@ -23,6 +23,7 @@ from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.planner.profile import load_profile
 from titan_like.train.batch_size import total_steps
 
 
@@ -90,6 +91,8 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
     layout = resolve_layout(config.parallelism, world_size)
     check_rules(config, model, layout)
     check_gpu_name(config.cluster.gpu)
+    if config.cluster.profile is not None:
+        load_profile(config.cluster.profile, "cluster.profile")  # refuses
     check_wandb(config.metrics)
     return model, layout
 

@@ -37,6 +37,7 @@ from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
 from titan_like.train.batch_size import global_batch_size_at
+from titan_like.train.forecast import StepForecast
 from titan_like.train.health import LossWatch
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
 from titan_like.train.random_streams import dropout_stream, seed_everything
@@ -80,6 +81,7 @@ class Trainer:
         self.console.print(f" {describe_run(run)}")
         self.profiler = StepProfiler(config, mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if is_writer else []
+        self.forecast = StepForecast(run) if is_writer else None
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
         self.meter = ThroughputMeter(
@@ -119,6 +121,9 @@ class Trainer:
                 if self._logs(self.step) or is_last:
                     self.console.print(format_log_line(unlogged, total, config.training.seq_len))
                     unlogged.clear()
+                compared = self.forecast.add(record) if self.forecast is not None else None
+                if compared is not None:
+                    self.console.print(compared)
                 self.console.advance_to(self.step)
                 self.save_is_due = self.save_is_due or self.step % config.checkpoint.interval == 0
                 # Without an update there is nothing new, and the weights may be ruined: good checkpoints stay.

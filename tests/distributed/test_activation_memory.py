@@ -1,0 +1,214 @@
+"""What our trainer really holds, by torch's memory tracker, beside the planner's formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.launch import Case, base_config, launch
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.activations import fullest_moment, kept
+from titan_like.planner.devices import Device, find_device
+from titan_like.planner.memory import rank_memory
+from titan_like.planner.predict import workload_of
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.workload import Workload
+from titan_like.train.job import process_group
+from titan_like.train.loss import summed_cross_entropy
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+RANKS = 2
+CPU = Device("CPU", 2**40, 1e10, 1e10, 1, 1, {"float32": 1e11, "bfloat16": 1e10}, is_cpu=True)
+SHAPE = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 160, "vocab_size": 257}
+LARGER = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 320}
+
+
+def case(name: str, mode: str = "none", dtype: str = "float32", shape: dict | None = None, **changes: Any) -> Case:
+    family = name.split()[0].strip(",")
+    settings = {
+        "model.family": family,
+        "model.overrides": SHAPE | {"num_kv_heads": 2 if family == "llama" else 4} | (shape or {}),
+        "training.dtype": dtype,
+        "training.seq_len": 128,
+        "training.micro_batch_size": 2,
+        "training.global_batch_size": 2 * changes.pop("microbatches", 2),
+        "activation_checkpoint.mode": mode,
+    }
+    return Case(name, settings | {f"parallelism.{key}": value for key, value in changes.items()})
+
+
+def split(name: str, mode: str = "none", dtype: str = "float32", sequence_parallel: bool = True) -> Case:
+    return case(name, mode, dtype, tensor_parallel_degree=2, sequence_parallel=sequence_parallel)
+
+
+EVERY_OTHER = case("llama full, every other layer", "full")
+EVERY_OTHER.settings["activation_checkpoint.every_n_layers"] = 2
+PASSES = [
+    case("gpt"),
+    case("gpt bfloat16", dtype="bfloat16"),
+    case("gpt grouped queries", shape={"num_kv_heads": 2}),
+    case("gpt dropout", shape={"dropout": 0.1}),
+    case("gpt selective", "selective"),
+    case("gpt full", "full", "bfloat16"),
+    case("llama"),
+    case("llama bfloat16", dtype="bfloat16"),
+    case("llama selective", "selective", "bfloat16"),
+    case("llama full", "full"),
+    EVERY_OTHER,
+    split("gpt sequence parallel"),
+    split("gpt tensor parallel", sequence_parallel=False),
+    split("gpt sequence parallel, selective", "selective", "bfloat16"),
+    split("llama sequence parallel", dtype="bfloat16"),
+    split("llama tensor parallel, selective", "selective", sequence_parallel=False),
+    split("llama sequence parallel, full", "full"),
+]
+STEPS = [
+    case("gpt, 2 microbatches", shape=LARGER, microbatches=4),
+    case("gpt, 1 microbatch", shape=LARGER, microbatches=2),
+    case("gpt full, 1 microbatch", "full", shape=LARGER, microbatches=2),
+    case("gpt bfloat16", dtype="bfloat16", shape=LARGER, microbatches=4),
+    case("gpt zero 3", shape=LARGER, microbatches=4, zero_stage=3),
+    case("llama zero 3 bfloat16", dtype="bfloat16", shape=LARGER, microbatches=4, zero_stage=3),
+    case("gpt pipeline", shape=LARGER, microbatches=4, pipeline_parallel_degree=2),
+    case("llama gpipe", shape=LARGER, microbatches=4, pipeline_parallel_degree=2, pipeline_schedule="gpipe"),
+]
+
+
+def measure(rank: int, folder: Path) -> None:
+    passes = {case.name: measure_passes(base_config(folder, case.settings)) for case in PASSES}
+    steps = {case.name: measure_step(base_config(folder, case.settings)) for case in STEPS}
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, steps)
+    if rank == 0:
+        (folder / "measured.json").write_text(json.dumps({"passes": passes, "steps": gathered}))
+
+
+class Tracker(MemTracker):
+    """Total bytes on the CPU."""
+
+    def knows(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self.track_external(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def total(self, moment: str) -> int:
+        return self.get_tracker_snapshot(moment)[torch.device("cpu")]["Total"]
+
+
+def measure_passes(config: JobConfig) -> dict[str, int]:
+    """Bytes kept between the forward and the backward pass of one microbatch, and most of both passes."""
+    trainer = Trainer(prepare_run(config))
+    (stage,) = trainer.model.stages
+    stage.data_parallel.before_backward(is_last=False)
+    tokens = torch.randint(97, 123, (2, 128))
+
+    def loss() -> torch.Tensor:
+        return summed_cross_entropy(stage.module(tokens), tokens)
+
+    loss().backward()  # weights are gathered and gradients exist from here on
+    tracker = Tracker()
+    tracker.knows(stage.module.parameters())
+    tracker.knows(parameter.grad for parameter in stage.module.parameters())
+    with tracker:
+        before = tracker.total("current")
+        value = loss()
+        held = tracker.total("current") - before
+        value.backward()
+    return {"kept": held, "peak": tracker.total("peak") - before}
+
+
+def measure_step(config: JobConfig) -> int:
+    """Most bytes of a whole step."""
+    trainer = Trainer(prepare_run(config))
+    data = trainer._load_data()
+    trainer.train_step(data)  # the optimizer's state exists from here on
+    tracker = Tracker()
+    tracker.knows(trainer.model.parameters())
+    tracker.knows(value for state in trainer.optimizer.state.values() for value in state.values())
+    forward = trainer.pipeline._forward
+
+    def each(*args: Any) -> None:
+        tracker.reset_mod_stats()  # it wants to be told of modules that are called again
+        forward(*args)
+
+    trainer.pipeline._forward = each  # type: ignore[method-assign]
+    with tracker:
+        trainer.train_step(data)
+    data.close()
+    return tracker.total("peak")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("activations")
+    launch(measure, RANKS, folder)
+    return json.loads((folder / "measured.json").read_text())
+
+
+def workload(config: JobConfig, world_size: int) -> Workload:
+    return workload_of(config, model_config(config.model), resolve_layout(config.parallelism, world_size))
+
+
+@pytest.mark.parametrize("case", PASSES, ids=lambda case: case.name)
+def test_activations_are_those_of_the_memory_tracker(measured: Any, case: Case, tmp_path: Path) -> None:
+    """What the formulas leave out: labels, positions, generators' states, gradients of single weights."""
+    work = workload(base_config(tmp_path / "none", case.settings), RANKS)
+    found = measured["passes"][case.name]
+    settings = (work.tensor, work.sequence_parallel, work.recompute, work.recompute_every, work.dtype, CPU)
+    one = kept(work.model, work.micro_batch_size * work.seq_len, work.seq_len, *settings)
+    layers = work.model.num_layers
+    assert one.stage + layers * one.layer + one.entry + one.head + one.logits == pytest.approx(found["kept"], rel=0.01)
+    assert fullest_moment(work, CPU, layers, 1, 1, (True, True), 0.0).total == pytest.approx(found["peak"], rel=0.01)
+
+
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+def test_most_memory_of_a_step_is_that_of_the_memory_tracker(measured: Any, case: Case, tmp_path: Path) -> None:
+    work = workload(base_config(tmp_path / "none", case.settings), RANKS)
+    for rank, steps in enumerate(measured["steps"]):
+        predicted = tensors_alone(work, CPU, rank if work.pipeline > 1 else 0)
+        assert predicted == pytest.approx(steps[case.name], rel=0.05)
+
+
+def tensors_alone(work: Workload, device: Device, rank: int) -> float:
+    """The planner's figure without what is no tensor of ours."""
+    profile = builtin_profiles()["fsdp_a100"].changed(
+        device=device, trainer_state=True, overhead_bytes=0.0, fragmentation=0.0
+    )
+    return rank_memory(work, profile, rank).total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [("gpt", "gpt3_350m"), ("llama", "llama3.2_1b")], ids=lambda model: model[1])
+def test_most_memory_of_a_step_on_a_gpu(model: tuple[str, str], mode: str, tmp_path: Path) -> None:
+    family, flavor = model
+    changed = {
+        "model.flavor": flavor,
+        "model.overrides": {"num_layers": 8},
+        "training.seq_len": 1024,
+        "training.micro_batch_size": 4,
+        "training.global_batch_size": 16,
+    }
+    config = base_config(tmp_path, case(family, mode, "bfloat16").settings | changed)
+    with process_group(torch.device("cuda", 0)):
+        trainer = Trainer(prepare_run(config))
+        data = trainer._load_data()
+        trainer.train_step(data)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train_step(data)
+        torch.cuda.synchronize()
+        data.close()
+        device = find_device(torch.cuda.get_device_name())
+        predicted = tensors_alone(workload(config, 1), device, 0)
+        assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)

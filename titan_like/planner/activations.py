@@ -1,0 +1,190 @@
+"""Activations of our own trainer: what its layers, its ends and its loss keep of a microbatch until the backward pass.
+
+Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours is PyTorch's autograd over the modules
+of `titan_like.models`, and differs from the paper in named places:
+
+- with sequence parallelism the whole input of each column-split matrix is kept, as it was gathered;
+- queries, keys and values share the projection's result, and rotated queries and keys are kept beside it;
+- a gated MLP keeps its gate, the activated gate, the other half and their product;
+- RMSNorm is one operator on a GPU; on a CPU it is several, which keep float32 copies;
+- fused attention keeps the logarithm of each row's sum, in float32. Where torch has no fused kernel (a CPU with
+  dropout; a GPU with grouped queries in float32 or before the A100), the matrix is kept;
+- selective recomputation keeps the result of every product with weights and of every sum over processes, the layer's
+  two last products too, which the backward pass does not need;
+- the loss keeps float32 probabilities of the whole vocabulary without tensor parallelism, else its own logits.
+
+Bytes of one microbatch. Held to torch's memory tracker by tests/distributed/test_activation_memory.py.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.devices import Device
+from titan_like.planner.workload import Workload
+
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_PENDING_SENDS = (
+    8  # that titan_like.parallel.pipeline lets be on their way, beside one message that arrives and its use
+)
+
+
+class Kept(NamedTuple):
+    """Bytes on one GPU, of one microbatch."""
+
+    stage: float  # until the backward pass, of a stage besides its layers
+    layer: float  # of a layer: the mean where some are recomputed and some are not
+    entry: float  # of the embedding
+    head: float  # of the final norm
+    logits: float  # of the loss
+    layer_work: float  # more, while the backward pass is in a layer
+    loss_work: float  # more, while the loss or its backward pass is computed
+    message: float  # between pipeline stages
+
+
+@lru_cache(maxsize=4096)
+def kept(
+    model: TransformerConfig,
+    tokens: float,
+    seq_len: int,
+    tensor: int,
+    sequence_parallel: bool,
+    recompute: str,
+    recompute_every: int,
+    dtype: str,
+    device: Device,
+) -> Kept:
+    """What a microbatch keeps that has so many tokens; ``tensor`` processes share each layer."""
+    e, t, h = _BYTES[dtype], tensor, model.hidden_size
+    outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token, here
+    gathered = h if sequence_parallel else 0
+    ffn, kv = model.ffn_hidden_size / t, model.num_kv_heads * model.head_dim
+    dropout = getattr(model, "dropout", 0.0) > 0
+    mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps it as factors
+    norm = _norm(model, outside, dtype, device) + e * h  # the output is the next product's input
+
+    in_mlp = 4 if model.mlp_matrices == 3 else 2
+    core = _attention(model, seq_len, t, dtype, dropout, device)
+    whole = 2 * norm + core + e * h / t + in_mlp * e * ffn + 2 * mask
+    kept_of_recomputed, unused = whole, 0.0
+    if recompute == "full":
+        kept_of_recomputed = e * outside
+    elif recompute == "selective":
+        # Of the MLP's last product and its sum nothing is asked again: they stay until the layer is done.
+        unused = e * (h + (outside if t > 1 else 0))
+        kept_of_recomputed = e * (outside + (h + 2 * kv) / t + (model.mlp_matrices - 1) * ffn) + 2 * unused
+    share = -(-model.num_layers // recompute_every) / model.num_layers
+    layer = share * kept_of_recomputed + (1 - share) * whole
+    # Gradients: of the stream; what is gathered of it; of the MLP's inner activations, some freed as others are made.
+    inner = max(2 * gathered, gathered + ffn, (model.mlp_matrices - 1) * ffn)
+    layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
+
+    logits = model.padded_vocab_size / t
+    if t == 1:  # log-softmax; backward two gradients of it
+        loss, loss_work = 4 * logits, 8 * logits
+    else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
+        loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
+    entry = mask + (9 if t > 1 else 0)
+    rotation = 2 * 4 * seq_len * model.head_dim / 2 if isinstance(model, LlamaConfig) else 0  # cosines and sines
+    parts = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
+    return Kept(rotation, *(tokens * part for part in parts))
+
+
+def _norm(model: TransformerConfig, outside: float, dtype: str, device: Device) -> float:
+    """Per token, without the output."""
+    if not isinstance(model, LlamaConfig):  # the input, mean and deviation
+        return _BYTES[dtype] * outside + 2 * 4 * outside / model.hidden_size
+    if device.is_cpu:  # the input and its normalised form in float32, and the deviation
+        return 2 * 4 * outside + 4 * outside / model.hidden_size
+    return _BYTES[dtype] * outside + 4 * outside / model.hidden_size
+
+
+def _attention(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
+    """Per token, of queries, keys, values and the core, without the heads' output."""
+    e, h, kv = _BYTES[dtype], model.hidden_size, model.num_kv_heads * model.head_dim
+    heads = model.num_attention_heads / t
+    if not _has_fused_core(model, dtype, dropout, device):  # scaled queries, keys, values, softmax, mask and result
+        mask = (e if device.is_cpu else 1) + e if dropout else 0
+        return 3 * e * h / t + heads * seq_len * (e + mask)
+    copies = 0 if kv == h else h  # queries of several heads to a key are copied out of the projection's result
+    if isinstance(model, LlamaConfig):
+        copies = h + kv  # rotated
+    return e * (h + 2 * kv + copies) / t + 4 * heads
+
+
+def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device) -> bool:
+    """Whether torch's scaled_dot_product_attention has a kernel that does not keep the matrix."""
+    if device.is_cpu:
+        return not dropout
+    is_grouped = model.num_kv_heads != model.num_attention_heads
+    return not (is_grouped and (dtype == "float32" or device.name.startswith("V100")))
+
+
+def kept_of(work: Workload, device: Device) -> Kept:
+    """What a microbatch of a run keeps."""
+    return kept(
+        work.model,
+        work.micro_batch_size * work.seq_len / work.context,
+        work.seq_len,
+        work.tensor,
+        work.sequence_parallel,
+        work.recompute,
+        work.recompute_every,
+        work.dtype,
+        device,
+    )
+
+
+class Moment(NamedTuple):
+    """Bytes on one GPU when it holds most."""
+
+    gradients: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def fullest_moment(
+    work: Workload, device: Device, layers: int, held: int, stages: int, ends: tuple[bool, bool], gradients: float
+) -> Moment:
+    """What a rank holds besides weights and optimizer state when it holds most.
+
+    Gradients exist from the first backward pass on: where all forward passes come before it, as with one microbatch,
+    most is held either before it or after it.
+
+    Args:
+        work: the run.
+        device: what it runs on.
+        layers: layers of the rank.
+        held: most microbatches in flight, summed over the rank's stages.
+        stages: stages of the rank.
+        ends: whether it has the first stage, and the last.
+        gradients: bytes, of the rank.
+    """
+    one = kept_of(work, device)
+    is_first, is_last = ends
+    # The last stage's backward pass follows its forward pass at once, but where all forward passes come first.
+    losses = work.microbatches if work.schedule in ("gpipe", "looped_bfs") else 1
+    chunk = one.stage + (layers * one.layer + is_first * one.entry) / stages
+    found = held * chunk + is_last * losses * one.head
+    if work.pipeline > 1:
+        found += (min(_PENDING_SENDS, work.microbatches * stages) + 2) * one.message
+    # While layers go back, what the loss needed is free again.
+    more = one.layer_work - is_last * (one.head + one.logits + one.loss_work)
+    logits = is_last * (losses * one.logits + one.loss_work)
+    first = Moment(gradients, found + max(0.0, more), logits)
+    if held < stages * work.microbatches:
+        return first
+    # In the first layer of a stage, whose own gradients come last; and with all gradients, and a microbatch less.
+    left = found - chunk - is_last * one.head, is_last * (losses - 1) * one.logits
+    at_work = one.stage + one.layer + one.layer_work
+    last_layer = Moment(gradients * (1 - 1 / (layers + 1)), left[0] + at_work, left[1])
+    moments = (first._replace(gradients=0.0), last_layer, Moment(gradients, *left))
+    return max(moments, key=lambda moment: moment.total)

@@ -1,0 +1,55 @@
+"""Measure this machine and write a profile of it; start it with torchrun to measure what processes say to each other.
+
+On GPUs all that torchrun starts measure at once over NCCL, on a CPU its processes share the cores over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_like.config import ConfigError
+from titan_like.planner.commands.outcome import Outcome
+from titan_like.planner.profile import profile_to_toml
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's options; it takes no settings of a run."""
+    parser.add_argument("--out", metavar="FILE.toml", help="where to write the profile")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Measure, and tell.
+
+    Raises:
+        ConfigError: there is no file to write to.
+    """
+    from titan_like.planner.microbenchmark import measure  # torch takes seconds, and other commands do without it
+    from titan_like.train.job import process_group
+    from titan_like.train.setup import select_device
+
+    if settings:
+        raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
+    if options.out is None:
+        raise ConfigError("--out", None, "say where to write the profile")
+    began = time.perf_counter()
+    is_first = int(os.environ.get("RANK", "0")) == 0
+
+    def show(what: str) -> None:
+        if is_first:
+            print(f"{time.perf_counter() - began:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    device = select_device("float32")
+    with process_group(device):
+        found = measure(device, Path(options.out).stem, show)
+        dist.barrier()
+    if not is_first:
+        return Outcome("", {})
+    lines = [*found.lines, f"wrote {options.out}"]
+    toml = f"# Written by plan.py microbenchmark.\n{profile_to_toml(found.profile)}"
+    return Outcome("\n".join(lines), {"microbenchmark": found.lines}, files={Path(options.out): toml})

@@ -1,0 +1,362 @@
+"""Measures the machine it runs on, in under a minute: the constants of a stack profile.
+
+Each constant is measured by what the planner uses it for: matrix products by linear layers, forward and backward;
+attention by its core; the host by a layer too small to compute much; what lies between products by whole layers, less
+what the other constants say of them; links by collectives. On several processes (torchrun) all measure at once, as in
+training, and the mean counts. On a CPU the processes share its cores and its memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.gpt.model import GPTLayer
+from titan_like.planner.devices import Device, find_device
+from titan_like.planner.layers import Microbatch, layer_cost, linear_times
+from titan_like.planner.predict import default_profile
+from titan_like.planner.profile import Profile
+
+_SECONDS = 1.0  # spent on one figure, and at least three runs
+_DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
+
+# Of a linear layer: tokens, inputs, outputs. A CPU trains smaller models.
+_PRODUCTS_CPU = (
+    (1024, 128, 384),
+    (1024, 128, 512),
+    (1024, 512, 128),
+    (1024, 512, 1536),
+    (2048, 512, 512),
+    (1024, 1024, 1024),
+)
+_PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
+# Of a layer: samples, tokens of each, hidden size, heads.
+_LAYERS_CPU = ((4, 256, 128, 4), (4, 256, 512, 8))
+_LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
+_TINY = (1, 8, 16, 2)
+
+_COLLECTIVE_BYTES = (1 << 12, 1 << 20, 1 << 24)  # 4 KiB for latency, 16 MiB for bandwidth
+_COLLECTIVE_BYTES_GPU = (1 << 12, 1 << 24, 1 << 28)
+
+
+class Links(NamedTuple):
+    """What processes achieve with each other: bytes per second in one direction of one process, and seconds."""
+
+    all_reduce: float
+    all_gather: float
+    message: float
+    latency: float  # of one hop of a ring
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile of this machine, and its figures in words."""
+
+    profile: Profile
+    lines: list[str]
+
+
+class Machine:
+    """One process's device, the times of operations on it, and what the others measure."""
+
+    def __init__(self, device: torch.device, show: Callable[[str], None]) -> None:
+        self.device, self.show = device, show
+        self.is_cpu = device.type == "cpu"
+        self.processes = dist.get_world_size()
+        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # on this machine
+
+    def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
+        """Shortest time of one run, of which the device has finished the work."""
+        run()
+        self._finish()
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - began < most:
+            start = time.perf_counter()
+            run()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        return self.mean(min(times))
+
+    def collective_seconds(self, run: Callable[[], object]) -> float:
+        """The same where every process has to run equally often."""
+        run()
+        times = []
+        for _ in range(7):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        return self.mean(min(times))
+
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        """Shortest time until the host has started one run's operators; the device may still work."""
+        times = []
+        for _ in range(30):
+            self._finish()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return self.mean(min(times))
+
+    def mean(self, value: float) -> float:
+        """Over the processes."""
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item() / self.processes
+
+    def _finish(self) -> None:
+        if not self.is_cpu:
+            torch.cuda.synchronize(self.device)
+
+
+def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Measured:
+    """Measure this machine. Every process of the default group calls it.
+
+    Args:
+        device: this process's.
+        name: of the profile.
+        show: receives progress, a line at a time.
+    """
+    machine = Machine(device, show)
+    overhead = _resident_bytes(machine) if machine.is_cpu else None
+    dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
+    main = dtypes[-1]
+    show("memory")
+    bandwidth = _memory_bandwidth(machine)
+    show("matrix products")
+    times = {dtype: _product_times(machine, dtype) for dtype in dtypes}
+    peaks = {dtype: max(6 * math.prod(shape) / t for shape, t in found.items()) for dtype, found in times.items()}
+    if "bfloat16" in peaks:
+        peaks["float16"] = peaks["bfloat16"]
+    show("links")
+    links = _links(machine) if machine.processes > 1 else None
+    own = _device(machine, peaks, bandwidth, links)
+    profile = _start(machine, name, own, links).changed(dtype=main)
+    profile = _with_products(profile, times[main], main)
+    show("attention")
+    profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
+    show("host")
+    profile = profile.changed(operator_time=_operator_time(machine, main, profile))
+    show("layers")
+    profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
+    if overhead is not None:
+        profile = profile.changed(overhead_bytes=machine.mean(overhead), fragmentation=0.0)
+    return Measured(profile, _described(profile, links, main))
+
+
+def _half_types(device: torch.device) -> list[str]:
+    return ["bfloat16"] if torch.cuda.get_device_capability(device) >= (8, 0) else ["float16"]
+
+
+def _resident_bytes(machine: Machine) -> float:
+    """Of a process that could train and has hardly computed anything."""
+    importlib.import_module("titan_like.train.trainer")
+    _layer(machine, _TINY, "float32")[1]()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def _memory_bandwidth(machine: Machine) -> float:
+    """Bytes per second of c = a + b on arrays too large for caches."""
+    elements = (1 << 24) if machine.is_cpu else (1 << 28)
+    a, b, c = (torch.ones(elements, device=machine.device) for _ in range(3))
+    return 3 * 4 * elements / machine.seconds(lambda: torch.add(a, b, out=c))
+
+
+def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], float]:
+    """Seconds of a linear layer's three products by shape."""
+    found = {}
+    for shape in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
+        tokens, inputs, outputs = shape
+        options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+        x, weight = torch.randn(tokens, inputs, **options), torch.randn(outputs, inputs, **options)
+        gradient = torch.randn(tokens, outputs, device=machine.device, dtype=x.dtype)
+
+        def run(x: torch.Tensor = x, weight: torch.Tensor = weight, gradient: torch.Tensor = gradient) -> None:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), gradient)
+
+        found[shape] = machine.seconds(run)
+    return found
+
+
+def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], dtype: str) -> Profile:
+    """The depth and the efficiency that fit the measured products best, by the squares of relative errors."""
+    best, least = profile, math.inf
+    for depth in _DEPTHS:
+        trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
+        ratios = [math.log(sum(linear_times(*shape, dtype, trial)) / found) for shape, found in times.items()]
+        shift = statistics.mean(ratios)
+        spread = sum((ratio - shift) ** 2 for ratio in ratios)
+        if spread < least:
+            best, least = trial.changed(gemm_efficiency=math.exp(shift)), spread
+    return best
+
+
+def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
+    """Causal fused attention, forward and backward: half of 4·s²·h FLOPs, three and a half times."""
+    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[-1]
+    shape = samples, heads, seq_len, hidden // heads
+    options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    q, k, v = (torch.randn(shape, **options) for _ in range(3))
+    gradient = torch.randn(shape, device=machine.device, dtype=q.dtype)
+
+    def run() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
+
+    flops = 3.5 * 0.5 * 4 * samples * seq_len**2 * hidden
+    return flops / machine.seconds(run) / peak
+
+
+def _layer(machine: Machine, shape: Sequence[int], dtype: str) -> tuple[GPTConfig, Callable[[], object]]:
+    """A transformer layer's shape, and its forward and backward pass."""
+    samples, seq_len, hidden, heads = shape
+    sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
+    model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
+    layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
+    parameters = list(layer.parameters())
+    x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
+    gradient = torch.randn_like(x)
+    return model, lambda: torch.autograd.grad(layer(x), (x, *parameters), gradient)
+
+
+def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
+    """The host's time of a layer that has next to nothing to compute, over the operators that the planner counts."""
+    _, run = _layer(machine, _TINY, dtype)
+    machine.seconds(run, most=0.1)
+    return machine.host_seconds(run) / sum(profile.host_operators)
+
+
+def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
+    """What layers take beyond products, attention and the host, by the bytes that the planner counts for it."""
+    found = []
+    for shape in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
+        model, run = _layer(machine, shape, dtype)
+        samples, seq_len, _, _ = shape
+        mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
+        whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
+        bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
+        measured = machine.seconds(run)
+        host = bare.forward_host + bare.backward_host if machine.is_cpu else 0.0
+        moving = whole.forward + whole.backward - bare.forward - bare.backward  # at the whole bandwidth
+        found.append(moving / max(measured - bare.forward - bare.backward - host, 0.05 * measured))
+    return statistics.geometric_mean(found)
+
+
+def _links(machine: Machine) -> Links:
+    """Collectives over all processes, and messages between neighbours, all at once."""
+    n, rank = machine.processes, dist.get_rank()
+    sizes = _COLLECTIVE_BYTES if machine.is_cpu else _COLLECTIVE_BYTES_GPU
+
+    def reduced(nbytes: int) -> float:
+        tensor = torch.ones(nbytes // 4, device=machine.device)
+        return machine.collective_seconds(lambda: dist.all_reduce(tensor))
+
+    def gathered(nbytes: int) -> float:
+        part = torch.ones(nbytes // 4 // n, device=machine.device)
+        whole = torch.empty(part.numel() * n, device=machine.device)
+        with warnings.catch_warnings():  # later versions have another name for it
+            warnings.simplefilter("ignore", FutureWarning)
+            return machine.collective_seconds(lambda: dist.all_gather_into_tensor(whole, part))
+
+    def sent(nbytes: int) -> float:
+        tensor, into = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
+
+        def run() -> None:
+            sends = dist.P2POp(dist.isend, tensor, (rank + 1) % n), dist.P2POp(dist.irecv, into, (rank - 1) % n)
+            for work in dist.batch_isend_irecv(list(sends)):
+                work.wait()
+
+        return machine.collective_seconds(run)
+
+    smallest, *_, largest = sizes
+    latency = reduced(smallest) / (2 * (n - 1))
+    ring = (n - 1) / n * largest
+    reducing = max(reduced(largest) / 2 - (n - 1) * latency, 1e-9)
+    gathering = max(gathered(largest) - (n - 1) * latency, 1e-9)
+    sending = max(sent(largest) - latency, 1e-9)
+    return Links(ring / reducing, ring / gathering, largest / sending, latency)
+
+
+def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: Links | None) -> Device:
+    """This machine's device with what was measured of it."""
+    if machine.is_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
+        link = links.all_reduce if links else bandwidth
+        return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
+    properties = torch.cuda.get_device_properties(machine.device)
+    link = links.all_reduce if links else _known_link(properties.name, bandwidth)
+    return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
+
+
+def _known_link(gpu: str, otherwise: float) -> float:
+    try:
+        return find_device(gpu).nvlink_bandwidth
+    except ValueError:
+        return otherwise
+
+
+def _start(machine: Machine, name: str, device: Device, links: Links | None) -> Profile:
+    """What is not measured: of the nearest shipped profile on a GPU, nothing on a CPU."""
+    several = machine.processes > machine.here
+    if machine.is_cpu:
+        profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
+    else:
+        profile = default_profile(device).changed(name=name, gpus_per_node=machine.here, groups=(), only_zero=None)
+    threads = f", {torch.get_num_threads()} threads each" if machine.is_cpu else ""
+    profile = profile.changed(
+        description=f"measured on {machine.processes} x {device.name}{threads}, PyTorch {torch.__version__}",
+        fitted_on=(),
+        causal_half=True,
+        error_median=0.15,
+        error_p90=0.3,
+    )
+    if links is None:
+        return profile.changed(node_bandwidth=0.0)
+    # Collectives and messages over the slowest link that there is: between machines where there are several.
+    node = links.all_reduce * machine.here
+    network = {
+        "node_bandwidth": node,
+        "network_efficiency": 1.0,
+        "message_efficiency": links.message * machine.here / node,
+        "network_latency": links.latency,
+    }
+    if several:
+        return profile.changed(**network)
+    return profile.changed(nvlink_efficiency=1.0, nvlink_latency=links.latency, **network)
+
+
+def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:
+    device = profile.device
+    lines = [
+        f"{profile.description}",
+        f"  matrix products     {device.peak_flops(dtype) / 1e12:10.3g} TFLOP/s {dtype} at best, "
+        f"{profile.gemm_efficiency:.2f} of it at a depth far above {profile.gemm_depth:.0f}",
+        f"  attention           {profile.attention_efficiency:10.2f} of it",
+        f"  memory              {device.memory_bandwidth / 1e9:10.3g} GB/s, {profile.memory_efficiency:.2f} of it "
+        "between products",
+        f"  an operator's start {1e6 * profile.operator_time:10.3g} µs",
+    ]
+    if links is None:
+        lines.append("  one process: no links; start it with torchrun to measure them")
+    else:
+        lines += [
+            f"  all-reduce          {links.all_reduce / 1e9:10.3g} GB/s, {1e6 * links.latency:.3g} µs a hop",
+            f"  all-gather          {links.all_gather / 1e9:10.3g} GB/s",
+            f"  messages            {links.message / 1e9:10.3g} GB/s",
+        ]
+    return lines

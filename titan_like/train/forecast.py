@@ -1,0 +1,94 @@
+"""The planner's step time and memory beside the measured ones, once in a run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from typing import Any
+
+from titan_like.config.errors import ConfigError
+from titan_like.metrics.hardware import device_name
+from titan_like.metrics.record import StepRecord
+from titan_like.planner.predict import Forecast, predict_layout, profile_and_device
+from titan_like.planner.profile import load_profile
+from titan_like.train.setup import Run
+
+WARM_UP, MEASURED = 3, 5  # steps after the start: those left out, in which buffers and code are made, and those counted
+MEMORY_BAND = 0.1  # of the measured memory: nine in ten measured runs should lie within it
+
+
+class StepForecast:
+    """Compares on global rank 0. A run that the planner cannot predict goes on without."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._left, self._seconds = WARM_UP, list[float]()
+        self._batch_size = run.config.training.global_batch_size
+        self._found = self._predict()
+        self._done = False
+
+    def add(self, record: StepRecord) -> str | None:
+        """Take note of a step; the line to print, after the last of those that count."""
+        if self._done:
+            return None
+        if record.global_batch_size != self._batch_size:  # the batch grows: begin again
+            self._batch_size, self._seconds = record.global_batch_size, []
+            self._found = self._predict()
+        if self._left:
+            self._left -= 1
+            return None
+        self._seconds.append(record.step_time_s)
+        if len(self._seconds) < MEASURED:
+            return None
+        self._done, found = True, self._found
+        if not isinstance(found, Forecast):
+            return found
+        on_gpu = self._run.device.type == "cuda"
+        return describe(found, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
+
+    def _predict(self) -> Forecast | str | None:
+        """Or a sentence why not, or None where nothing was asked for."""
+        try:
+            return predicted(self._run, self._batch_size)
+        except Exception as error:  # whatever it is, training matters more
+            return f" no prediction of steps: {error}"
+
+
+def predicted(run: Run, global_batch_size: int) -> Forecast | None:
+    """The step of a run on this machine; None on a CPU for which no profile was given.
+
+    Raises:
+        ConfigError: the GPU is not known, or the profile is not for this machine.
+    """
+    config, on_gpu = run.config, run.device.type == "cuda"
+    profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None
+    if not on_gpu and (profile is None or not profile.device.is_cpu):
+        return None
+    if profile is not None and on_gpu and profile.device.is_cpu:
+        raise ConfigError("cluster.profile", config.cluster.profile, "is of a CPU")
+    here: dict[str, Any] = {"gpu": config.cluster.gpu or device_name(run.device) or None}
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if config.cluster.gpus_per_node is None and local is not None:
+        here["gpus_per_node"] = int(local)
+    training = config.training.model_copy(update={"global_batch_size": global_batch_size, "batch_size_rampup": None})
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=here), "training": training})
+    return predict_layout(config, run.model, run.layout, *profile_and_device(config, profile))
+
+
+def describe(found: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:
+    """Predicted beside measured, and a warning where they are further apart than the band says."""
+    first = found.memory.ranks[0]
+    # On a GPU tensors are measured, on a CPU the whole process.
+    memory = first.total - first.overhead if on_gpu else first.total
+    off, memory_off = found.time.total / seconds - 1, memory / memory_bytes - 1
+    line = (
+        f" steps {step - MEASURED + 1} to {step}: {found.time.total:.4g} s predicted, {seconds:.4g} s measured "
+        f"({off:+.1%}) | memory of rank 0: {memory / 2**30:.3g} GiB predicted, {memory_bytes / 2**30:.3g} GiB measured "
+        f"({memory_off:+.1%}) | profile {found.profile.name} |"
+    )
+    warnings = []
+    if not found.seconds_low <= seconds <= found.seconds_high:
+        warnings.append(f"the step time is outside {found.seconds_low:.4g} to {found.seconds_high:.4g} s")
+    if abs(memory_off) > MEMORY_BAND:
+        warnings.append(f"memory is more than {MEMORY_BAND:.0%} off")
+    return line + (f" WARNING: {'; '.join(warnings)} |" if warnings else "")
