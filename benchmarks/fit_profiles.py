@@ -54,6 +54,7 @@ class Recipe:
 
 
 _MEGATRON_H100 = {
+    "fused_accumulation": True,
     "optimizer_traffic": 36.0,
     "overlap": 0.9,
     "causal_half": True,

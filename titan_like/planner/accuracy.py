@@ -128,6 +128,7 @@ def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
         name = (
             f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} "
             f"s{work.seq_len} {member.row.gpus} GPUs {work.dtype} batch {round(4 * math.log2(work.global_batch_size))}"
+            f" {member.row.session}"
         )
         layout = (work.tensor, work.pipeline, work.virtual_stages, work.context, work.micro_batch_size)
         found[name][(*layout, work.zero_stage, work.recompute)].append(member)

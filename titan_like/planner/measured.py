@@ -8,6 +8,7 @@ step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes na
 from __future__ import annotations
 
 import csv
+import math
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -68,6 +69,11 @@ class Row:
         """GPU and study, as reports name it."""
         return f"{self.gpu} {self.study}"
 
+    @property
+    def session(self) -> str:
+        """What the notes say before the first semicolon, such as "bloom 02-25": rows of one state of a cluster."""
+        return self.notes.partition(";")[0].strip()
+
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     """All rows of a CSV that say enough to predict them, and for each of the others why not.
@@ -108,8 +114,9 @@ def row_from(table: dict[str, str]) -> Row:
     notes = table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
-    model = _model(table, llama=bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1))
     tensor, pipeline, context = (int(table.get(key) or 1) for key in ("tp", "pp", "cp"))
+    llama = bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1)
+    model = _model(table, llama, tensor)
     if not table.get("tp") or (table.get("ep") or "1") != "1":
         raise ValueError("the layout is not stated" if not table.get("tp") else "expert parallelism")
     gpus, batch = int(table["gpus"]), int(table["gbs"])
@@ -166,18 +173,22 @@ def row_from(table: dict[str, str]) -> Row:
     )
 
 
-def _model(table: dict[str, str], llama: bool) -> TransformerConfig:
+def _model(table: dict[str, str], llama: bool, tensor: int) -> TransformerConfig:
     needed = ("layers", "hidden", "seq", "vocab")
     missing = [key for key in needed if not table.get(key)]
     if missing:
         raise ValueError(f"{missing[0]} is not stated")
     layers, hidden, seq, vocab = (int(table[key]) for key in needed)
-    heads = int(table.get("heads") or 0) or hidden // 128
-    if hidden % heads:
-        heads = next(h for h in range(heads, 0, -1) if hidden % h == 0)
+    heads = int(table.get("heads") or 0) or _likely_heads(hidden, tensor)
     kv = int(table.get("kv_heads") or heads)
     ffn = int(table.get("ffn") or 4 * hidden)
     return _shape(llama, layers, hidden, heads, kv, ffn, seq, vocab)
+
+
+def _likely_heads(hidden: int, tensor: int) -> int:
+    """Where the heads are not stated: a width near 128 that the sizes allow."""
+    fits = [h for h in range(tensor, hidden + 1, tensor) if hidden % h == 0] or [1]
+    return min(fits, key=lambda h: abs(math.log(hidden / h / 128)))
 
 
 @cache

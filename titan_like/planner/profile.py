@@ -88,6 +88,7 @@ class Profile:
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
     fused_softmax: bool = True  # scale, mask and softmax in one operator
+    fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches
     causal_half: bool = False  # fused attention leaves out what the mask hides
     recompute_whole: bool = True  # the last product and sum of a recomputed layer are repeated too
     overlap_in_pipeline: bool = True  # gradients are summed during the last backward passes of a pipeline too

@@ -45,15 +45,17 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict one step."""
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + profile.microbatch_time
     m, p = work.microbatches, work.pipeline
+    stages = stages_per_rank(work.schedule, work.virtual_stages) if p > 1 else 1
+    # The host waits for the messages of each stage, as far as nothing else runs meanwhile.
+    visits = 1 + (stages - 1) * profile.message_exposed
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + visits * profile.microbatch_time
 
     gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     bubble = messages = 0.0
     if p > 1:
         fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m)
         message = message_time(work, profile)
-        stages = stages_per_rank(work.schedule, work.virtual_stages)
         bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
     data, update = _after_backward(work, profile, counts, rank)
@@ -84,6 +86,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dropout,
         work.dtype,
         work.compiled,
+        work.zero_stage < 2 and work.microbatches > 1,  # else there is nothing to add to, or only a shard
     )
 
 
