@@ -55,6 +55,7 @@ class Recipe:
 
 _MEGATRON_H100 = {
     "fused_accumulation": True,
+    "contention": 0.05,
     "optimizer_traffic": 36.0,
     "overlap": 0.9,
     "causal_half": True,
@@ -71,6 +72,7 @@ _NARROW_TYPES = (
     "nvlink_efficiency",
     "float8_relative",
     "float4_relative",
+    "contention",
 )
 # Megatron-LM's fp16 training sums gradients over data-parallel ranks as they are, in fp16 (only bf16 training has
 # --accumulate-allreduce-grads-in-fp32 by itself), and copies them to float32 for the update.
@@ -85,7 +87,7 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "ptdp_table2"), ("A100", "tf=hw96")),
         "A100-80GB",
         200e9,
-        COMPUTE + NETWORK + REST,
+        (*COMPUTE, *NETWORK, *REST, "contention"),
         also=(("A100", "ptdp_table1"),),
         start={"dtype": "float16", "overlap_in_pipeline": False, **_HALF_GRADIENTS},
         rows=lambda row: row.work.zero_stage == 0,
@@ -95,7 +97,7 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "ptdp_table2"),),
         "A100-80GB",
         200e9,
-        ("network_efficiency", "overlap", "network_latency"),
+        ("network_efficiency", "overlap", "network_latency", "contention"),
         start={
             "dtype": "float16",
             "gradient_bytes": 2,
@@ -202,7 +204,7 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "foundry"), ("A100", "tokens/s/gpu")),
         "A100-80GB",
         200e9,
-        ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST, "overlap"),
+        ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST, "overlap", "contention"),
         start={
             "gradient_bytes": 2,
             "optimizer_traffic": 36.0,
@@ -216,7 +218,7 @@ RECIPES: dict[str, Recipe] = {
         (("H100", "foundry"), ("H100", "tokens/s/gpu")),
         "H100-80GB",
         200e9,
-        ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time", "overlap"),
+        ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time", "overlap", "contention"),
         start={
             "gradient_bytes": 2,
             "optimizer_traffic": 36.0,
@@ -232,7 +234,7 @@ RECIPES: dict[str, Recipe] = {
         (("H100", "torchtitan"),),
         "H100-80GB",
         200e9,
-        ("gemm_efficiency", "attention_efficiency", "nvlink_efficiency", "float8_relative", "compiled_traffic"),
+        ("gemm_efficiency", "attention_efficiency", "nvlink_efficiency", "float8_relative", "compiled_traffic", "contention"),
         start={
             "gradient_bytes": 4,
             "optimizer_traffic": 36.0,
@@ -249,7 +251,7 @@ RECIPES: dict[str, Recipe] = {
         (("H100", "tf=model"),),
         "H100-80GB",
         400e9,
-        ("gemm_efficiency", "attention_efficiency", "network_efficiency"),
+        ("gemm_efficiency", "attention_efficiency", "network_efficiency", "contention"),
         start=_MEGATRON_H100,
     ),
     "megatron_bridge_h100": Recipe(
@@ -268,7 +270,7 @@ RECIPES: dict[str, Recipe] = {
         "GB200",
         3.6e12,
         _NARROW_TYPES,
-        start=_MEGATRON_H100,
+        start={**_MEGATRON_H100, "contention": 0.15},
         gpus_per_node=72,
     ),
     "megatron_bridge_gb300": Recipe(
@@ -277,7 +279,7 @@ RECIPES: dict[str, Recipe] = {
         "GB300",
         7.2e12,
         _NARROW_TYPES,
-        start=_MEGATRON_H100,
+        start={**_MEGATRON_H100, "contention": 0.15},
         gpus_per_node=72,
     ),
     "nemo_h100": Recipe(

@@ -80,9 +80,11 @@ class GroupAccuracy:
 def predict_row(row: Row) -> Prediction | None:
     """What the row's own profile says; None where no profile covers its GPU, study and type."""
     profile = profile_for_group(row.gpu, row.study, row.work.zero_stage)
-    if profile is None or row.work.dtype not in profile.device.peak:
+    if profile is None:
         return None
     profile = adapted(profile, row)
+    if row.work.dtype not in profile.device.peak:
+        return None
     used = memory(row.work, profile).largest
     seconds = step_time(row.work, profile).total
     return Prediction(row, profile.name, seconds, used / 2**30, profile.device.memory_bytes / 2**30)

@@ -60,6 +60,7 @@ def device_from(name: str, table: dict[str, Any]) -> Device:
     )
 
 
+@cache
 def find_device(name: str) -> Device:
     """The device of a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3".
 

@@ -21,6 +21,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.devices import find_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
@@ -246,12 +247,17 @@ def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> fl
 
 
 def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
+    """The profile on the row's own GPU, and with the network that its notes name, such as "400 Gbps" for a node."""
+    changes: dict[str, Any] = {}
+    if "memory size not stated" not in row.notes:
+        device = find_device(row.gpu)
+        if device is not profile.device:
+            changes["device"] = device
     words = row.notes.replace(";", " ").split()
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
-            return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
-    return profile
+            changes["node_bandwidth"] = float(number) * 1e9 / 8
+    return profile.changed(**changes) if changes else profile
 
 
 def published_rows() -> list[Row]:

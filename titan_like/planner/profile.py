@@ -38,6 +38,7 @@ FITTED: dict[str, Bounds] = {
     "network_efficiency": Bounds(0.05, 0.95, 0.4),
     "message_efficiency": Bounds(0.03, 0.95, 0.5),
     "overlap": Bounds(0.01, 1.0, 0.3),
+    "contention": Bounds(0.02, 0.5, 0.5),
     "microbatch_time": Bounds(1e-4, 0.05, 0.7),
     "step_time": Bounds(1e-3, 1.0, 0.7),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
@@ -74,6 +75,7 @@ class Profile:
     network_efficiency: float = 0.6  # collectives between nodes
     message_efficiency: float = 0.6  # pipeline messages between nodes
     overlap: float = 0.5  # part of backward computation that can hide data-parallel communication
+    contention: float = 0.15  # of hidden communication, what computation is slowed down by
     microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
     step_time: float = 0.05  # per step, for whatever else
     float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included

@@ -176,7 +176,15 @@ def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, ra
     parameters, size = parameters_per_gpu(work, counts), work.shard * work.context
     gather = profile.links.all_gather(parameters * profile.parameter_bytes, size, work.tensor)
     scatter = profile.links.all_gather(parameters * profile.gradient_bytes, size, work.tensor)
-    return max(0.0, 2 * gather + scatter - profile.overlap * (rank.forward + rank.backward))
+    return exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
+
+
+def exposed(communication: float, hides: float, profile: Profile) -> float:
+    """What communication adds to a step of whose computation ``hides`` seconds can run at the same time.
+
+    The hidden part is not free: its kernels take multiprocessors and memory bandwidth from the computation.
+    """
+    return communication - (1 - profile.contention) * min(communication, hides)
 
 
 def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> tuple[float, float]:
@@ -197,14 +205,13 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: 
         if zero == 2:  # gradients are scattered after every microbatch
             reduced, backward = reduced * work.microbatches, backward * work.microbatches
         if zero and profile.gather_hidden:
-            gathered = max(0.0, gathered - profile.overlap * rank.forward)
-            time = gathered + max(0.0, reduced - backward)
+            gathered = exposed(gathered, profile.overlap * rank.forward, profile)
+            time = gathered + exposed(reduced, backward, profile)
         else:
-            time = max(0.0, reduced + gathered - backward)
-    exposed = time
+            time = exposed(reduced + gathered, backward, profile)
     if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
-        exposed += profile.links.message(table * profile.gradient_bytes, stride * size)
+        time += profile.links.message(table * profile.gradient_bytes, stride * size)
     shards = shard if zero else 1
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return exposed, parameters / shards * profile.optimizer_traffic / bandwidth
+    return time, parameters / shards * profile.optimizer_traffic / bandwidth
