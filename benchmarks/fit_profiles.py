@@ -66,6 +66,8 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
+_FOUNDRY = {"gradient_bytes": 2, "fused_loss": True, "logit_state": 2.0}  # MPT's loss is flash-attention's operator
+
 _NARROW_TYPES = (
     "gemm_efficiency",
     "attention_efficiency",
@@ -79,7 +81,7 @@ _NARROW_TYPES = (
 _HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
 # Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients sharded. The
 # overheads are what rows with measured memory leave over.
-_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0, "fragmentation": 0.11}
+_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0}
 
 RECIPES: dict[str, Recipe] = {
     "selene_2021": Recipe(
@@ -150,6 +152,7 @@ RECIPES: dict[str, Recipe] = {
             "overlap": 0.01,
             **_DEEPSPEED_ZERO1,
             "overhead_bytes": 9.1e9,
+            "fragmentation": 0.11,
         },
         group=lambda row: str(row.work.model.hidden_size),
     ),
@@ -168,7 +171,8 @@ RECIPES: dict[str, Recipe] = {
             "gemm_depth": 60.0,  # smaller tiles than on A100
             "nvlink_efficiency": 0.4,
             **_DEEPSPEED_ZERO1,
-            "overhead_bytes": 5.5e9,
+            "overhead_bytes": 2e9,
+            "buffer_state": 4.0,  # gradients and weights once more, flat
         },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
@@ -206,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST, "overlap", "contention"),
         start={
-            "gradient_bytes": 2,
+            **_FOUNDRY,
             "optimizer_traffic": 36.0,
             "overlap": 0.9,
             "causal_half": True,
@@ -220,7 +224,7 @@ RECIPES: dict[str, Recipe] = {
         200e9,
         ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time", "overlap", "contention"),
         start={
-            "gradient_bytes": 2,
+            **_FOUNDRY,
             "optimizer_traffic": 36.0,
             "overlap": 0.9,
             "causal_half": True,
@@ -243,6 +247,7 @@ RECIPES: dict[str, Recipe] = {
             "attention_efficiency": 0.4,
             "gemm_efficiency": 0.65,
             "memory_efficiency": 0.55,
+            "logit_state": 10.0,  # float32 logarithms and gradients, and gradients in bf16
         },
         group=by_layout,
     ),

@@ -23,8 +23,14 @@ class Prediction:
     row: Row
     profile: str
     seconds: float
-    memory_gib: float
+    memory_gib: float  # of the rank that was measured, else of the fullest
     capacity_gib: float
+    largest_gib: float = 0.0  # of the fullest rank
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank is predicted to fit."""
+        return max(self.memory_gib, self.largest_gib) <= self.capacity_gib
 
     @property
     def error(self) -> float:
@@ -85,9 +91,11 @@ def predict_row(row: Row) -> Prediction | None:
     profile = adapted(profile, row)
     if row.work.dtype not in profile.device.peak:
         return None
-    used = memory(row.work, profile).largest
+    used = memory(row.work, profile)
+    compared = used.ranks[0].total if row.memory_of_first else used.largest
     seconds = step_time(row.work, profile).total
-    return Prediction(row, profile.name, seconds, used / 2**30, profile.device.memory_bytes / 2**30)
+    gib = 2**30
+    return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:

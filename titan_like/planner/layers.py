@@ -211,7 +211,7 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     """What the first stage does before its layers (embedding), and the last after its (norm, logits, loss).
 
     Logits of V/t columns on each rank; the loss reads and writes them in float32 about five times forward and twice
-    backward, and sums a few numbers per token over the ranks.
+    backward (or reads and writes them as they are), and sums a few numbers per token over the ranks.
     """
     tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
     element = 4 if mb.dtype == "float32" else 2
@@ -220,8 +220,9 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)
-    loss_forward = tokens * vocabulary * (element + 5 * 4) / bandwidth
-    loss_backward = tokens * vocabulary * (element + 2 * 4) / bandwidth
+    copies = 0 if profile.fused_loss else 4
+    loss_forward = tokens * vocabulary * (element + 5 * copies) / bandwidth
+    loss_backward = tokens * vocabulary * (element + (2 * copies or element)) / bandwidth
     around = tokens * hidden * element
     reduce = profile.links.all_reduce(around, t, 1) * profile.tensor_exposed
     host = 10 * profile.operator_time

@@ -40,7 +40,8 @@ STUDIES: dict[str, dict[str, Any]] = {
     "vtrain_single": _MEGATRON_2021,
     "bloom": {**_MEGATRON_2021, "zero": 1},
     "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
-    "jz_v100": {**_MEGATRON_2021, "zero": 1},
+    # Its memory is the first node's: runs with a third of it filled ran out of memory elsewhere.
+    "jz_v100": {**_MEGATRON_2021, "zero": 1, "memory_of_first": True},
     "foundry": _FSDP,
     "torchtitan": _FSDP,
     "tokens/s/gpu": _FSDP,
@@ -64,6 +65,7 @@ class Row:
     source: str
     model: str
     notes: str
+    memory_of_first: bool = False  # memory_gib is that of the first pipeline rank, not of the fullest
 
     @property
     def group(self) -> str:
@@ -171,6 +173,7 @@ def row_from(table: dict[str, str]) -> Row:
         table.get("source") or "",
         table["model"],
         notes,
+        defaults.get("memory_of_first", False),
     )
 
 

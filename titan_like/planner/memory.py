@@ -82,7 +82,7 @@ def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
     element = _BYTES[work.dtype]
     if ranks[0] == rank:
         activations += held / per_rank * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if holds_last else 0.0
+    logits = tokens * work.model.padded_vocab_size / work.tensor * (profile.logit_state + element) if holds_last else 0.0
     overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
     total = parameters + gradients + optimizer + gathered + activations + logits + overhead
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
@@ -152,6 +152,7 @@ def state_bytes(work: Workload, profile: Profile, rank: int) -> tuple[float, flo
     # Two layers at a time are whole: their gradients before they are scattered, in ZeRO 3 their weights too.
     whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
     gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
+    gathered += profile.buffer_state * count if zero < 3 else 0.0
     return (
         weights / shard if zero == 3 else weights,
         gradients / shard if zero >= 2 else gradients,

@@ -89,6 +89,7 @@ class Profile:
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
+    fused_loss: bool = False  # the loss is one operator each way, which makes the gradient in place of the logits
     fused_softmax: bool = True  # scale, mask and softmax in one operator
     fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches
     causal_half: bool = False  # fused attention leaves out what the mask hides
@@ -102,6 +103,8 @@ class Profile:
     weight_state: float = 2.0  # resident bytes per parameter: weights
     gradient_state: float = 4.0  # gradients
     optimizer_state: float = 12.0  # master weights and moments
+    buffer_state: float = 0.0  # flat buffers for sums and gathers
+    logit_state: float = 8.0  # of a logit at the loss, beside itself: float32 copies, gradients
     trainer_state: bool = False  # weights, gradients and optimizer are kept as our own trainer keeps them
     overhead_bytes: float = 3e9  # context, libraries and communication buffers
     fragmentation: float = 0.05  # of activations and gathered weights
