@@ -169,7 +169,7 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_switch": False,
             "network_efficiency": 0.34,
             "gemm_depth": 60.0,  # smaller tiles than on A100
-            "nvlink_efficiency": 0.4,
+            "nvlink_efficiency": 0.2,
             **_DEEPSPEED_ZERO1,
             "overhead_bytes": 2e9,
             "buffer_state": 4.0,  # gradients and weights once more, flat
@@ -188,6 +188,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
+            "ring_part": 0.25,  # one of four cards, as rows tell that differ in tensor parallelism
             "only_zero": 3,
         },
         gpus_per_node=4,

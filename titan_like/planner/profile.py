@@ -34,7 +34,7 @@ FITTED: dict[str, Bounds] = {
     "memory_efficiency": Bounds(0.3, 1.0, 0.2),
     "compiled_traffic": Bounds(0.2, 1.0, 0.3),
     "operator_time": Bounds(1e-6, 1e-4, 0.7),
-    "nvlink_efficiency": Bounds(0.2, 0.95, 0.1),
+    "nvlink_efficiency": Bounds(0.1, 0.95, 0.1),
     "network_efficiency": Bounds(0.05, 0.95, 0.4),
     "message_efficiency": Bounds(0.03, 0.95, 0.5),
     "overlap": Bounds(0.01, 1.0, 0.3),
@@ -86,6 +86,7 @@ class Profile:
     nvlink_latency: float = 3e-6  # of one hop in a ring
     network_latency: float = 1e-5
     nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
+    ring_part: float = 1.0  # of a node's network cards, the most that one ring uses
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
@@ -118,6 +119,7 @@ class Profile:
             self.node_bandwidth * self.message_efficiency,
             self.nvlink_latency,
             self.network_latency,
+            self.ring_part,
             self.nvlink_switch,
         )
         object.__setattr__(self, "links", links)

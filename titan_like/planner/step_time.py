@@ -170,12 +170,13 @@ def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
 def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> float:
     """ZeRO 3: what a microbatch waits for parameters and for sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
 
-    Gathered in the forward and in the backward pass, gradients scattered in the backward pass; computation of other
-    layers hides a part.
+    Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass;
+    computation of other layers hides a part.
     """
-    parameters, size = parameters_per_gpu(work, counts), work.shard * work.context
-    gather = profile.links.all_gather(parameters * profile.parameter_bytes, size, work.tensor)
-    scatter = profile.links.all_gather(parameters * profile.gradient_bytes, size, work.tensor)
+    size, parts = work.shard * work.context, max(1, counts.largest)
+    part = parameters_per_gpu(work, counts) / parts
+    gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
+    scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
     return exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
 
 
