@@ -15,7 +15,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.planner.profile import Profile
 
 # Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
 
 # Operators more than the fused one has, forward and backward: to float32, scale, make the mask, fill, softmax, back.
 _UNFUSED_SOFTMAX = (6, 4)
