@@ -34,7 +34,7 @@ def by_shape(row: Row) -> str:
 
 def by_layout(row: Row) -> str:
     """Rows of one layout are one group, where a study has one model."""
-    return f"tp{row.work.tensor} pp{row.work.pipeline}"
+    return f"tp{row.work.tensor} pp{row.work.pipeline} cp{row.work.context}"
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,17 @@ RECIPES: dict[str, Recipe] = {
     "torchtitan_h100": Recipe(
         "H100 (96 GB HBM2e, 500 W), torchtitan: FSDP2, eager and compiled, bf16 and float8",
         (("H100", "torchtitan"),),
-        "H100-80GB",
+        "H100-96GB",
         200e9,
-        ("gemm_efficiency", "attention_efficiency", "nvlink_efficiency", "float8_relative", "compiled_traffic", "contention"),
+        (
+            "gemm_efficiency",
+            "attention_efficiency",
+            "nvlink_efficiency",
+            "float8_relative",
+            "float8_rowwise",
+            "compiled_traffic",
+            "contention",
+        ),
         start={
             "gradient_bytes": 4,
             "optimizer_traffic": 36.0,
@@ -247,7 +255,7 @@ RECIPES: dict[str, Recipe] = {
             "causal_half": True,
             "attention_efficiency": 0.4,
             "gemm_efficiency": 0.65,
-            "memory_efficiency": 0.55,
+            "memory_efficiency": 0.75,
             "logit_state": 10.0,  # float32 logarithms and gradients, and gradients in bf16
         },
         group=by_layout,

@@ -250,7 +250,8 @@ def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> fl
 
 
 def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile on the row's own GPU, and with the network that its notes name, such as "400 Gbps" for a node."""
+    """The profile on the row's own GPU, and with what its notes name: the network, such as "400 Gbps" for a node,
+    asynchronous tensor parallelism, or float8 with a scale for every row."""
     changes: dict[str, Any] = {}
     if "memory size not stated" not in row.notes:
         device = find_device(row.gpu)
@@ -260,6 +261,10 @@ def adapted(profile: Profile, row: Row) -> Profile:
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
             changes["node_bandwidth"] = float(number) * 1e9 / 8
+    if "asyncTP" in row.notes:
+        changes["tensor_exposed"] = profile.tensor_async_exposed
+    if "rowwise" in row.notes:
+        changes["float8_relative"] = profile.float8_rowwise
     return profile.changed(**changes) if changes else profile
 
 

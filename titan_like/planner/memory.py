@@ -82,7 +82,9 @@ def rank_memory(work: Workload, profile: Profile, rank: int) -> RankMemory:
     element = _BYTES[work.dtype]
     if ranks[0] == rank:
         activations += held / per_rank * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (profile.logit_state + element) if holds_last else 0.0
+    logits = (
+        tokens * work.model.padded_vocab_size / work.tensor * (profile.logit_state + element) if holds_last else 0.0
+    )
     overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
     total = parameters + gradients + optimizer + gathered + activations + logits + overhead
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)

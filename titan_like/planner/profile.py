@@ -43,6 +43,7 @@ FITTED: dict[str, Bounds] = {
     "step_time": Bounds(1e-3, 1.0, 0.7),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
     "float8_relative": Bounds(0.4, 1.0, 0.1),
+    "float8_rowwise": Bounds(0.2, 1.0, 0.3),
     "float4_relative": Bounds(0.2, 1.0, 0.2),
     "network_latency": Bounds(1e-6, 1e-2, 1.0),
 }
@@ -79,6 +80,7 @@ class Profile:
     microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
     step_time: float = 0.05  # per step, for whatever else
     float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included
+    float8_rowwise: float = 0.5  # the same where each row has its own scale, found anew each time
     float4_relative: float = 0.6  # the same of 4-bit products
     misaligned_rate: float = 1e13  # FLOP/s of products with sizes that miss the fast kernels
 
@@ -90,6 +92,7 @@ class Profile:
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
+    tensor_async_exposed: float = 0.7  # the same where they are cut up and overlap with products
     fused_loss: bool = False  # the loss is one operator each way, which makes the gradient in place of the logits
     fused_softmax: bool = True  # scale, mask and softmax in one operator
     fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches
