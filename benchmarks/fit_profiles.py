@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_like.planner.accuracy import judgement
 from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.devices import find_device
 from titan_like.planner.measured import Row, read_rows
@@ -321,16 +322,17 @@ def main() -> int:
     for name, recipe in RECIPES.items():
         if options.only not in (None, name):
             continue
-        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies)]
+        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies) and not row.out_of_memory]
         start = Profile(name, find_device(recipe.device), recipe.gpus_per_node, recipe.node_bandwidth, **recipe.start)
         profile = fit(chosen, start, recipe.names)
         left_out = leave_one_group_out(chosen, start, recipe.names, recipe.group)
-        held = np.abs(np.concatenate([np.array(errors) for errors in left_out.values()]))
+        predictions = [prediction for group in left_out.values() for prediction in group]
+        held = np.abs([prediction.error for prediction in predictions])
         inside = np.abs(np.expm1(log_errors(chosen, profile)))
         print(f"{name}: {len(chosen)} rows, {len(left_out)} groups")
         print(f"  fitted    {_spread(inside)}\n  left out  {_spread(held)}")
-        for group, errors in left_out.items():
-            print(f"    {group:14s} n {len(errors):3d}  median {100 * np.median(errors):+6.1f} %")
+        for group, found in left_out.items():
+            print(f"    {group:14s} n {len(found):3d}  median {100 * np.median([p.error for p in found]):+6.1f} %")
         print(
             "  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
         )
@@ -340,6 +342,7 @@ def main() -> int:
             fitted_on=tuple(_described(chosen)),
             error_median=float(np.median(held)),
             error_p90=float(np.quantile(held, 0.9)),
+            judged=judgement(predictions, len(left_out)),
         )
         if options.write:
             text = "# Written by benchmarks/fit_profiles.py. Errors are those of groups left out of the fit.\n"

@@ -3,12 +3,14 @@
 A row is one published measurement of a training step. Columns: source, model, layers, hidden, heads, kv_heads, ffn,
 seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs, tflops_per_gpu,
 step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes names the study, and with it the stack.
+A row without a time whose notes say OOM ran out of memory.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -65,6 +67,7 @@ class Row:
     source: str
     model: str
     notes: str
+    out_of_memory: bool = False  # it did not run, and has no time
     memory_of_first: bool = False  # memory_gib is that of the first pipeline rank, not of the fullest
 
     @property
@@ -158,9 +161,14 @@ def row_from(table: dict[str, str]) -> Row:
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
     )
-    seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
-    if not 0 < seconds < float("inf"):
-        raise ValueError("the time or rate is not a positive number")
+    timed = bool(table.get("step_time_s") or table.get("tflops_per_gpu"))
+    out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None
+    if out_of_memory:
+        seconds = math.nan
+    else:
+        seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
+        if not 0 < seconds < float("inf"):
+            raise ValueError("the time or rate is not a positive number")
     memory = float(table["mem_gib"]) if table.get("mem_gib") else None
     return Row(
         study,
@@ -173,6 +181,7 @@ def row_from(table: dict[str, str]) -> Row:
         table.get("source") or "",
         table["model"],
         notes,
+        out_of_memory,
         defaults.get("memory_of_first", False),
     )
 

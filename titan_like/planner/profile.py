@@ -63,6 +63,7 @@ class Profile:
     fitted_on: tuple[str, ...] = ()
     error_median: float = 0.1  # of the step time, relative, on rows that were left out of the fit
     error_p90: float = 0.2
+    judged: dict[str, float] = field(default_factory=dict)  # more of how it was judged: `accuracy.judgement`
     dtype: str = "bfloat16"
 
     # fitted
@@ -159,7 +160,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all that were fitted."""
     lines = []
-    defaults = {f.name: f.default for f in fields(Profile)}
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
     for key, value in asdict(profile).items():
         if key in ("name", "links"):
             continue
@@ -174,6 +175,8 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
