@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_like.planner.accuracy import judgement
 from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.devices import find_device
 from titan_like.planner.measured import Row, read_rows
@@ -34,7 +35,7 @@ def by_shape(row: Row) -> str:
 
 def by_layout(row: Row) -> str:
     """Rows of one layout are one group, where a study has one model."""
-    return f"tp{row.work.tensor} pp{row.work.pipeline}"
+    return f"tp{row.work.tensor} pp{row.work.pipeline} cp{row.work.context}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Recipe:
 
 
 _MEGATRON_H100 = {
+    "fused_accumulation": True,
+    "contention": 0.05,
     "optimizer_traffic": 36.0,
     "overlap": 0.9,
     "causal_half": True,
@@ -64,19 +67,22 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
+_FOUNDRY = {"gradient_bytes": 2, "fused_loss": True, "logit_state": 2.0}  # MPT's loss is flash-attention's operator
+
 _NARROW_TYPES = (
     "gemm_efficiency",
     "attention_efficiency",
     "nvlink_efficiency",
     "float8_relative",
     "float4_relative",
+    "contention",
 )
 # Megatron-LM's fp16 training sums gradients over data-parallel ranks as they are, in fp16 (only bf16 training has
 # --accumulate-allreduce-grads-in-fp32 by itself), and copies them to float32 for the update.
 _HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
 # Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients sharded. The
 # overheads are what rows with measured memory leave over.
-_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0, "fragmentation": 0.11}
+_DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0}
 
 RECIPES: dict[str, Recipe] = {
     "selene_2021": Recipe(
@@ -84,7 +90,7 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "ptdp_table2"), ("A100", "tf=hw96")),
         "A100-80GB",
         200e9,
-        COMPUTE + NETWORK + REST,
+        (*COMPUTE, *NETWORK, *REST, "contention"),
         also=(("A100", "ptdp_table1"),),
         start={"dtype": "float16", "overlap_in_pipeline": False, **_HALF_GRADIENTS},
         rows=lambda row: row.work.zero_stage == 0,
@@ -94,7 +100,7 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "ptdp_table2"),),
         "A100-80GB",
         200e9,
-        ("network_efficiency", "overlap", "network_latency"),
+        ("network_efficiency", "overlap", "network_latency", "contention"),
         start={
             "dtype": "float16",
             "gradient_bytes": 2,
@@ -147,6 +153,7 @@ RECIPES: dict[str, Recipe] = {
             "overlap": 0.01,
             **_DEEPSPEED_ZERO1,
             "overhead_bytes": 9.1e9,
+            "fragmentation": 0.11,
         },
         group=lambda row: str(row.work.model.hidden_size),
     ),
@@ -163,9 +170,10 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_switch": False,
             "network_efficiency": 0.34,
             "gemm_depth": 60.0,  # smaller tiles than on A100
-            "nvlink_efficiency": 0.4,
+            "nvlink_efficiency": 0.2,
             **_DEEPSPEED_ZERO1,
-            "overhead_bytes": 5.5e9,
+            "overhead_bytes": 2e9,
+            "buffer_state": 4.0,  # gradients and weights once more, flat
         },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
@@ -181,6 +189,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
+            "ring_part": 0.25,  # one of four cards, as rows tell that differ in tensor parallelism
             "only_zero": 3,
         },
         gpus_per_node=4,
@@ -201,9 +210,9 @@ RECIPES: dict[str, Recipe] = {
         (("A100", "foundry"), ("A100", "tokens/s/gpu")),
         "A100-80GB",
         200e9,
-        ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST, "overlap"),
+        ("gemm_efficiency", "gemm_depth", "memory_efficiency", "attention_efficiency", *REST, "overlap", "contention"),
         start={
-            "gradient_bytes": 2,
+            **_FOUNDRY,
             "optimizer_traffic": 36.0,
             "overlap": 0.9,
             "causal_half": True,
@@ -215,9 +224,9 @@ RECIPES: dict[str, Recipe] = {
         (("H100", "foundry"), ("H100", "tokens/s/gpu")),
         "H100-80GB",
         200e9,
-        ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time", "overlap"),
+        ("gemm_efficiency", "memory_efficiency", "attention_efficiency", "step_time", "overlap", "contention"),
         start={
-            "gradient_bytes": 2,
+            **_FOUNDRY,
             "optimizer_traffic": 36.0,
             "overlap": 0.9,
             "causal_half": True,
@@ -229,9 +238,17 @@ RECIPES: dict[str, Recipe] = {
     "torchtitan_h100": Recipe(
         "H100 (96 GB HBM2e, 500 W), torchtitan: FSDP2, eager and compiled, bf16 and float8",
         (("H100", "torchtitan"),),
-        "H100-80GB",
+        "H100-96GB",
         200e9,
-        ("gemm_efficiency", "attention_efficiency", "nvlink_efficiency", "float8_relative", "compiled_traffic"),
+        (
+            "gemm_efficiency",
+            "attention_efficiency",
+            "nvlink_efficiency",
+            "float8_relative",
+            "float8_rowwise",
+            "compiled_traffic",
+            "contention",
+        ),
         start={
             "gradient_bytes": 4,
             "optimizer_traffic": 36.0,
@@ -239,7 +256,8 @@ RECIPES: dict[str, Recipe] = {
             "causal_half": True,
             "attention_efficiency": 0.4,
             "gemm_efficiency": 0.65,
-            "memory_efficiency": 0.55,
+            "memory_efficiency": 0.75,
+            "logit_state": 10.0,  # float32 logarithms and gradients, and gradients in bf16
         },
         group=by_layout,
     ),
@@ -248,7 +266,7 @@ RECIPES: dict[str, Recipe] = {
         (("H100", "tf=model"),),
         "H100-80GB",
         400e9,
-        ("gemm_efficiency", "attention_efficiency", "network_efficiency"),
+        ("gemm_efficiency", "attention_efficiency", "network_efficiency", "contention"),
         start=_MEGATRON_H100,
     ),
     "megatron_bridge_h100": Recipe(
@@ -267,7 +285,7 @@ RECIPES: dict[str, Recipe] = {
         "GB200",
         3.6e12,
         _NARROW_TYPES,
-        start=_MEGATRON_H100,
+        start={**_MEGATRON_H100, "contention": 0.15},
         gpus_per_node=72,
     ),
     "megatron_bridge_gb300": Recipe(
@@ -276,7 +294,7 @@ RECIPES: dict[str, Recipe] = {
         "GB300",
         7.2e12,
         _NARROW_TYPES,
-        start=_MEGATRON_H100,
+        start={**_MEGATRON_H100, "contention": 0.15},
         gpus_per_node=72,
     ),
     "nemo_h100": Recipe(
@@ -304,16 +322,17 @@ def main() -> int:
     for name, recipe in RECIPES.items():
         if options.only not in (None, name):
             continue
-        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies)]
+        chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies) and not row.out_of_memory]
         start = Profile(name, find_device(recipe.device), recipe.gpus_per_node, recipe.node_bandwidth, **recipe.start)
         profile = fit(chosen, start, recipe.names)
         left_out = leave_one_group_out(chosen, start, recipe.names, recipe.group)
-        held = np.abs(np.concatenate([np.array(errors) for errors in left_out.values()]))
+        predictions = [prediction for group in left_out.values() for prediction in group]
+        held = np.abs([prediction.error for prediction in predictions])
         inside = np.abs(np.expm1(log_errors(chosen, profile)))
         print(f"{name}: {len(chosen)} rows, {len(left_out)} groups")
         print(f"  fitted    {_spread(inside)}\n  left out  {_spread(held)}")
-        for group, errors in left_out.items():
-            print(f"    {group:14s} n {len(errors):3d}  median {100 * np.median(errors):+6.1f} %")
+        for group, found in left_out.items():
+            print(f"    {group:14s} n {len(found):3d}  median {100 * np.median([p.error for p in found]):+6.1f} %")
         print(
             "  " + ", ".join(f"{key} {getattr(start, key):.3g} → {getattr(profile, key):.3g}" for key in recipe.names)
         )
@@ -323,6 +342,7 @@ def main() -> int:
             fitted_on=tuple(_described(chosen)),
             error_median=float(np.median(held)),
             error_p90=float(np.quantile(held, 0.9)),
+            judged=judgement(predictions, len(left_out)),
         )
         if options.write:
             text = "# Written by benchmarks/fit_profiles.py. Errors are those of groups left out of the fit.\n"

@@ -1,12 +1,16 @@
-"""How far the planner is from measured training steps.
+"""How far the planner is from measured training steps, and from what it must equal.
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
 Judges the rows of a CSV (columns: `titan_like.planner.measured`), or those that the package cites itself, the ten of
 arXiv 2104.04473, Table 1, among them. Each row is predicted with the profile of its GPU and of the first word of its
 notes. Per such group: n, median, mean and p90 of the absolute error of the step time, its bias (median with sign), the
-worst regret of choosing the layout predicted fastest, and the rank correlation over layouts; then of memory, where it
-was measured.
+worst regret of choosing the layout predicted fastest, in how many sweeps it is at most 2 %, and the rank correlation
+over layouts; then of memory, where it was measured, and of rows that ran out of it.
+
+Without --points also: what each profile's file says of rows left out of its fit, the pipeline's closed forms beside
+the simulation of the trainer's tables, our own trainer's state beside its exact formulas, and how many layouts are
+judged in a second.
 """
 
 from __future__ import annotations
@@ -14,14 +18,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code beside this file
 
+from planner_speed import layouts
+
 from titan_like.config.errors import ConfigError
-from titan_like.planner.accuracy import GroupAccuracy, Prediction, accuracy, predict_row
+from titan_like.models.registry import FAMILIES, builtin_flavors
+from titan_like.parallel.memory import state_bytes
+from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
+from titan_like.parallel.schedules.simulate import bubble_fraction
+from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from titan_like.planner.measured import Row, published_rows, read_rows
+from titan_like.planner.memory import largest_memory, memory
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import Workload
+
+CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2)]
 
 
 def main(argv: list[str]) -> int:
@@ -41,12 +60,15 @@ def main(argv: list[str]) -> int:
     if options.rows:
         print_rows(predictions)
     print_groups(groups)
+    print_sweeps([sweep for group in groups for sweep in group.sweeps])
+    print_memory(groups)
     for group, count in uncovered.items():
         print(f"no profile covers {group}: {count} rows")
     for reason, count in Counter(line.split(": ", 1)[1] for line in left_out).items():
         print(f"not predicted, {reason}: {count} rows")
+    more = {} if options.points else everything_else()
     if options.json:
-        result = {
+        result = more | {
             "groups": [group.as_dict() for group in groups],
             "rows": [row_as_dict(prediction) for prediction in predictions],
             "not_predicted": left_out,
@@ -72,12 +94,14 @@ def print_rows(predictions: list[Prediction]) -> None:
     """One line a row."""
     for prediction in predictions:
         row, work = prediction.row, prediction.row.work
+        measured = "out of memory" if row.out_of_memory else f"{row.seconds:9.3f} s"
+        error = "" if row.out_of_memory else f"{100 * prediction.error:+6.1f} %"
         layout = f"tp{work.tensor} pp{work.pipeline} v{work.virtual_stages} dp{work.data_parallel} z{work.zero_stage}"
-        memory = f"  {prediction.memory_gib:6.1f} GiB"
-        memory += f" of {row.memory_gib:6.1f} measured" if row.memory_gib else ""
+        used = f"  {prediction.memory_gib:6.1f} GiB"
+        used += f" of {row.memory_gib:6.1f} measured" if row.memory_gib else ""
         print(
             f"{row.study:14s} {row.model:14s} {row.gpus:5d} GPUs  {layout:24s} b{work.micro_batch_size:<3d} "
-            f"{row.seconds:9.3f} s  predicted {prediction.seconds:9.3f} s  {100 * prediction.error:+6.1f} %{memory}"
+            f"{measured}  predicted {prediction.seconds:9.3f} s  {error}{used}"
         )
     print()
 
@@ -86,15 +110,127 @@ def print_groups(groups: list[GroupAccuracy]) -> None:
     """One line a group."""
     print(
         f"{'GPU and study':36s} {'n':>4s} {'median':>7s} {'mean':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s} "
-        f"{'sweeps':>6s} {'regret':>7s} {'ranks':>6s}   {'memory: n':>9s} {'median':>7s} {'p90':>7s}  profile"
+        f"{'sweeps':>6s} {'≤ 2 %':>6s} {'regret':>7s} {'ranks':>6s}   {'memory: n':>9s} {'median':>7s} {'p90':>7s}  "
+        "profile"
     )
     for group in groups:
+        if not group.n:  # nothing but rows that ran out of memory
+            continue
         print(
             f"{group.name:36s} {group.n:4d} {_percent(group.median)} {_percent(group.mean)} {_percent(group.p90)} "
             f"{_percent(group.largest)} {_percent(group.bias, sign=True)} {len(group.sweeps):6d} "
-            f"{_percent(group.worst_regret)} {_number(group.rank_correlation)}   {group.memory_n:9d} "
-            f"{_percent(group.memory_median)} {_percent(group.memory_p90)}  {', '.join(group.profiles)}"
+            f"{group.small_regrets:6d} {_percent(group.worst_regret)} {_number(group.rank_correlation)}   "
+            f"{group.memory_n:9d} {_percent(group.memory_median)} {_percent(group.memory_p90)}  "
+            f"{', '.join(group.profiles)}"
         )
+
+
+def print_sweeps(sweeps: list[Sweep]) -> None:
+    """Those where another layout than the fastest is chosen, with how far measurements of one layout are apart."""
+    if not sweeps:
+        return
+    small = sum(sweep.regret <= SMALL_REGRET for sweep in sweeps)
+    print(f"\nchoice: within {100 * SMALL_REGRET:.0f} % of the fastest in {small} of {len(sweeps)} sweeps; the others:")
+    for sweep in sorted(sweeps, key=lambda sweep: -sweep.regret):
+        if sweep.regret > SMALL_REGRET:
+            noise = "" if sweep.noise is None else f", one layout measured again {_percent(sweep.noise).strip()} apart"
+            ranks = f"{sweep.layouts} layouts, ranks {sweep.rank_correlation:.2f}"
+            print(f"  {_percent(sweep.regret)}  {sweep.name} ({ranks}{noise})")
+
+
+def print_memory(groups: list[GroupAccuracy]) -> None:
+    """Whether what ran is predicted to fit, and what did not is not."""
+    ran, too_large = sum(group.memory_n for group in groups), sum(group.wrongly_too_large for group in groups)
+    failed, fits = sum(group.out_of_memory for group in groups), sum(group.wrongly_fits for group in groups)
+    print(f"\nmemory: of {failed} runs that did not fit {fits} predicted to fit; ", end="")
+    print(f"of {ran} that ran, with measured memory, {too_large} predicted not to fit")
+
+
+def everything_else() -> dict[str, Any]:
+    """What needs no rows, printed and for JSON."""
+    left_out = print_left_out()
+    bubble, state, speed = closed_forms(), trainer_state(), evaluations_per_second()
+    print(f"\npipeline: closed forms and simulated tables, equal stages and no messages: {bubble:.1e} apart at most")
+    print(f"memory of our own trainer: parameters, gradients, optimizer: {state:.0f} bytes off the exact sums at most")
+    print(
+        f"speed: {speed[0]:,.0f} layouts a second on one core, {speed[1]:,.0f} when seen again (time and memory each)"
+    )
+    return {
+        "left_out": left_out,
+        "bubble_deviation": bubble,
+        "trainer_state_deviation_bytes": state,
+        "layouts_per_second": speed,
+    }
+
+
+def print_left_out() -> dict[str, dict[str, Any]]:
+    """What the profiles' files say of rows that were left out of their fits, group by group."""
+    print(
+        f"\n{'rows left out of the fit':24s} {'rows':>5s} {'groups':>6s} {'median':>7s} {'mean':>7s} {'p90':>7s} "
+        f"{'sweeps':>6s} {'≤ 2 %':>6s} {'regret':>7s} {'ranks':>6s} {'noise':>7s}   {'memory: n':>9s} {'median':>7s} "
+        f"{'p90':>7s} {'not to fit':>10s}"
+    )
+    found = {}
+    for profile in builtin_profiles().values():
+        judged = profile.judged
+        print(
+            f"{profile.name:24s} {judged['rows']:5.0f} {judged['groups']:6.0f} {_percent(profile.error_median)} "
+            f"{_percent(judged['mean'])} {_percent(profile.error_p90)} {judged.get('sweeps', 0):6.0f} "
+            f"{judged.get('small_regrets', 0):6.0f} {_percent(judged.get('worst_regret'))} "
+            f"{_number(judged.get('rank_correlation'))} {_percent(judged.get('noise'))}   "
+            f"{judged.get('memory_rows', 0):9.0f} {_percent(judged.get('memory_median'))} "
+            f"{_percent(judged.get('memory_p90'))} {judged.get('memory_too_large', 0):10.0f}"
+        )
+        found[profile.name] = {
+            "fitted_on": profile.fitted_on,
+            "median": profile.error_median,
+            "p90": profile.error_p90,
+            **judged,
+        }
+    return found
+
+
+def closed_forms() -> float:
+    """Largest difference between (p - 1)/m or (p - 1)/(v m) and the bubble of the simulated table, over schedules,
+    degrees and microbatches; passes take as long on every stage, messages no time."""
+    largest = 0.0
+    for (schedule, virtual), degree, rounds in product(CLOSED_FORMS, (2, 4, 8), (1, 2, 6)):
+        microbatches = degree * rounds
+        if check_schedule(schedule, degree, virtual, microbatches):
+            continue
+        table, ranks = schedule_table(schedule, degree, virtual, microbatches), stage_ranks(schedule, degree, virtual)
+        events = simulate(table, ranks, lambda action: 2.0 if action.kind == "B" else 1.0)
+        expected = (degree - 1) / (virtual * microbatches)
+        for value in (bubble_fraction(events, degree), ideal_bubble(schedule, degree, virtual, microbatches)):
+            largest = max(largest, abs(value - expected))
+    return largest
+
+
+def trainer_state() -> float:
+    """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
+    the sums that its tests hold it to, over models, ZeRO stages and types."""
+    profile, largest = builtin_profiles()["fsdp_a100"].changed(trainer_state=True), 0.0
+    flavors = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
+    for (family, flavor), zero, dtype in product(flavors, range(4), ("float32", "bfloat16")):
+        model = FAMILIES[family].model_validate(builtin_flavors(family)[flavor])
+        (rank,) = memory(Workload(model, 1024, 1, 32, shard=8, zero_stage=zero, dtype=dtype), profile).ranks
+        exact = state_bytes(model, zero, 8, compute_bytes={"float32": 4, "bfloat16": 2}[dtype])
+        planned = rank.parameters + rank.gradients + rank.optimizer + rank.gathered
+        largest = max(largest, abs(planned - exact.peak), abs(rank.parameters + rank.optimizer - exact.between_steps))
+    return largest
+
+
+def evaluations_per_second() -> tuple[float, float]:
+    """Layouts of 175B parameters on 1,536 GPUs over the processor's seconds: seen for the first time, and again."""
+    works, profile = layouts(), builtin_profiles()["selene_2021"]
+    rates = []
+    for _ in range(2):
+        start = time.process_time()
+        for work in works:
+            step_time(work, profile)
+            largest_memory(work, profile)
+        rates.append(len(works) / (time.process_time() - start))
+    return rates[0], rates[1]
 
 
 def _percent(value: float | None, sign: bool = False) -> str:
@@ -122,9 +258,11 @@ def row_as_dict(prediction: Prediction) -> dict[str, object]:
         "zero_stage": work.zero_stage,
         "micro_batch_size": work.micro_batch_size,
         "global_batch_size": work.global_batch_size,
-        "measured_seconds": row.seconds,
+        "measured_seconds": None if row.out_of_memory else row.seconds,
         "predicted_seconds": prediction.seconds,
-        "error": prediction.error,
+        "error": None if row.out_of_memory else prediction.error,
+        "out_of_memory": row.out_of_memory,
+        "fits": prediction.fits,
         "measured_memory_gib": row.memory_gib,
         "predicted_memory_gib": prediction.memory_gib,
         "profile": prediction.profile,

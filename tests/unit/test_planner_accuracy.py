@@ -99,8 +99,8 @@ def test_fit_finds_constants_that_made_the_rows():
     assert found.nvlink_efficiency < start.nvlink_efficiency
     assert np.abs(log_errors(made, found)).max() < 0.01 < np.abs(log_errors(made, start)).max()
     left_out = leave_one_group_out(made, start, names, lambda row: row.model)
-    assert sum(len(errors) for errors in left_out.values()) == len(made)
-    assert max(abs(error) for errors in left_out.values() for error in errors) < 0.02
+    assert sum(len(found) for found in left_out.values()) == len(made)
+    assert max(abs(prediction.error) for found in left_out.values() for prediction in found) < 0.02
 
 
 def test_one_bad_row_does_not_lead_the_fit():

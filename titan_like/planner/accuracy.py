@@ -1,4 +1,7 @@
-"""How far predictions are from measured rows, by group, and whether they choose the layout that was fastest."""
+"""How far predictions are from measured rows, by group, and whether they choose the layout that was fastest.
+
+Rows that ran out of memory have no time: they are judged by whether they are predicted to fit, and by nothing else.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import numpy as np
 
 from titan_like.planner.measured import Row, adapted
 from titan_like.planner.memory import memory
-from titan_like.planner.profile import profile_for_group
+from titan_like.planner.profile import Profile, profile_for_group
 from titan_like.planner.step_time import step_time
+
+SMALL_REGRET = 0.02
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,14 @@ class Prediction:
     row: Row
     profile: str
     seconds: float
-    memory_gib: float
+    memory_gib: float  # of the rank that was measured, else of the fullest
     capacity_gib: float
+    largest_gib: float = 0.0  # of the fullest rank
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank is predicted to fit."""
+        return max(self.memory_gib, self.largest_gib) <= self.capacity_gib
 
     @property
     def error(self) -> float:
@@ -40,6 +51,7 @@ class Sweep:
     layouts: int
     regret: float  # measured time of the layout predicted to be fastest, over the fastest measured, minus 1
     rank_correlation: float  # Spearman's
+    noise: float | None = None  # median spread (largest over smallest, minus 1) of a layout measured several times
 
 
 @dataclass(frozen=True)
@@ -58,12 +70,19 @@ class GroupAccuracy:
     memory_n: int = 0
     memory_median: float | None = None
     memory_p90: float | None = None
-    wrongly_fits: int = 0  # rows measured to fit that are predicted not to
+    out_of_memory: int = 0  # rows that did not run for want of memory
+    wrongly_fits: int = 0  # of them, predicted to fit
+    wrongly_too_large: int = 0  # rows with measured memory that are predicted not to fit
 
     @property
     def worst_regret(self) -> float | None:
         """Over all sweeps."""
         return max((sweep.regret for sweep in self.sweeps), default=None)
+
+    @property
+    def small_regrets(self) -> int:
+        """Sweeps whose chosen layout is within 2 % of the fastest."""
+        return sum(sweep.regret <= SMALL_REGRET for sweep in self.sweeps)
 
     @property
     def rank_correlation(self) -> float | None:
@@ -74,18 +93,27 @@ class GroupAccuracy:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "regret": self.worst_regret, "rank_correlation": self.rank_correlation}
+        return {
+            **asdict(self),
+            "regret": self.worst_regret,
+            "small_regrets": self.small_regrets,
+            "rank_correlation": self.rank_correlation,
+        }
 
 
-def predict_row(row: Row) -> Prediction | None:
-    """What the row's own profile says; None where no profile covers its GPU, study and type."""
-    profile = profile_for_group(row.gpu, row.study, row.work.zero_stage)
-    if profile is None or row.work.dtype not in profile.device.peak:
+def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
+    """What a profile, if none is given the row's own, says; None where none covers its GPU, study and type."""
+    profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage)
+    if profile is None:
         return None
     profile = adapted(profile, row)
-    used = memory(row.work, profile).largest
+    if row.work.dtype not in profile.device.peak:
+        return None
+    used = memory(row.work, profile)
+    compared = used.ranks[0].total if row.memory_of_first else used.largest
     seconds = step_time(row.work, profile).total
-    return Prediction(row, profile.name, seconds, used / 2**30, profile.device.memory_bytes / 2**30)
+    gib = 2**30
+    return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
@@ -97,54 +125,76 @@ def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
 
 
 def _group(name: str, members: list[Prediction]) -> GroupAccuracy:
-    errors = np.array([member.error for member in members])
+    timed = [member for member in members if not member.row.out_of_memory]
+    failed = [member for member in members if member.row.out_of_memory]
+    errors = np.array([member.error for member in timed] or [0.0])
     size = np.abs(errors)
-    with_memory = [member for member in members if member.row.memory_gib]
+    with_memory = [member for member in timed if member.row.memory_gib]
     memory_errors = np.array([abs(m.memory_gib / m.row.memory_gib - 1) for m in with_memory if m.row.memory_gib])
     return GroupAccuracy(
         name,
         sorted({member.profile for member in members}),
-        len(members),
+        len(timed),
         float(np.median(size)),
         float(size.mean()),
         float(np.quantile(size, 0.9)),
         float(size.max()),
         float(np.median(errors)),
-        sweeps(members),
+        sweeps(timed),
         len(with_memory),
         float(np.median(memory_errors)) if with_memory else None,
         float(np.quantile(memory_errors, 0.9)) if with_memory else None,
-        sum(m.memory_gib > m.capacity_gib for m in with_memory),
+        len(failed),
+        sum(member.fits for member in failed),
+        sum(not member.fits for member in with_memory),
     )
 
 
 def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
-    """Where at least three layouts of one model, number of GPUs and type were measured; batches within a fifth count
-    as one, and times are compared per sample. A layout that was measured several times counts once, with its median."""
+    """Where at least three layouts of one model, number of GPUs and type were measured in one session; batches within
+    a twentieth count as one, and times are compared per sample. A layout that was measured several times counts once,
+    with its median."""
     found: dict[str, dict[tuple, list[Prediction]]] = defaultdict(lambda: defaultdict(list))
     for member in members:
         work = member.row.work
         model = work.model
+        batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)
         name = (
-            f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} "
-            f"s{work.seq_len} {member.row.gpus} GPUs {work.dtype} batch {round(4 * math.log2(work.global_batch_size))}"
+            f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} s{work.seq_len} "
+            f"{member.row.gpus} GPUs {work.dtype} batch {batch:.0f} {member.row.session}"
         )
         layout = (work.tensor, work.pipeline, work.virtual_stages, work.context, work.micro_batch_size)
         found[name][(*layout, work.zero_stage, work.recompute)].append(member)
-    results = []
-    for name, layouts in found.items():
-        if len(layouts) < 3:
-            continue
-        measured = [
-            float(np.median([m.row.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()
-        ]
-        predicted = [
-            float(np.median([m.seconds / m.row.work.global_batch_size for m in ms])) for ms in layouts.values()
-        ]
-        chosen = int(np.argmin(predicted))
-        regret = measured[chosen] / min(measured) - 1
-        results.append(Sweep(name, len(layouts), regret, spearman(predicted, measured)))
-    return results
+    return [_sweep(name, list(layouts.values())) for name, layouts in found.items() if len(layouts) >= 3]
+
+
+def _sweep(name: str, layouts: list[list[Prediction]]) -> Sweep:
+    times = [[m.row.seconds / m.row.work.global_batch_size for m in members] for members in layouts]
+    measured = [float(np.median(several)) for several in times]
+    predicted = [float(np.median([m.seconds / m.row.work.global_batch_size for m in members])) for members in layouts]
+    regret = measured[int(np.argmin(predicted))] / min(measured) - 1
+    spreads = [max(several) / min(several) - 1 for several in times if len(several) > 1]
+    noise = float(np.median(spreads)) if spreads else None
+    return Sweep(name, len(layouts), regret, spearman(predicted, measured), noise)
+
+
+def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float]:
+    """Of rows left out of the fit in so many groups, what a profile's file keeps beside its error band. Memory, whose
+    constants are not fitted, is that of the rows themselves."""
+    found = _group("", list(predictions))
+    kept: dict[str, float] = {"rows": found.n, "groups": groups, "mean": found.mean}
+    if found.sweeps:
+        kept["sweeps"] = len(found.sweeps)
+        kept["small_regrets"] = found.small_regrets
+        kept["worst_regret"] = found.worst_regret or 0.0
+        kept["rank_correlation"] = found.rank_correlation or 0.0
+        noise = [sweep.noise for sweep in found.sweeps if sweep.noise is not None]
+        if noise:
+            kept["noise"] = float(np.median(noise))
+    if found.memory_median is not None and found.memory_p90 is not None:
+        kept |= {"memory_rows": found.memory_n, "memory_median": found.memory_median, "memory_p90": found.memory_p90}
+        kept["memory_too_large"] = found.wrongly_too_large
+    return kept
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_like.planner.accuracy import Prediction, judgement, predict_row
 from titan_like.planner.measured import Row, adapted
 from titan_like.planner.profile import FITTED, Profile
 from titan_like.planner.step_time import step_time
@@ -78,15 +79,15 @@ def levenberg_marquardt(
 
 def leave_one_group_out(
     rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
-) -> dict[str, list[float]]:
-    """For every group: relative errors of its rows under the profile that all other groups give."""
-    errors = {}
+) -> dict[str, list[Prediction]]:
+    """For every group: predictions of its rows under the profile that all other groups give."""
+    predictions = {}
     for group in sorted({group_of(row) for row in rows}):
         kept = [row for row in rows if group_of(row) != group]
-        held = [row for row in rows if group_of(row) == group]
         profile = fit(kept, start, names) if kept else start
-        errors[group] = [float(np.expm1(x)) for x in log_errors(held, profile)]
-    return errors
+        found = [predict_row(row, profile) for row in rows if group_of(row) == group]
+        predictions[group] = [prediction for prediction in found if prediction is not None]
+    return predictions
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,24 @@ class Calibration:
 
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     """Fit the constants that these rows can tell anything about; groups left out in turn are model sizes."""
+    rows = [row for row in rows if not row.out_of_memory]
     names = informed(rows, start)
     profile = fit(rows, start, names)
     groups = leave_one_group_out(rows, start, names, lambda row: row.model)
-    held = summary([error for errors in groups.values() for error in errors])
+    predictions = [prediction for group in groups.values() for prediction in group]
+    held = summary([prediction.error for prediction in predictions])
     sources = sorted({row.source or row.group for row in rows})
     profile = profile.changed(
         name=name,
         fitted_on=tuple(f"{source}: {sum((r.source or r.group) == source for r in rows)} rows" for source in sources),
         error_median=held.median,
         error_p90=held.p90,
+        judged=judgement(predictions, len(groups)),
     )
     return Calibration(
         profile,
         summary(list(np.expm1(log_errors(rows, profile)))),
-        {group: summary(errors) for group, errors in groups.items()},
+        {group: summary([prediction.error for prediction in found]) for group, found in groups.items()},
         {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
     )
 

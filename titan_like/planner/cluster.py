@@ -19,6 +19,7 @@ class Links:
     node_messages: float  # the same for messages between two GPUs
     nvlink_latency: float
     network_latency: float
+    ring_part: float = 1.0  # of a node's cards, the most that one ring uses
     switched: bool = True  # NVLink through switches: two GPUs can use all their links with each other
 
     def ring_bandwidth(self, size: int, stride: int) -> float:
@@ -30,7 +31,7 @@ class Links:
         if size * stride <= self.gpus_per_node:
             return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
         rings = min(stride, self.gpus_per_node)
-        share = self.node / rings
+        share = self.node * min(1 / rings, self.ring_part)
         return min(share, self.nvlink) if rings < self.gpus_per_node else share
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
@@ -41,10 +42,14 @@ class Links:
         """Result of ``nbytes`` on every rank; a reduce-scatter of such an input takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
-        within = size * stride <= self.gpus_per_node
-        latency = self.nvlink_latency if within else self.network_latency
-        hops = min(size - 1, 64)  # NCCL turns to trees, whose latency grows with the logarithm
-        return hops * latency + (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
+        return self.ring_latency(size, stride) + (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
+
+    def ring_latency(self, size: int, stride: int) -> float:
+        """Of a first byte's way round a ring; between nodes only where the ring leaves one."""
+        hops = size - 1
+        between = -(-size * stride // self.gpus_per_node) - 1 if stride < self.gpus_per_node else hops
+        latency = between * self.network_latency + (hops - between) * self.nvlink_latency
+        return latency * min(1, 64 / hops)  # NCCL turns to trees, whose latency grows with the logarithm
 
     def message(self, nbytes: float, stride: int) -> float:
         """From each GPU to the one ``stride`` ranks on, all GPUs of a node at once."""

@@ -103,6 +103,7 @@ def device_to_table(device: Device) -> dict[str, Any]:
     }
 
 
+@cache
 def find_device(name: str) -> Device:
     """The device of a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3".
 

@@ -15,7 +15,10 @@ from titan_like.models.config import TransformerConfig
 from titan_like.planner.profile import Profile
 
 # Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
+
+# Operators more than the fused one has, forward and backward: to float32, scale, make the mask, fill, softmax, back.
+_UNFUSED_SOFTMAX = (6, 4)
 
 _NARROW = ("float8", "float4")  # types of the layers' products with weights alone
 
@@ -51,6 +54,7 @@ class Microbatch(NamedTuple):
     dropout: bool
     dtype: str
     compiled: bool = False
+    accumulates: bool = False  # whole gradients are added to those of the microbatches before
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
@@ -102,12 +106,27 @@ def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) 
     value = gemm_time(rows, width, columns, batch, _wide(mb.dtype), profile)
     matrix = batch * rows * columns  # elements
     element = 4 if mb.dtype == "float32" else 2
-    softmax = 2 * element if profile.fused_softmax else 8 * element
+    softmax = 2 * element if softmax_is_fused(model, mb, profile) else 8 * element
     dropout = 2 * element + 1 if mb.dropout else 0
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
     forward = score + value + (softmax + dropout) * matrix / bandwidth
     backward = 2 * (score + value) + (softmax + element + dropout) * matrix / bandwidth
     return forward, backward
+
+
+def softmax_is_fused(model: TransformerConfig, mb: Microbatch, profile: Profile) -> bool:
+    """Whether scale, mask and softmax are one operator: Megatron-LM's takes four rows of attention matrices at once,
+    and refuses a number of heads times samples that is no multiple of four."""
+    return profile.fused_softmax and mb.size * model.num_attention_heads // mb.tensor % 4 == 0
+
+
+def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> float:
+    """Adding a microbatch's gradients to the sum: the new ones are read, the sum is read and written."""
+    if not mb.accumulates or profile.fused_accumulation:
+        return 0.0
+    element = 4 if mb.dtype == "float32" else 2
+    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / bandwidth
 
 
 @lru_cache(maxsize=65536)
@@ -141,6 +160,7 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
         backward_bytes *= profile.compiled_traffic
     forward = qkv[0] + proj[0] + up[0] + down[0] + core_forward + forward_bytes / bandwidth
     backward = qkv[1] + proj[1] + up[1] + down[1] + core_backward + backward_bytes / bandwidth
+    backward += accumulation_time(model.layer_parameters, mb, profile)
 
     again = 0.0
     if mb.recompute == "full":
@@ -150,6 +170,9 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     forward_tensor, backward_tensor, again_tensor = _layer_communication(model, mb, profile)
     operators_forward, operators_backward = profile.host_operators
     messages = 2 if t > 1 else 0
+    if not mb.flash and not softmax_is_fused(model, mb, profile):
+        operators_forward += _UNFUSED_SOFTMAX[0]
+        operators_backward += _UNFUSED_SOFTMAX[1]
     host_forward = (operators_forward + messages) * profile.operator_time
     host_backward = (operators_backward + messages) * profile.operator_time
     if mb.recompute == "full":
@@ -188,7 +211,7 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     """What the first stage does before its layers (embedding), and the last after its (norm, logits, loss).
 
     Logits of V/t columns on each rank; the loss reads and writes them in float32 about five times forward and twice
-    backward, and sums a few numbers per token over the ranks.
+    backward (or reads and writes them as they are), and sums a few numbers per token over the ranks.
     """
     tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
     element = 4 if mb.dtype == "float32" else 2
@@ -197,15 +220,17 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)
-    loss_forward = tokens * vocabulary * (element + 5 * 4) / bandwidth
-    loss_backward = tokens * vocabulary * (element + 2 * 4) / bandwidth
+    copies = 0 if profile.fused_loss else 4
+    loss_forward = tokens * vocabulary * (element + 5 * copies) / bandwidth
+    loss_backward = tokens * vocabulary * (element + (2 * copies or element)) / bandwidth
     around = tokens * hidden * element
     reduce = profile.links.all_reduce(around, t, 1) * profile.tensor_exposed
     host = 10 * profile.operator_time
-    entry = Cost(3 * around / bandwidth, 4 * around / bandwidth, 0, reduce, 0, 0, host, host)
+    table = accumulation_time(model.padded_vocab_size * hidden, mb, profile)  # the gradient of a table is dense
+    entry = Cost(3 * around / bandwidth, 4 * around / bandwidth + table, 0, reduce, 0, 0, host, host)
     head = Cost(
         logits[0] + loss_forward + 2 * around / bandwidth,
-        logits[1] + loss_backward + 4 * around / bandwidth,
+        logits[1] + loss_backward + 4 * around / bandwidth + table,
         0,
         0,
         reduce,

@@ -3,11 +3,14 @@
 A row is one published measurement of a training step. Columns: source, model, layers, hidden, heads, kv_heads, ffn,
 seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs, tflops_per_gpu,
 step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes names the study, and with it the stack.
+A row without a time whose notes say OOM ran out of memory.
 """
 
 from __future__ import annotations
 
 import csv
+import math
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +23,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.devices import find_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
@@ -38,7 +42,8 @@ STUDIES: dict[str, dict[str, Any]] = {
     "vtrain_single": _MEGATRON_2021,
     "bloom": {**_MEGATRON_2021, "zero": 1},
     "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
-    "jz_v100": {**_MEGATRON_2021, "zero": 1},
+    # Its memory is the first node's: runs with a third of it filled ran out of memory elsewhere.
+    "jz_v100": {**_MEGATRON_2021, "zero": 1, "memory_of_first": True},
     "foundry": _FSDP,
     "torchtitan": _FSDP,
     "tokens/s/gpu": _FSDP,
@@ -62,11 +67,18 @@ class Row:
     source: str
     model: str
     notes: str
+    out_of_memory: bool = False  # it did not run, and has no time
+    memory_of_first: bool = False  # memory_gib is that of the first pipeline rank, not of the fullest
 
     @property
     def group(self) -> str:
         """GPU and study, as reports name it."""
         return f"{self.gpu} {self.study}"
+
+    @property
+    def session(self) -> str:
+        """What the notes say before the first semicolon, such as "bloom 02-25": rows of one state of a cluster."""
+        return self.notes.partition(";")[0].strip()
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
@@ -108,8 +120,9 @@ def row_from(table: dict[str, str]) -> Row:
     notes = table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
-    model = _model(table, llama=bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1))
     tensor, pipeline, context = (int(table.get(key) or 1) for key in ("tp", "pp", "cp"))
+    llama = bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1)
+    model = _model(table, llama, tensor)
     if not table.get("tp") or (table.get("ep") or "1") != "1":
         raise ValueError("the layout is not stated" if not table.get("tp") else "expert parallelism")
     gpus, batch = int(table["gpus"]), int(table["gbs"])
@@ -148,9 +161,14 @@ def row_from(table: dict[str, str]) -> Row:
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
     )
-    seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
-    if not 0 < seconds < float("inf"):
-        raise ValueError("the time or rate is not a positive number")
+    timed = bool(table.get("step_time_s") or table.get("tflops_per_gpu"))
+    out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None
+    if out_of_memory:
+        seconds = math.nan
+    else:
+        seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
+        if not 0 < seconds < float("inf"):
+            raise ValueError("the time or rate is not a positive number")
     memory = float(table["mem_gib"]) if table.get("mem_gib") else None
     return Row(
         study,
@@ -163,21 +181,27 @@ def row_from(table: dict[str, str]) -> Row:
         table.get("source") or "",
         table["model"],
         notes,
+        out_of_memory,
+        defaults.get("memory_of_first", False),
     )
 
 
-def _model(table: dict[str, str], llama: bool) -> TransformerConfig:
+def _model(table: dict[str, str], llama: bool, tensor: int) -> TransformerConfig:
     needed = ("layers", "hidden", "seq", "vocab")
     missing = [key for key in needed if not table.get(key)]
     if missing:
         raise ValueError(f"{missing[0]} is not stated")
     layers, hidden, seq, vocab = (int(table[key]) for key in needed)
-    heads = int(table.get("heads") or 0) or hidden // 128
-    if hidden % heads:
-        heads = next(h for h in range(heads, 0, -1) if hidden % h == 0)
+    heads = int(table.get("heads") or 0) or _likely_heads(hidden, tensor)
     kv = int(table.get("kv_heads") or heads)
     ffn = int(table.get("ffn") or 4 * hidden)
     return _shape(llama, layers, hidden, heads, kv, ffn, seq, vocab)
+
+
+def _likely_heads(hidden: int, tensor: int) -> int:
+    """Where the heads are not stated: a width near 128 that the sizes allow."""
+    fits = [h for h in range(tensor, hidden + 1, tensor) if hidden % h == 0] or [1]
+    return min(fits, key=lambda h: abs(math.log(hidden / h / 128)))
 
 
 @cache
@@ -235,12 +259,22 @@ def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> fl
 
 
 def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile for a row whose notes name another network, such as "400 Gbps" for a node."""
+    """The profile on the row's own GPU, and with what its notes name: the network, such as "400 Gbps" for a node,
+    asynchronous tensor parallelism, or float8 with a scale for every row."""
+    changes: dict[str, Any] = {}
+    if "memory size not stated" not in row.notes:
+        device = find_device(row.gpu)
+        if device is not profile.device:
+            changes["device"] = device
     words = row.notes.replace(";", " ").split()
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
-            return profile.changed(node_bandwidth=float(number) * 1e9 / 8)
-    return profile
+            changes["node_bandwidth"] = float(number) * 1e9 / 8
+    if "asyncTP" in row.notes:
+        changes["tensor_exposed"] = profile.tensor_async_exposed
+    if "rowwise" in row.notes:
+        changes["float8_relative"] = profile.float8_rowwise
+    return profile.changed(**changes) if changes else profile
 
 
 def published_rows() -> list[Row]:

@@ -85,13 +85,15 @@ def rank_memory(work: Workload, profile: Profile, rank: int, exact: bool = True)
         moment = fullest_moment(work, profile.device, layers, held, per_rank, ends, gradients)
         gradients, activations, logits = moment
     else:
-        activations, logits = _activations(work, layers, held / per_rank, ends)
+        activations, logits = _activations(work, layers, held / per_rank, ends, profile.logit_state)
     overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
     total = parameters + gradients + optimizer + gathered + activations + logits + overhead
     return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
 
 
-def _activations(work: Workload, layers: int, held: float, ends: tuple[bool, bool]) -> tuple[float, float]:
+def _activations(
+    work: Workload, layers: int, held: float, ends: tuple[bool, bool], logit_state: float
+) -> tuple[float, float]:
     """Activations and logits of other stacks. ``held`` microbatches of all the rank's layers; ``ends``: first, last."""
     chunk, working = layer_activations(work)
     activations = held * chunk * layers + (working if layers else 0)
@@ -99,7 +101,7 @@ def _activations(work: Workload, layers: int, held: float, ends: tuple[bool, boo
     element = _BYTES[work.dtype]
     if ends[0]:
         activations += held * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (element + 2 * 4) if ends[1] else 0.0
+    logits = tokens * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
     return activations, logits
 
 
@@ -165,6 +167,7 @@ def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True)
     # Two layers at a time are whole: their gradients before they are scattered, in ZeRO 3 their weights too.
     whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
     gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
+    gathered += profile.buffer_state * count if zero < 3 else 0.0
     return (
         weights / shard if zero == 3 else weights,
         gradients / shard if zero >= 2 else gradients,

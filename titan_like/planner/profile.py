@@ -41,14 +41,16 @@ FITTED: dict[str, Bounds] = {
     "memory_efficiency": Bounds(0.3, 1.0, 0.2),
     "compiled_traffic": Bounds(0.2, 1.0, 0.3),
     "operator_time": Bounds(1e-6, 1e-4, 0.7),
-    "nvlink_efficiency": Bounds(0.2, 0.95, 0.1),
+    "nvlink_efficiency": Bounds(0.1, 0.95, 0.1),
     "network_efficiency": Bounds(0.05, 0.95, 0.4),
     "message_efficiency": Bounds(0.03, 0.95, 0.5),
     "overlap": Bounds(0.01, 1.0, 0.3),
+    "contention": Bounds(0.02, 0.5, 0.5),
     "microbatch_time": Bounds(1e-4, 0.05, 0.7),
     "step_time": Bounds(1e-3, 1.0, 0.7),
     "misaligned_rate": Bounds(1e12, 1e14, 0.7),
     "float8_relative": Bounds(0.4, 1.0, 0.1),
+    "float8_rowwise": Bounds(0.2, 1.0, 0.3),
     "float4_relative": Bounds(0.2, 1.0, 0.2),
     "network_latency": Bounds(1e-6, 1e-2, 1.0),
 }
@@ -68,6 +70,7 @@ class Profile:
     fitted_on: tuple[str, ...] = ()
     error_median: float = 0.1  # of the step time, relative, on rows that were left out of the fit
     error_p90: float = 0.2
+    judged: dict[str, float] = field(default_factory=dict)  # more of how it was judged: `accuracy.judgement`
     dtype: str = "bfloat16"
 
     # fitted
@@ -81,9 +84,11 @@ class Profile:
     network_efficiency: float = 0.6  # collectives between nodes
     message_efficiency: float = 0.6  # pipeline messages between nodes
     overlap: float = 0.5  # part of backward computation that can hide data-parallel communication
+    contention: float = 0.15  # of hidden communication, what computation is slowed down by
     microbatch_time: float = 1e-3  # per microbatch and rank, for whatever else
     step_time: float = 0.05  # per step, for whatever else
     float8_relative: float = 0.85  # efficiency of 8-bit products relative to the others, quantization included
+    float8_rowwise: float = 0.5  # the same where each row has its own scale, found anew each time
     float4_relative: float = 0.6  # the same of 4-bit products
     misaligned_rate: float = 1e13  # FLOP/s of products with sizes that miss the fast kernels
 
@@ -91,10 +96,14 @@ class Profile:
     nvlink_latency: float = 3e-6  # of one hop in a ring
     network_latency: float = 1e-5
     nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
+    ring_part: float = 1.0  # of a node's network cards, the most that one ring uses
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
     tensor_exposed: float = 1.0  # the same for tensor-parallel collectives
+    tensor_async_exposed: float = 0.7  # the same where they are cut up and overlap with products
+    fused_loss: bool = False  # the loss is one operator each way, which makes the gradient in place of the logits
     fused_softmax: bool = True  # scale, mask and softmax in one operator
+    fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches
     causal_half: bool = False  # fused attention leaves out what the mask hides
     recompute_whole: bool = True  # the last product and sum of a recomputed layer are repeated too
     overlap_in_pipeline: bool = True  # gradients are summed during the last backward passes of a pipeline too
@@ -106,6 +115,8 @@ class Profile:
     weight_state: float = 2.0  # resident bytes per parameter: weights
     gradient_state: float = 4.0  # gradients
     optimizer_state: float = 12.0  # master weights and moments
+    buffer_state: float = 0.0  # flat buffers for sums and gathers
+    logit_state: float = 8.0  # of a logit at the loss, beside itself: float32 copies, gradients
     trainer_state: bool = False  # weights, gradients and optimizer are kept as our own trainer keeps them
     overhead_bytes: float = 3e9  # context, libraries and communication buffers
     fragmentation: float = 0.05  # of activations and gathered weights
@@ -119,6 +130,7 @@ class Profile:
             self.node_bandwidth * self.message_efficiency,
             self.nvlink_latency,
             self.network_latency,
+            self.ring_part,
             self.nvlink_switch,
         )
         object.__setattr__(self, "links", links)
@@ -161,7 +173,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all that were fitted."""
     lines = []
-    defaults = {f.name: f.default for f in fields(Profile)}
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
     for key, value in asdict(profile).items():
         if key in ("name", "links"):
             continue

@@ -47,15 +47,17 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict one step."""
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + profile.microbatch_time
     m, p = work.microbatches, work.pipeline
+    stages = stages_per_rank(work.schedule, work.virtual_stages) if p > 1 else 1
+    # The host waits for the messages of each stage, as far as nothing else runs meanwhile.
+    visits = 1 + (stages - 1) * profile.message_exposed
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + visits * profile.microbatch_time
 
     gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     bubble = messages = 0.0
     if p > 1:
         fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile)
         message = message_time(work, profile)
-        stages = stages_per_rank(work.schedule, work.virtual_stages)
         bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
     data, update = _after_backward(work, profile, counts, rank)
@@ -86,6 +88,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dropout,
         work.dtype,
         work.compiled,
+        work.zero_stage < 2 and work.microbatches > 1,  # else there is nothing to add to, or only a shard
     )
 
 
@@ -191,13 +194,22 @@ def _most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
 def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> float:
     """ZeRO 3: what a microbatch waits for parameters and for sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
 
-    Gathered in the forward and in the backward pass, gradients scattered in the backward pass; computation of other
-    layers hides a part.
+    Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass;
+    computation of other layers hides a part.
     """
-    parameters, size = parameters_per_gpu(work, counts), work.shard * work.context
-    gather = profile.links.all_gather(parameters * profile.parameter_bytes, size, work.tensor)
-    scatter = profile.links.all_gather(parameters * profile.gradient_bytes, size, work.tensor)
-    return max(0.0, 2 * gather + scatter - profile.overlap * (rank.forward + rank.backward))
+    size, parts = work.shard * work.context, max(1, counts.largest)
+    part = parameters_per_gpu(work, counts) / parts
+    gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
+    scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
+    return exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
+
+
+def exposed(communication: float, hides: float, profile: Profile) -> float:
+    """What communication adds to a step of whose computation ``hides`` seconds can run at the same time.
+
+    The hidden part is not free: its kernels take multiprocessors and memory bandwidth from the computation.
+    """
+    return communication - (1 - profile.contention) * min(communication, hides)
 
 
 def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> tuple[float, float]:
@@ -218,14 +230,13 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: 
         if zero == 2:  # gradients are scattered after every microbatch
             reduced, backward = reduced * work.microbatches, backward * work.microbatches
         if zero and profile.gather_hidden:
-            gathered = max(0.0, gathered - profile.overlap * rank.forward)
-            time = gathered + max(0.0, reduced - backward)
+            gathered = exposed(gathered, profile.overlap * rank.forward, profile)
+            time = gathered + exposed(reduced, backward, profile)
         else:
-            time = max(0.0, reduced + gathered - backward)
-    exposed = time
+            time = exposed(reduced + gathered, backward, profile)
     if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
-        exposed += profile.links.message(table * profile.gradient_bytes, stride * size)
+        time += profile.links.message(table * profile.gradient_bytes, stride * size)
     shards = shard if zero else 1
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return exposed, parameters / shards * profile.optimizer_traffic / bandwidth
+    return time, parameters / shards * profile.optimizer_traffic / bandwidth
