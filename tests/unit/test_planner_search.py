@@ -14,7 +14,7 @@ from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
 from titan_like.planner.reasons import differences, why_slower
-from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, least_pipeline_time, search
+from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, least_group_time, search
 from titan_like.planner.space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.step_time import step_time
 
@@ -120,7 +120,7 @@ def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, 
     for group in generator.sample(groups, 25):
         schedule, virtual = generator.choice(space.pipelines(group))
         pipeline = space.member(group, schedule, virtual, 0, group.replicate, group.shard)
-        least = least_pipeline_time(pipeline, profile)
+        least = PipelineBounds(space.splits(group), profile).least_time(pipeline)
         assert least_group_time(group, profile) <= least * (1 + 1e-9)
         for zero, replicas, shards in space.splits(group):
             work = space.member(group, schedule, virtual, zero, replicas, shards)

@@ -24,7 +24,7 @@ from titan_like.planner.memory import in_flight, largest_memory, layer_kept
 from titan_like.planner.predict import checked_profile, cluster_size, named_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import Space
-from titan_like.planner.step_time import StepTime, microbatch_of, step_time
+from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
 from titan_like.planner.workload import Workload, layers_of_ranks
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
@@ -177,10 +177,11 @@ class BestFirst:
     def _add_pipelines(self, group: Workload) -> None:
         if self._done(group):
             return
+        bounds = PipelineBounds(self.space.splits(group), self.profile)
         for schedule, virtual in self.space.pipelines(group):
             work = self.space.member(group, schedule, virtual, 0, group.replicate, group.shard)
             self.counts.computed += 1
-            self._push(least_pipeline_time(work, self.profile), 1, (group, (schedule, virtual)))
+            self._push(bounds.least_time(work), 1, (group, (schedule, virtual)))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
@@ -191,13 +192,15 @@ class BestFirst:
         if self._done(group):
             return
         nothing_lower_fits = False
+        pipeline = self.space.member(group, *choice, 0, 1, group.shard)
         for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
             fits = not nothing_lower_fits
+            known = (group.tensor, group.pipeline, zero) in self.cells
             for index, (_, replicas, shards) in enumerate(splits):
-                work = self.space.member(group, *choice, zero, replicas, shards)
                 if not fits:
                     self.counts.too_large += 1
-                elif _cell(work) not in self.cells:
+                elif not known:
+                    work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
                     if zero == 3:
                         fits = self._fits(work)
                         nothing_lower_fits = not fits and index == 0 and choice[0] not in SPLIT_BACKWARD
@@ -252,10 +255,31 @@ def least_group_time(group: Workload, profile: Profile) -> float:
     return work.microbatches * ceil(work.model.num_layers / work.pipeline) * (once + again)
 
 
-def least_pipeline_time(work: Workload, profile: Profile) -> float:
-    """Seconds below which no way of splitting by ZeRO stays: the step without what data parallelism adds."""
-    time = step_time(_least_of_zero(work), profile)
-    return time.total - time.data - time.optimizer
+class PipelineBounds:
+    """Seconds below which no way of splitting a pipeline of one group by ZeRO stays.
+
+    Pipelines with the same slowest rank share what data parallelism adds. ZeRO 0 and 1 are taken with the passes of
+    ZeRO 2, which are shorter by more than they hide less.
+    """
+
+    def __init__(self, splits: list[tuple[int, int, int]], profile: Profile) -> None:
+        self._splits, self._profile = splits, profile
+        self._added: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+
+    def least_time(self, work: Workload) -> float:
+        """Of one pipeline."""
+        found = passes(_least_of_zero(work), self._profile)
+        key = found.counts, found.rank
+        if key not in self._added:
+            self._added[key] = [self._of_split(work, *key, *split) for split in self._splits]
+        return found.seconds + min([added + found.bubble * gathered for added, gathered in self._added[key]])
+
+    def _of_split(
+        self, work: Workload, counts: Any, rank: Any, zero: int, replicas: int, shards: int
+    ) -> tuple[float, float]:
+        layout = work._replace(zero_stage=zero, replicate=replicas, shard=shards)
+        gathered, data, update = sharding(layout, self._profile, counts, rank)
+        return work.microbatches * gathered + data + update, gathered
 
 
 def _least_of_zero(work: Workload) -> Workload:

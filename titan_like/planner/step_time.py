@@ -43,8 +43,47 @@ class _Rank(NamedTuple):
     others: float  # mean of the other ranks' passes, without delays
 
 
+class Passes(NamedTuple):
+    """A step as far as it is the same for layouts that differ in ZeRO's shards alone. Seconds."""
+
+    counts: RankLayers
+    rank: _Rank
+    parts: tuple[float, float, float, float, float, float]  # of `StepTime`: compute to bubble, other
+    bubble: float  # how often what every microbatch waits for is waited for again in the bubble
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts)
+
+
+class Sharding(NamedTuple):
+    """What data parallelism adds. Seconds."""
+
+    gathered: float  # for every microbatch
+    data: float  # once
+    update: float
+
+
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict one step."""
+    found = passes(work, profile)
+    gathered, data, update = sharding(work, profile, found.counts, found.rank)
+    compute, again, tensor, messages, bubble, other = found.parts
+    data += work.microbatches * gathered
+    bubble += found.bubble * gathered
+    total = found.seconds + found.bubble * gathered + data + update
+    return StepTime(compute, again, tensor, messages, bubble, data, update, other, total)
+
+
+def passes(work: Workload, profile: Profile) -> Passes:
+    """The forward and backward passes of a step, without what data parallelism adds."""
+    zero = 2 if work.zero_stage >= 2 else 0  # what is the same is found once
+    return _passes(work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard), profile)
+
+
+@lru_cache(maxsize=1024)
+def _passes(work: Workload, profile: Profile) -> Passes:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
     m, p = work.microbatches, work.pipeline
@@ -52,27 +91,20 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     # The host waits for the messages of each stage, as far as nothing else runs meanwhile.
     visits = 1 + (stages - 1) * profile.message_exposed
     waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + visits * profile.microbatch_time
-
-    gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
-    bubble = messages = 0.0
+    bubble = messages = again = 0.0
     if p > 1:
-        fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile)
+        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile) * m
         message = message_time(work, profile)
-        bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
+        bubble = again * (rank.others + waits) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
-    data, update = _after_backward(work, profile, counts, rank)
     other = m * waits + profile.step_time
-    parts = (
-        m * rank.compute,
-        m * rank.again,
-        m * rank.tensor,
-        messages,
-        bubble,
-        data + m * gathered,
-        update,
-        other,
-    )
-    return StepTime(*parts, sum(parts))
+    return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
+
+
+def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> Sharding:
+    """What data parallelism adds to the passes; of the pipeline it depends on its slowest rank alone."""
+    gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
+    return Sharding(gathered, *_after_backward(work, profile, counts, rank))
 
 
 def microbatch_of(work: Workload) -> Microbatch:
