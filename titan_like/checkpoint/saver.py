@@ -24,6 +24,7 @@ from titan_like.checkpoint.folder import (
     unfinished_path,
 )
 from titan_like.checkpoint.loader import first_failure
+from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]
 
@@ -170,7 +171,7 @@ class Saver:
             try:
                 action()
             except OSError as error:
-                problems = [str(error).splitlines()[0]]
+                problems = [first_line(error)]
         dist.broadcast_object_list(problems, src=0, group=self._group)
         return problems[0]
 
