@@ -144,7 +144,7 @@ def random_ranks(count):
         count -= 1
         layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
         rank = generator.randrange(degree)
-        storage = (tensor, shard, shard, zero, compute)
+        storage = (tensor, shard if zero else 1, shard > 1, zero, compute)
         here = rank_stages(layers, schedule, degree, virtual, rank)
         found = trainer_state(model, here, schedule, degree, microbatches, *storage)
         splits, ranks = split_layers(list(layers)), ranks_of_stages(schedule, degree, virtual)

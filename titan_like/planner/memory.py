@@ -152,7 +152,8 @@ def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True)
     """Parameters, gradients, optimizer state, and what of parameters and gradients exists beside them for a while."""
     if profile.trainer_state:
         microbatches = min(work.microbatches, 3 * work.pipeline)
-        storage = (work.tensor, work.shard, work.data_parallel, work.zero_stage, _BYTES[work.dtype])
+        shard = work.shard if work.zero_stage else 1
+        storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
         place = (stages_of(work), work.schedule, work.pipeline, work.virtual_stages, rank)
         if exact and work.schedule in SPLIT_BACKWARD:
             return _exact_state(work.model, *place, microbatches, *storage)
@@ -199,7 +200,7 @@ def _exact_state(
     microbatches: int,
     tensor: int,
     shard: int,
-    data_parallel: int,
+    several: bool,
     zero: int,
     compute: int,
 ) -> tuple[int, int, int, int]:
@@ -207,7 +208,7 @@ def _exact_state(
     splits = split_layers(list(stages))
     ranks = ranks_of_stages(schedule, pipeline, virtual)
     units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
-    storage = Storage(zero, Split(Part(tensor), Part(shard if zero else 1)), data_parallel, compute=compute)
+    storage = Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
     state = rank_state((unit for stage in units.values() for unit in stage), storage)
     peak = peak_state(units, _table(schedule, pipeline, virtual, microbatches)[rank], storage)
     extra = max(0, peak - state.parameters - state.gradients - state.optimizer)

@@ -43,19 +43,19 @@ def trainer_state(
     microbatches: int,
     tensor: int,
     shard: int,
-    data_parallel: int,
+    several: bool,
     zero: int,
     compute: int,
 ) -> tuple[int, int, int, int]:
     """Parameters, gradients and optimizer state between passes, and what exists beside them at the fullest moment.
 
-    float32 master weights, gradients and two moments. The last figure is exact where a rank has one stage, and where
-    backward passes are whole and ZeRO 3 does not free weights; else it may be too large, by less than what one stage
-    gathers outside its layers, or keeps between the two parts of a split backward pass. ``compute``: bytes of the type
-    that is computed in.
+    float32 master weights, gradients and two moments. The last figure is exact where backward passes are whole. Of split
+    ones it is a bound: no more than 0.3 % below, and up to half as much again with ZeRO 3 and few microbatches.
+    ``shard``: processes that ZeRO shards over, 1 for stage 0; ``several``: whether there is data parallelism;
+    ``compute``: bytes of the type that is computed in.
     """
     last = len(here.layers) - 1
-    ends = (tensor, shard if zero else 1, data_parallel, zero, compute)
+    ends = (tensor, shard, several, zero, compute)
     known: dict[tuple[int, bool, bool], tuple[StageSizes, tuple[int, int, int]]] = {}
     sizes, state = [], (0, 0, 0)
     for index, layers in enumerate(here.layers):
@@ -112,20 +112,20 @@ def _stage(
     is_last: bool,
     tensor: int,
     shard: int,
-    data_parallel: int,
+    several: bool,
     zero: int,
     compute: int,
 ) -> tuple[StageSizes, tuple[int, int, int]]:
     """One stage, from those of one layer and of two: everything grows by equal steps."""
     if layers > 2:
-        ends = (is_first, is_last, tensor, shard, data_parallel, zero, compute)
+        ends = (is_first, is_last, tensor, shard, several, zero, compute)
         one, state_of_one = _stage(model, 1, *ends)
         two, state_of_two = _stage(model, 2, *ends)
         more = layers - 1
         grown = StageSizes(*(a + more * (b - a) for a, b in zip(one, two, strict=True)))
         a, b = state_of_one, state_of_two
         return grown, (a[0] + more * (b[0] - a[0]), a[1] + more * (b[1] - a[1]), a[2] + more * (b[2] - a[2]))
-    storage = Storage(zero, Split(Part(tensor), Part(shard)), data_parallel, compute=compute)
+    storage = Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
     units = _units(model, layers, is_first, is_last)
     state = rank_state(units, storage)
     return stage_sizes(units, storage), (state.parameters, state.gradients, state.optimizer)
