@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ def as_toml(found: Found, path: Path) -> str:
     schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
     given = config.job.config_file
     head = [f"{given or 'A run'} in the layout that scripts/plan.py search found for {found.space.num_gpus} GPUs:"]
-    head += [f"  {line}" for line in summary(found)]
+    for line in summary(found):
+        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
     return schema + to_toml(tree, head)
 
 
