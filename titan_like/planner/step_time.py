@@ -87,7 +87,7 @@ def microbatch_of(work: Workload) -> Microbatch:
     )
 
 
-def _host_and_device(host: float, device: float) -> float:
+def host_and_device(host: float, device: float) -> float:
     """Time of a pass that the host starts operator by operator while the device works off its queue.
 
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
@@ -131,8 +131,8 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
         compute,
         layers * again,
         talk,
-        _host_and_device(host_forward, forward),
-        _host_and_device(host_backward, backward),
+        host_and_device(host_forward, forward),
+        host_and_device(host_backward, backward),
         others / (p - 1) if p > 1 else 0.0,
     )
 
