@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import megatron_flops_per_token
+from titan_like.metrics.timeline_plot import draw
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.planner.memory import largest_memory
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile, builtin_profiles
+from titan_like.planner.simulator import timeline
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "images"
 SEQ = 2048
 SELENE, JEAN_ZAY = (builtin_profiles()[name] for name in ("selene_2021", "jean_zay_v100"))
 
@@ -115,8 +120,8 @@ def bubbles() -> Curves:
     return curves
 
 
-# A study on nodes of four V100-32GB asked which TP × PP × DP, and which ZeRO stage, trains fastest on 8 to 128 GPUs.
-# Its largest microbatches that fit, by (tensor, pipeline), GPUs and global batch.
+# A study on Jean-Zay asked which TP × PP × DP, and which ZeRO stage, trains fastest on 8 to 128 GPUs. Its largest
+# microbatches that fit, by (tensor, pipeline), GPUs and global batch.
 STRATEGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
 GPU_COUNTS = (8, 16, 32, 64, 128)
 
@@ -238,6 +243,15 @@ def draw_jean_zay(path: Path) -> None:
     made.savefig(path, dpi=130)
 
 
+def draw_simulated(path: Path) -> None:
+    """One step of train_configs/gpt_76b.toml with 8 microbatches on each pipeline, as `plan.py simulate` draws it."""
+    config = load_config(
+        ["--job.config_file", str(ROOT / "train_configs/gpt_76b.toml"), "--training.global_batch_size", "512"]
+    )
+    forecast = predict(config)
+    draw([("76B parameters, 4 ranks of 3 stages, predicted", timeline(forecast.work, forecast.profile))], path)
+
+
 def shown(curves: Curves) -> Curves:
     """The same, printed."""
     for name, points in curves.items():
@@ -251,6 +265,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "tensor_against_pipeline": draw_tensor_against_pipeline,
     "bubble_batch_size": draw_bubble,
     "jean_zay": draw_jean_zay,
+    "simulated": draw_simulated,
 }
 
 
@@ -261,10 +276,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(PICTURES), help="draw one of them")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES.items():
+    for name, draw_one in PICTURES.items():
         if options.only in (None, name):
             print(f"{name}.png")
-            draw(options.folder / f"{name}.png")
+            draw_one(options.folder / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ simulate   the pipeline of one step, pass by pass, as text and picture; beside a
 calibrate  fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit
 
 Each has a --help. Nothing is computed on a GPU and no process is started. Ends with 0; predict with 1 if the run does
-not fit into memory; 2 after bad input.
+not fit into memory, capacity if the model fits on no number of nodes; 2 after bad input.
 """
 
 from __future__ import annotations
