@@ -83,6 +83,10 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     closed = step_time(work, profile)
     if work.pipeline == 1:
         return closed
-    busy = closed.compute + closed.recompute + closed.tensor + closed.other - profile.step_time
-    parts = closed._replace(messages=0.0, bubble=timeline(work, profile).seconds - busy)
+    step = timeline(work, profile)
+    busy = [0.0] * work.pipeline
+    for event in step.passes:
+        busy[event.rank] += event.end - event.start
+    delays = max(busy) - closed.compute - closed.recompute - closed.tensor
+    parts = closed._replace(messages=0.0, bubble=step.seconds - max(busy), other=delays + profile.step_time)
     return parts._replace(total=sum(parts[:-1]))
