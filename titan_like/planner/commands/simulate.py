@@ -9,9 +9,10 @@ from pathlib import Path
 from titan_like.config import ConfigError, load_config
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
-from titan_like.metrics.timeline_report import figures
+from titan_like.metrics.timeline_report import TimelineFigures, figures
 from titan_like.metrics.timeline_text import LEGEND, Part, differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
+from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile
 from titan_like.planner.predict import predict
 from titan_like.planner.simulator import timeline
@@ -47,14 +48,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.picture is not None:
         draw([(f"{name}: {headline(step)}", step) for name, step in steps], Path(options.picture))
     origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
-    lines = [origin, *drawn(steps, options.width), LEGEND, *sentences(predicted)]
+    summary, parts = figures(predicted), parts_of(predicted)
+    lines = [origin, *drawn(steps, options.width), LEGEND, *sentences(summary, parts)]
     if found:
         lines += table(found)
     result = {
         "seconds": predicted.seconds,
-        "bubble_fraction": figures(predicted).bubble,
-        "bubble_fraction_ideal": figures(predicted).bubble_ideal,
-        "parts": parts_of(predicted),
+        "bubble_fraction": summary.bubble,
+        "bubble_fraction_ideal": summary.bubble_ideal,
+        "parts": parts,
         "compared": [part._asdict() for part in found],
     }
     files = {Path(options.out): json.dumps(chrome_trace(predicted)) + "\n"} if options.out else {}
@@ -93,10 +95,10 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
 
 def headline(step: StepTimeline) -> str:
     """Its pipeline, and how long it takes."""
-    stages = len(step.ranks) // step.pipeline_degree
+    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
     of_each = f" of {stages} stages each" if stages > 1 else ""
     size = f"{step.pipeline_degree} ranks{of_each}, {step.num_microbatches} microbatches"
-    return f"{step.schedule}, {size}; {milliseconds(step.seconds)} ms, bubble {figures(step).bubble:.3f}"
+    return f"{step.schedule}, {size}; {milliseconds(step.seconds)} ms, bubble {bubble:.3f}"
 
 
 def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
@@ -111,9 +113,8 @@ def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
     return [*lines, f"{'':10}0{last:>{width - 1}}"]
 
 
-def sentences(step: StepTimeline) -> list[str]:
+def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
     """The bubble, and what follows the last pass."""
-    summary, parts = figures(step), parts_of(step)
     names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
     after = ", ".join(f"{name} {milliseconds(parts[name])} ms" for name in names)
     return [
