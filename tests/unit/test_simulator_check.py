@@ -16,8 +16,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def load_script():
     spec = importlib.util.spec_from_file_location("simulator_check", BENCHMARKS / "simulator_check.py")
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]), mock.patch.dict(sys.modules):
-        sys.modules["simulator_check"] = module  # where its dataclasses look themselves up
+    sys.modules["simulator_check"] = module  # where its dataclasses look themselves up
+    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
         spec.loader.exec_module(module)
     return module
 
