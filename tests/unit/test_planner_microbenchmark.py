@@ -39,7 +39,7 @@ def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_pat
     with contextlib.redirect_stderr(progress):
         done = plan("microbenchmark", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert progress.getvalue().splitlines()[0].endswith("memory")
+    assert progress.getvalue().splitlines()[0].endswith("resident memory")
     profile = load_profile(str(out))
     assert profile.device.is_cpu and profile.name == "mine"
     # Fits and data sheets aside: nothing computes a thousand times faster or slower than a CPU core.

@@ -8,10 +8,8 @@ training, and the mean counts. On a CPU the processes share its cores and its me
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import resource
 import statistics
 import time
 import warnings
@@ -30,6 +28,7 @@ from titan_like.planner.devices import Device, find_device
 from titan_like.planner.layers import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile
+from titan_like.planner.resident import resident
 
 _SECONDS = 1.0  # spent on one figure, and at least three runs
 _DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
@@ -45,7 +44,7 @@ _PRODUCTS_CPU = (
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 # Of a layer: samples, tokens of each, hidden size, heads.
-_LAYERS_CPU = ((4, 256, 128, 4), (4, 256, 512, 8))
+_LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
 _LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
 _TINY = (1, 8, 16, 2)
 
@@ -134,7 +133,10 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
         show: receives progress, a line at a time.
     """
     machine = Machine(device, show)
-    overhead = _resident_bytes(machine) if machine.is_cpu else None
+    more: dict[str, float] = {}
+    if machine.is_cpu:
+        show("resident memory")  # first: the most that a process has held does not sink
+        more = {key: machine.mean(value) for key, value in resident()._asdict().items()}
     dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
     main = dtypes[-1]
     show("memory")
@@ -155,20 +157,12 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     profile = profile.changed(operator_time=_operator_time(machine, main, profile))
     show("layers")
     profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
-    if overhead is not None:
-        profile = profile.changed(overhead_bytes=machine.mean(overhead), fragmentation=0.0)
+    profile = profile.changed(**more)
     return Measured(profile, _described(profile, links, main))
 
 
 def _half_types(device: torch.device) -> list[str]:
     return ["bfloat16"] if torch.cuda.get_device_capability(device) >= (8, 0) else ["float16"]
-
-
-def _resident_bytes(machine: Machine) -> float:
-    """Of a process that could train and has hardly computed anything."""
-    importlib.import_module("titan_like.train.trainer")
-    _layer(machine, _TINY, "float32")[1]()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _memory_bandwidth(machine: Machine) -> float:
@@ -209,7 +203,7 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
 
 def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     """Causal fused attention, forward and backward: half of 4·s²·h FLOPs, three and a half times."""
-    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[-1]
+    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
     shape = samples, heads, seq_len, hidden // heads
     options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for _ in range(3))
