@@ -147,6 +147,7 @@ def row_from(table: dict[str, str]) -> Row:
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
+        causal=not table["model"].lower().startswith("bert"),
     )
     seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
     if not 0 < seconds < float("inf"):

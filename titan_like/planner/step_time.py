@@ -84,6 +84,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dropout,
         work.dtype,
         work.compiled,
+        work.causal,
     )
 
 
