@@ -28,6 +28,15 @@ def test_products_give_back_the_constants_that_made_their_times(tmp_path):
     assert found.gemm_efficiency == pytest.approx(0.62, rel=0.03)
 
 
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_path, monkeypatch):
     monkeypatch.setattr(microbenchmark, "_SECONDS", 0.01)
     monkeypatch.setattr(resident, "_LARGE", 128)
