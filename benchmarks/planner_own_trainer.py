@@ -5,9 +5,9 @@
     python benchmarks/planner_own_trainer.py --runs "gpt" "llama, tensor 2"
 
 Measures the machine once with as many processes as each run has (plan.py microbenchmark), and then runs train.py in
-fresh processes. Nothing is fitted on the runs. The measured time is the median of a run's steps after the first three,
-and of these the smallest of the rounds: others on the machine can only make a run slower. Every process computes with
-one thread. Measure on an idle machine; `load` in the result says how idle it was.
+fresh processes. Nothing is fitted on the runs. The measured time is the shortest of all steps after a run's first
+three, as the microbenchmark takes the shortest of its runs: others on the machine can only make them longer. The median
+is there too. Every process computes with one thread. Measure on an idle machine; `load` says how idle it was.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def predict(profile: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     return json.loads(target.read_text())["predict"]
 
 
-def measure(processes: int, settings: list[str], steps: int, folder: Path) -> tuple[float, float]:
-    """Median seconds of a step after warm-up, and the largest memory of rank 0, of one run."""
+def measure(processes: int, settings: list[str], steps: int, folder: Path) -> tuple[list[float], float]:
+    """Seconds of the steps after warm-up, and the largest memory of rank 0, of one run."""
     dump = folder / "run"
     words = [f"--training.steps={WARM_UP + steps}", f"--job.dump_folder={dump}", "--data.dataset=stdlib"]
     torchrun(processes, "train.py", *words, *settings)
     lines = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["step_time_s"] for line in lines[WARM_UP:]), lines[-1]["peak_memory_bytes"]
+    return [line["step_time_s"] for line in lines[WARM_UP:]], lines[-1]["peak_memory_bytes"]
 
 
 def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dict[str, Any]]:
@@ -105,7 +105,8 @@ def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dic
         processes, settings = RUNS[name]
         found = predict(profiles[processes], settings, folder)
         runs = [measure(processes, settings, steps, folder) for _ in range(rounds)]
-        seconds, memory = min(run[0] for run in runs), max(run[1] for run in runs)
+        times, memory = [time for run in runs for time in run[0]], max(run[1] for run in runs)
+        seconds = min(times)
         total, in_memory = found["step_seconds"]["total"], sum(found["memory_bytes"][0].values()) / 2
         rows.append(
             {
@@ -114,7 +115,8 @@ def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dic
                 "predicted_s": round(total, 4),
                 "measured_s": round(seconds, 4),
                 "error": round(total / seconds - 1, 4),
-                "in_each_round_s": [round(run[0], 4) for run in runs],
+                "median_s": round(statistics.median(times), 4),
+                "medians_of_rounds_s": [round(statistics.median(run[0]), 4) for run in runs],
                 "predicted_gib": round(in_memory / 2**30, 3),
                 "measured_gib": round(memory / 2**30, 3),
                 "memory_error": round(in_memory / memory - 1, 4),
@@ -130,7 +132,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
             f"{row['run']:<34} {row['predicted_s']:>8.3f} s predicted {row['measured_s']:>8.3f} s measured "
-            f"{row['error']:>+7.1%}   memory {row['predicted_gib']:.2f} and {row['measured_gib']:.2f} GiB "
+            f"{row['error']:>+7.1%} (median {row['median_s']:.3f} s)   memory {row['predicted_gib']:.2f} and {row['measured_gib']:.2f} GiB "
             f"{row['memory_error']:>+7.1%}   load {row['load']:.1f}",
             flush=True,
         )
@@ -141,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of a run, after three that are not")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run, after three that are not")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
