@@ -130,10 +130,10 @@ def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dic
 def show(rows: list[dict[str, Any]]) -> None:
     """Print rows."""
     for row in rows:
+        time = f"{row['predicted_s']:>8.3f} s predicted {row['measured_s']:>8.3f} s measured {row['error']:>+7.1%}"
+        memory = f"{row['predicted_gib']:.2f} and {row['measured_gib']:.2f} GiB {row['memory_error']:>+7.1%}"
         print(
-            f"{row['run']:<34} {row['predicted_s']:>8.3f} s predicted {row['measured_s']:>8.3f} s measured "
-            f"{row['error']:>+7.1%} (median {row['median_s']:.3f} s)   memory {row['predicted_gib']:.2f} and {row['measured_gib']:.2f} GiB "
-            f"{row['memory_error']:>+7.1%}   load {row['load']:.1f}",
+            f"{row['run']:<34} {time} (median {row['median_s']:.3f} s)   memory {memory}   load {row['load']:.1f}",
             flush=True,
         )
 

@@ -70,7 +70,7 @@ def test_bert_is_a_gpt_that_attends_to_both_sides(layers, hidden, heads, paramet
     head = 2 * hidden + 2 * (hidden * hidden + hidden) + 2 * hidden + model.padded_vocab_size
     assert model.num_parameters() + head == pytest.approx(parameters, rel=0.02)
     # The head's products, which are not counted: 2h² FLOPs a token beside 24h² of every layer and 2hV.
-    assert 2 * hidden**2 < 0.002 * (layers * 24 * hidden**2 + 2 * hidden * model.padded_vocab_size) * 2
+    assert 2 * hidden**2 < 0.0034 * (layers * 24 * hidden**2 + 2 * hidden * model.padded_vocab_size)
 
     gpt = Workload(model, 512, 8, 1024, shard=64, dtype="bfloat16")
     bert = gpt._replace(causal=False)
