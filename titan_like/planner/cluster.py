@@ -46,8 +46,11 @@ class Links:
         hops = min(size - 1, 64)  # NCCL turns to trees, whose latency grows with the logarithm
         return hops * latency + (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
 
-    def message(self, nbytes: float, stride: int) -> float:
-        """From each GPU to the one ``stride`` ranks on, all GPUs of a node at once."""
-        if stride < self.gpus_per_node:
+    def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
+        """From each GPU to the one ``stride`` on, in rows of so many ranks, all GPUs at once: the slowest message.
+
+        A row that does not end in its node leaves it, and each GPU has its part of the node's cards.
+        """
+        if stride * ranks <= self.gpus_per_node:
             return self.nvlink_latency + nbytes / self.nvlink
         return self.network_latency + nbytes * self.gpus_per_node / self.node_messages

@@ -67,8 +67,6 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
         ConfigError: the settings contradict each other, or the GPU is not known.
     """
     model = model_config(config.model)
-    if profile is None and config.cluster.profile is not None:
-        profile = load_profile(config.cluster.profile, "cluster.profile")
     profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
@@ -95,9 +93,13 @@ def predict_layout(
 def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
     """The stack and what it runs on: the profile's own device where it brings one, else the cluster's GPU.
 
+    Without a profile it is the configuration's, or the GPU's own.
+
     Raises:
         ConfigError: no GPU is named, or one that is not known.
     """
+    if profile is None and config.cluster.profile is not None:
+        profile = load_profile(config.cluster.profile, "cluster.profile")
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
         return profile, profile.device
     if config.cluster.gpu is None:

@@ -88,7 +88,7 @@ def microbatch_of(work: Workload) -> Microbatch:
     )
 
 
-def _host_and_device(host: float, device: float, profile: Profile) -> float:
+def host_and_device(host: float, device: float, profile: Profile) -> float:
     """Time of a pass that the host starts operator by operator while the device works off its queue.
 
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
@@ -134,8 +134,8 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
         compute,
         layers * again,
         talk,
-        _host_and_device(host_forward, forward, profile),
-        _host_and_device(host_backward, backward, profile),
+        host_and_device(host_forward, forward, profile),
+        host_and_device(host_backward, backward, profile),
         others / (p - 1) if p > 1 else 0.0,
     )
 
@@ -151,10 +151,10 @@ def message_time(work: Workload, profile: Profile) -> float:
     stride = work.tensor * work.context * work.data_parallel
     t = work.tensor
     if t > 1 and work.sequence_parallel:
-        return profile.links.message(nbytes / t, stride)
+        return profile.links.message(nbytes / t, stride, work.pipeline)
     if t > 1 and profile.message_shards:
-        return profile.links.message(nbytes / t, stride) + profile.links.all_gather(nbytes, t, 1)
-    return profile.links.message(nbytes, stride)
+        return profile.links.message(nbytes / t, stride, work.pipeline) + profile.links.all_gather(nbytes, t, 1)
+    return profile.links.message(nbytes, stride, work.pipeline)
 
 
 def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
