@@ -14,6 +14,9 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_to_toml
 from titan_like.train.forecast import MEASURED, WARM_UP, StepForecast
+from titan_like.train.job import process_group
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
 
 OWN = """
 device = "NPU-9"
@@ -156,3 +159,26 @@ def test_trainer_goes_on_where_nothing_can_be_predicted(tmp_path, monkeypatch):
     broken.layout = replace(broken.layout, tensor=0)
     (line,) = lines(StepForecast(broken), [record(step, 1.0, 1) for step in range(1, 30)])
     assert line.startswith(" no prediction of steps: ")
+
+
+def test_training_prints_the_line_once(tmp_path, capfd):
+    settings = {
+        "cluster.profile": write(tmp_path, SLOW_CPU),
+        "training.seq_len": 32,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": 2,
+        "training.steps": WARM_UP + MEASURED + 2,
+    }
+    config = base_config(tmp_path, settings)
+    with process_group(torch.device("cpu")):
+        Trainer(prepare_run(config)).train()
+    told = [line for line in capfd.readouterr().out.splitlines() if " predicted, " in line]
+    assert len(told) == 1
+    assert told[0].startswith(f" steps {WARM_UP + 1} to {WARM_UP + MEASURED}: ")
+    assert f"{predict(config).time.total:.4g} s predicted" in told[0]
+
+
+def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
+    config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
+    with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
+        prepare_run(config)

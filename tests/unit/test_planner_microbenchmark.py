@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.test_planner_command import plan
-from titan_like.planner import microbenchmark
+from titan_like.planner import microbenchmark, resident
 from titan_like.planner.layers import linear_times
 from titan_like.planner.microbenchmark import _PRODUCTS_CPU, _with_products
 from titan_like.planner.profile import load_profile
@@ -28,8 +28,18 @@ def test_products_give_back_the_constants_that_made_their_times(tmp_path):
     assert found.gemm_efficiency == pytest.approx(0.62, rel=0.03)
 
 
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_path, monkeypatch):
     monkeypatch.setattr(microbenchmark, "_SECONDS", 0.01)
+    monkeypatch.setattr(resident, "_LARGE", 128)
     monkeypatch.setattr(microbenchmark, "_PRODUCTS_CPU", ((64, 128, 64), (64, 64, 256)))
     monkeypatch.setattr(microbenchmark, "_LAYERS_CPU", ((1, 32, 64, 2),))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -39,13 +49,13 @@ def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_pat
     with contextlib.redirect_stderr(progress):
         done = plan("microbenchmark", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert progress.getvalue().splitlines()[0].endswith("memory")
+    assert progress.getvalue().splitlines()[0].endswith("resident memory")
     profile = load_profile(str(out))
     assert profile.device.is_cpu and profile.name == "mine"
-    # Fits and data sheets aside: nothing computes a thousand times faster or slower than a CPU core.
-    assert 1e9 < profile.device.peak_flops("float32") < 1e13
-    assert 1e9 < profile.device.memory_bandwidth < 1e12
-    assert 1e-7 < profile.operator_time < 1e-3
+    assert profile.device.memory_bytes > 2**30
+    assert min(profile.gemm_efficiency, profile.attention_efficiency, profile.memory_efficiency) > 0
+    assert profile.overhead_bytes > 1e8  # an interpreter with PyTorch
+    assert not profile.node_bandwidth
     done = plan("predict", "--job.config_file", "train_configs/debug_gpt.toml", "--profile", out, "--json", target)
     assert done.returncode == 0, done.stderr
     assert "profile mine on CPU" in done.stdout

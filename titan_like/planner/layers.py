@@ -55,6 +55,7 @@ class Microbatch(NamedTuple):
     dtype: str
     compiled: bool = False
     accumulates: bool = False  # whole gradients are added to those of the microbatches before
+    causal: bool = True
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
@@ -97,7 +98,7 @@ def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) 
     rows, columns = mb.seq_len / mb.context, mb.seq_len
     flops = 4 * mb.size * heads * rows * columns * width
     if mb.flash:
-        half = 0.5 if profile.causal_half else 1.0
+        half = 0.5 if profile.causal_half and mb.causal else 1.0
         peak = profile.device.peak_flops(_wide(mb.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward

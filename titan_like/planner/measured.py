@@ -160,6 +160,7 @@ def row_from(table: dict[str, str]) -> Row:
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
+        causal=not table["model"].lower().startswith("bert"),
     )
     timed = bool(table.get("step_time_s") or table.get("tflops_per_gpu"))
     out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None

@@ -1,21 +1,19 @@
 """Measures the machine it runs on, in under a minute: the constants of a stack profile.
 
 Each constant is measured by what the planner uses it for: matrix products by linear layers, forward and backward;
-attention by its core; the host by a layer too small to compute much; what lies between products by whole layers, less
-what the other constants say of them; links by collectives. On several processes (torchrun) all measure at once, as in
-training, and the mean counts. On a CPU the processes share its cores and its memory.
+attention by its core; the host by a layer too small to compute much; norms, activations and sums by themselves; links
+by collectives. The shortest of many runs counts: others on the machine only ever add to it. On several processes
+(torchrun) all measure at once, as in training, and the mean counts. On a CPU they share its cores and its memory.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +28,7 @@ from titan_like.planner.devices import Device, find_device
 from titan_like.planner.layers import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile
+from titan_like.planner.resident import resident
 
 _SECONDS = 1.0  # spent on one figure, and at least three runs
 _DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
@@ -45,7 +44,7 @@ _PRODUCTS_CPU = (
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 # Of a layer: samples, tokens of each, hidden size, heads.
-_LAYERS_CPU = ((4, 256, 128, 4), (4, 256, 512, 8))
+_LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
 _LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
 _TINY = (1, 8, 16, 2)
 
@@ -134,7 +133,10 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
         show: receives progress, a line at a time.
     """
     machine = Machine(device, show)
-    overhead = _resident_bytes(machine) if machine.is_cpu else None
+    more: dict[str, float] = {}
+    if machine.is_cpu:
+        show("resident memory")  # first: the most that a process has held does not sink
+        more = {key: machine.mean(value) for key, value in resident()._asdict().items()}
     dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
     main = dtypes[-1]
     show("memory")
@@ -153,22 +155,14 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
     show("host")
     profile = profile.changed(operator_time=_operator_time(machine, main, profile))
-    show("layers")
+    show("what lies between products")
     profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
-    if overhead is not None:
-        profile = profile.changed(overhead_bytes=machine.mean(overhead), fragmentation=0.0)
+    profile = profile.changed(**more)
     return Measured(profile, _described(profile, links, main))
 
 
 def _half_types(device: torch.device) -> list[str]:
     return ["bfloat16"] if torch.cuda.get_device_capability(device) >= (8, 0) else ["float16"]
-
-
-def _resident_bytes(machine: Machine) -> float:
-    """Of a process that could train and has hardly computed anything."""
-    importlib.import_module("titan_like.train.trainer")
-    _layer(machine, _TINY, "float32")[1]()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _memory_bandwidth(machine: Machine) -> float:
@@ -209,7 +203,7 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
 
 def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     """Causal fused attention, forward and backward: half of 4·s²·h FLOPs, three and a half times."""
-    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[-1]
+    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
     shape = samples, heads, seq_len, hidden // heads
     options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for _ in range(3))
@@ -222,39 +216,58 @@ def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     return flops / machine.seconds(run) / peak
 
 
-def _layer(machine: Machine, shape: Sequence[int], dtype: str) -> tuple[GPTConfig, Callable[[], object]]:
-    """A transformer layer's shape, and its forward and backward pass."""
-    samples, seq_len, hidden, heads = shape
+def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
+    """The host's time of a layer that has next to nothing to compute, over the operators that the planner counts."""
+    samples, seq_len, hidden, heads = _TINY
     sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
     model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
     layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
     parameters = list(layer.parameters())
     x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
-    gradient = torch.randn_like(x)
-    return model, lambda: torch.autograd.grad(layer(x), (x, *parameters), gradient)
 
+    def run() -> object:
+        return torch.autograd.grad(layer(x), (x, *parameters), x.detach())
 
-def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
-    """The host's time of a layer that has next to nothing to compute, over the operators that the planner counts."""
-    _, run = _layer(machine, _TINY, dtype)
     machine.seconds(run, most=0.1)
     return machine.host_seconds(run) / sum(profile.host_operators)
 
 
 def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
-    """What layers take beyond products, attention and the host, by the bytes that the planner counts for it."""
+    """What a layer computes between products, by the bytes that the planner counts for it.
+
+    Operator by operator, and not as what a whole layer takes more: short runs find a moment when nothing else runs.
+    """
     found = []
-    for shape in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
-        model, run = _layer(machine, shape, dtype)
-        samples, seq_len, _, _ = shape
+    for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
+        sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
+        model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
         mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
         whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
         bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
-        measured = machine.seconds(run)
-        host = bare.forward_host + bare.backward_host if machine.is_cpu else 0.0
-        moving = whole.forward + whole.backward - bare.forward - bare.backward  # at the whole bandwidth
-        found.append(moving / max(measured - bare.forward - bare.backward - host, 0.05 * measured))
+        options = {"device": machine.device, "dtype": getattr(torch, dtype)}
+        x = torch.randn(samples * seq_len, hidden, requires_grad=True, **options)
+        inner = torch.randn(samples * seq_len, model.ffn_hidden_size, requires_grad=True, **options)
+        scale, gradient = torch.ones(hidden, requires_grad=True, **options), torch.randn_like(x)
+        inner_gradient = torch.randn_like(inner)
+
+        def norm(x: torch.Tensor = x, scale: torch.Tensor = scale, gradient: torch.Tensor = gradient) -> object:
+            return torch.autograd.grad(F.layer_norm(x, scale.shape, scale, scale), (x, scale), gradient)
+
+        def gelu(inner: torch.Tensor = inner, gradient: torch.Tensor = inner_gradient) -> object:
+            return torch.autograd.grad(F.gelu(inner, approximate="tanh"), inner, gradient)
+
+        def add(gradient: torch.Tensor = gradient) -> object:
+            return gradient + gradient
+
+        # Two norms; two residual sums forward, and two sums of their gradients.
+        seconds = 2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, add)
+        found.append((whole.forward + whole.backward - bare.forward - bare.backward) / seconds)
     return statistics.geometric_mean(found)
+
+
+def _repeated(machine: Machine, run: Callable[[], object], times: int = 4) -> float:
+    """Seconds of one of several runs in a row, of which a GPU does not wait for the host."""
+    return machine.seconds(lambda: [run() for _ in range(times)]) / times
 
 
 def _links(machine: Machine) -> Links:

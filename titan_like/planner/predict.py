@@ -67,7 +67,7 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
         ConfigError: the settings contradict each other, or the GPU is not known.
     """
     model = model_config(config.model)
-    profile, device = profile_and_device(config, profile or named_profile(config))
+    profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
     return predict_layout(config, model, layout, profile, device)
@@ -99,22 +99,16 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile, dev
     return profile
 
 
-def named_profile(config: JobConfig) -> Profile | None:
-    """The run's own choice of a stack, if it makes one.
-
-    Raises:
-        ConfigError: there is no such profile.
-    """
-    name = config.cluster.profile
-    return None if name is None else load_profile(name, "cluster.profile")
-
-
 def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
     """The stack and what it runs on: the profile's own device where it brings one, else the cluster's GPU.
+
+    Without a profile it is the configuration's, or the GPU's own.
 
     Raises:
         ConfigError: no GPU is named, or one that is not known.
     """
+    if profile is None and config.cluster.profile is not None:
+        profile = load_profile(config.cluster.profile, "cluster.profile")
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
         return profile, profile.device
     if config.cluster.gpu is None:

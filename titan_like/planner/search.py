@@ -21,7 +21,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.layers import layer_cost
 from titan_like.planner.memory import in_flight, largest_memory, layer_kept
-from titan_like.planner.predict import checked_profile, cluster_size, named_profile, profile_and_device
+from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import Space
 from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
@@ -94,7 +94,7 @@ def search(
         ConfigError: the GPU is not known, or no layout is valid, or none fits.
     """
     num_gpus = num_gpus or cluster_size(config)
-    stack = profile_and_device(config, profile or named_profile(config))
+    stack = profile_and_device(config, profile)
     profile = checked_profile(config, num_gpus, *stack)
     space = Space(config, model_config(config.model), num_gpus, fixed)
     collects = gc.isenabled()

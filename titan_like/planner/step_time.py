@@ -121,6 +121,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dtype,
         work.compiled,
         work.zero_stage < 2 and work.microbatches > 1,  # else there is nothing to add to, or only a shard
+        work.causal,
     )
 
 

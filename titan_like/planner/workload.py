@@ -32,6 +32,7 @@ class Workload(NamedTuple):
     dropout: bool = False
     compiled: bool = False  # the layers' operators between products are fused by a compiler
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
+    causal: bool = True  # a position attends to those before it alone; BERT's (arXiv 1810.04805) to all
 
     @property
     def data_parallel(self) -> int:

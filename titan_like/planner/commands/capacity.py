@@ -10,9 +10,8 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.planner.capacity import Capacity, fewest_nodes, largest_model
 from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
-from titan_like.planner.devices import find_device
 from titan_like.planner.duration import SECONDS_PER_DAY
-from titan_like.planner.predict import default_profile, for_run
+from titan_like.planner.predict import for_run, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.train.batch_size import total_samples
 
@@ -61,12 +60,10 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
     Raises:
         ConfigError: GPU or nodes are not stated, or the GPU lacks the precision.
     """
-    if config.cluster.gpu is None:
-        raise ConfigError("cluster.gpu", None, 'say which GPU the nodes have, such as "A100-80GB" or "V100-32GB"')
     if config.cluster.gpus_per_node is None:
         raise ConfigError("cluster.gpus_per_node", None, "say how many GPUs a node has")
-    device = find_device(config.cluster.gpu)
-    made = for_run(profile or default_profile(device), config, device)
+    profile, device = profile_and_device(config, profile)
+    made = for_run(profile, config, device)
     device.peak_flops("float32" if made.dtype == "float64" else made.dtype)  # refuses
     return made
 

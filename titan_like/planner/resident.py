@@ -1,0 +1,66 @@
+"""What a training process on a CPU holds besides its tensors: measured by training two models for two steps."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import build_mesh
+from titan_like.planner.devices import Device
+from titan_like.planner.memory import RankMemory, rank_memory
+from titan_like.planner.predict import workload_of
+from titan_like.planner.profile import Profile
+from titan_like.train.host_memory import keep_freed_memory
+from titan_like.train.loss import summed_cross_entropy
+
+_SMALL, _LARGE = 64, 512  # hidden sizes
+
+
+class Resident(NamedTuple):
+    """What the planner adds to tensors."""
+
+    overhead_bytes: float  # interpreter, libraries, threads
+    fragmentation: float  # of activations, logits and gathered weights
+
+
+def resident() -> Resident:
+    """Measure this process; every process of the default group calls it, before it has held much else."""
+    keep_freed_memory()
+    small, small_tensors = _train(_SMALL)
+    large, large_tensors = _train(_LARGE)
+    moving = large_tensors.activations + large_tensors.logits + large_tensors.gathered
+    beyond = large - small - (large_tensors.total - small_tensors.total)
+    return Resident(small - small_tensors.total, max(0.0, beyond / moving))
+
+
+def _train(hidden_size: int) -> tuple[float, RankMemory]:
+    """Two steps: the largest resident set so far, and what the tensors should take of it."""
+    n = dist.get_world_size()
+    config = JobConfig.model_validate(
+        {
+            "model": {"overrides": {"hidden_size": hidden_size}},
+            "training": {"seq_len": 256, "micro_batch_size": 4, "global_batch_size": 4 * n, "steps": 2},
+        }
+    )
+    model, layout, device = model_config(config.model), resolve_layout(config.parallelism, n), torch.device("cpu")
+    pipeline = build_pipeline(config, model, build_mesh(layout, device.type), device)
+    optimizer = build_optimizer(pipeline.model.parameters(), config.optimizer)
+    tokens = torch.randint(model.vocab_size, (4, 256))
+    for _ in range(2):
+        pipeline.forward_backward([tokens], lambda logits, _: summed_cross_entropy(logits, tokens) / tokens.numel())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    cpu = Device("CPU", 1, 1, 1, 1, 1, {}, is_cpu=True)
+    tensors = Profile("", cpu, 1, 1, trainer_state=True, overhead_bytes=0, fragmentation=0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return used, rank_memory(workload_of(config, model, layout), tensors, 0)
