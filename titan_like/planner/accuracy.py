@@ -103,7 +103,7 @@ class GroupAccuracy:
 
 def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     """What a profile, if none is given the row's own, says; None where none covers its GPU, study and type."""
-    profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage)
+    profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session)
     if profile is None:
         return None
     profile = adapted(profile, row)

@@ -270,6 +270,10 @@ def adapted(profile: Profile, row: Row) -> Profile:
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
             changes["node_bandwidth"] = float(number) * 1e9 / 8
+    if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
+        changes["gradient_state"] = (
+            profile.gradient_state + 4
+        )  # its bf16 optimizer, of 02-28: sums in float32, unsharded
     if "asyncTP" in row.notes:
         changes["tensor_exposed"] = profile.tensor_async_exposed
     if "rowwise" in row.notes:

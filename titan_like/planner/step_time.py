@@ -90,12 +90,14 @@ def microbatch_of(work: Workload) -> Microbatch:
     )
 
 
-def _host_and_device(host: float, device: float) -> float:
+def _host_and_device(host: float, device: float, blocking: bool) -> float:
     """Time of a pass that the host starts operator by operator while the device works off its queue.
 
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
-    (forward and repeated passes of small operators, backward passes of large ones).
+    (forward and repeated passes of small operators, backward passes of large ones). Both, if the host is made to wait.
     """
+    if blocking:
+        return host + device
     return (host**4 + device**4) ** 0.25
 
 
@@ -134,8 +136,8 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
         compute,
         layers * again,
         talk,
-        _host_and_device(host_forward, forward),
-        _host_and_device(host_backward, backward),
+        _host_and_device(host_forward, forward, profile.blocking_launches),
+        _host_and_device(host_backward, backward, profile.blocking_launches),
         others / (p - 1) if p > 1 else 0.0,
     )
 
