@@ -13,7 +13,7 @@ from titan_like.config import ConfigError
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
-from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
+from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.duration import days_by_formula, duration
 from titan_like.planner.measured import adapted, published_rows, read_rows, row_from, study_of
@@ -178,6 +178,15 @@ def test_fit_finds_constants_that_made_the_rows():
     left_out = leave_one_group_out(made, start, names, lambda row: row.model)
     assert sum(len(found) for found in left_out.values()) == len(made)
     assert max(abs(prediction.error) for found in left_out.values() for prediction in found) < 0.02
+
+
+def test_a_calibrated_profile_is_of_the_rows_gpu():
+    rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
+    start = builtin_profiles()["selene_2021"]
+    assert calibrated([replace(row, gpu="H100-80GB") for row in rows], start, "mine").profile.device.name == "H100-80GB"
+    unknown = calibrated([replace(row, gpu="RTX 4090") for row in rows], start, "mine").profile
+    assert unknown.device is start.device
+    assert unknown.judged["rows"] == len(rows)
 
 
 def test_one_bad_row_does_not_lead_the_fit():

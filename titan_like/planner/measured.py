@@ -12,6 +12,7 @@ import csv
 import math
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -263,9 +264,10 @@ def adapted(profile: Profile, row: Row) -> Profile:
     asynchronous tensor parallelism, or float8 with a scale for every row."""
     changes: dict[str, Any] = {}
     if "memory size not stated" not in row.notes:
-        device = find_device(row.gpu)
-        if device is not profile.device:
-            changes["device"] = device
+        with suppress(ConfigError):  # of a GPU that is not known, the profile's own
+            device = find_device(row.gpu)
+            if device is not profile.device:
+                changes["device"] = device
     words = row.notes.replace(";", " ").split()
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
