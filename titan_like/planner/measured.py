@@ -24,7 +24,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.devices import find_device
+from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
@@ -263,7 +263,8 @@ def adapted(profile: Profile, row: Row) -> Profile:
     """The profile on the row's own GPU, and with what its notes name: the network, such as "400 Gbps" for a node,
     asynchronous tensor parallelism, or float8 with a scale for every row."""
     changes: dict[str, Any] = {}
-    if "memory size not stated" not in row.notes:
+    own = builtin_devices().get(profile.device.name) is not profile.device  # described by the profile itself
+    if not own and "memory size not stated" not in row.notes:
         with suppress(ConfigError):  # of a GPU that is not known, the profile's own
             device = find_device(row.gpu)
             if device is not profile.device:
