@@ -90,7 +90,7 @@ def microbatch_of(work: Workload) -> Microbatch:
     )
 
 
-def _host_and_device(host: float, device: float, profile: Profile) -> float:
+def host_and_device(host: float, device: float, profile: Profile) -> float:
     """Time of a pass that the host starts operator by operator while the device works off its queue.
 
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
@@ -136,8 +136,8 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
         compute,
         layers * again,
         talk,
-        _host_and_device(host_forward, forward, profile),
-        _host_and_device(host_backward, backward, profile),
+        host_and_device(host_forward, forward, profile),
+        host_and_device(host_backward, backward, profile),
         others / (p - 1) if p > 1 else 0.0,
     )
 
