@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint_cost.py --json checkpoint_cost.json
 
-One process trains a GPT of 100 million parameters. In turn, round after round: a step that nothing disturbs; a save
-that training waits for; a save in the background, with the steps that go on beside it until it is on disk; torch.save
-and torch.load of the same tensors, flushed to disk as the checkpoint is; loading the checkpoint.
+One process trains a GPT of 100 million parameters. In turn, round after round: a save that training waits for;
+torch.save of the same tensors, flushed to disk as the checkpoint is; loading both from the disk; and twice a save in
+the background, with the steps that go on beside it until it is on disk, between two steps that nothing disturbs.
 
 Stall: seconds for which training stands still because of a save in the background, that is until `save` returns and,
 in the next step, until its tensors are copied. Slowdown: how much longer the steps beside it take in all, which on
@@ -74,30 +74,44 @@ def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def one_round(trainer: Watched, data: Any, folder: Path) -> dict[str, float]:
-    """One figure of each kind, in seconds."""
+def out_of_cache(folder: Path) -> None:
+    """Have the files of a folder read from the disk when they are read next."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def waited_for(trainer: Watched, folder: Path) -> dict[str, float]:
+    """Seconds of a save that training waits for, of loading it, and of torch.save and torch.load of its tensors."""
     tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
-    found = {"step": seconds(lambda: trainer.train_step(data))}
     trainer.saver.in_background = False
-    found["save"] = seconds(lambda: trainer.save(is_last=True))
+    found = {"save": seconds(lambda: trainer.save(is_last=True))}
+    found["torch_save"] = seconds(lambda: torch_save(tensors, folder / "tensors.pt"))
+    out_of_cache(folder)
     path = checkpoint_path(trainer.saver.folder, trainer.step)
     found["load"] = seconds(lambda: load_checkpoint(path, trainer.model, trainer.optimizer))
-    found["torch_save"] = seconds(lambda: torch_save(tensors, folder / "tensors.pt"))
     found["torch_load"] = seconds(lambda: torch.load(folder / "tensors.pt", weights_only=True))
-    plain = [seconds(lambda: trainer.train_step(data)) for _ in range(3)]
-    found["step"] = statistics.median([found["step"], *plain])
+    return found
 
+
+def beside_training(trainer: Watched, data: Any) -> dict[str, float]:
+    """Seconds of a save in the background, and of the steps beside it against those before and after."""
+    before = seconds(lambda: trainer.train_step(data))
     trainer.saver.in_background, trainer.waited, beside = True, 0.0, []
     blocked = seconds(lambda: trainer.save())
     began = time.perf_counter()
-    while trainer.saver.is_writing:
+    while not beside or trainer.saver.is_writing:
         beside.append(seconds(lambda: trainer.train_step(data)))
-    found["background_save"] = blocked + time.perf_counter() - began
-    found["stall"] = blocked + trainer.waited
-    found["step_that_saves"] = blocked + beside[0]
-    found["slowdown"] = blocked + sum(beside) - len(beside) * found["step"]
+    ended = time.perf_counter()
     trainer.finish_save()
-    return found
+    step = (before + seconds(lambda: trainer.train_step(data))) / 2
+    return {
+        "step": step,
+        "background_save_at_most": blocked + ended - began,
+        "stall": blocked + trainer.waited,
+        "step_that_saves": blocked + beside[0],
+        "slowdown": blocked + sum(beside) - len(beside) * step,
+    }
 
 
 def main() -> None:
@@ -115,19 +129,25 @@ def main() -> None:
         trainer.train_step(data)
         tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        one_round(trainer, data, Path(name))  # buffers are made
-        rounds = [one_round(trainer, data, Path(name)) for _ in range(options.rounds)]
+        beside_training(trainer, data)  # buffers are made
+        rounds = [
+            [waited_for(trainer, Path(name)), *(beside_training(trainer, data) for _ in range(2))]
+            for _ in range(options.rounds)
+        ]
         data.close()
-    medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
-    shares = [found["stall"] / found["save"] for found in rounds]
+    medians = {
+        key: statistics.median(part[key] for parts in rounds for part in parts if key in part)
+        for key in rounds[0][0] | rounds[0][1]
+    }
     result = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "parameters": trainer.run.model.num_parameters(),
         "bytes": size,
         "seconds": medians,
-        "stall_over_save": statistics.median(shares),
+        "stall_over_save": medians["stall"] / medians["save"],
+        "slowdown_over_save": medians["slowdown"] / medians["save"],
         "gigabytes_per_second": {
-            key: size / 1e9 / medians[key] for key in ("save", "torch_save", "load", "torch_load", "background_save")
+            key: size / 1e9 / medians[key] for key in ("save", "torch_save", "load", "torch_load")
         },
         "rounds": rounds,
     }

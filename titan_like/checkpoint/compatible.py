@@ -45,7 +45,7 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
     """
     check_same_model(path, config, model)
     state = _readable_state(path)
-    if state is not None:
+    if state is not None and state.step > 0:  # before the first step there is no cursor and no optimizer state
         now, then = config.model_dump(mode="json"), state.config
         _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
 

@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: which are complete, and how one becomes so.
 
 ``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes and ``run.json``: the step,
-the data cursor, the loss scaler and the configuration. It is written as ``step-<N>.unfinished``, flushed to disk and
+the data cursor, the loss scaler, the configuration, and checksums of itself and of what describes the tensors (each
+tensor has its own, `titan_like.checkpoint.archive`). It is written as ``step-<N>.unfinished``, flushed to disk and
 renamed, so a crash at any instant leaves the checkpoints before it whole.
 """
 
@@ -16,13 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from pydantic import NonNegativeInt, TypeAdapter
 
 from titan_like.config.schema import JobConfig
 
+RUN_FILE = "run.json"
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
+_DESCRIPTION = ".metadata"  # torch's name for it
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,29 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def read_run_state(path: Path) -> RunState:
-    """The numbers of a checkpoint."""
-    return TypeAdapter(RunState).validate_json((path / "run.json").read_bytes())
+    """The numbers of a checkpoint. Checksums that are not there, as in a file written by hand, are not compared.
+
+    Raises:
+        ValueError: this file or the one that describes the tensors is not as it was written.
+    """
+    numbers = json.loads((path / RUN_FILE).read_bytes())
+    if isinstance(numbers, dict):
+        of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
+        if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):
+            raise ValueError(f"{RUN_FILE} is not as it was written")
+        if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
+            raise ValueError(f"{_DESCRIPTION} is not as it was written")
+    return TypeAdapter(RunState).validate_python(numbers)
+
+
+def write_run_state(path: Path, run: RunState) -> None:
+    """Write the numbers of a checkpoint whose tensors are on disk."""
+    numbers = asdict(run) | {"metadata_crc32": crc32((path / _DESCRIPTION).read_bytes())}
+    write_durably(path / RUN_FILE, _as_json(numbers | {"crc32": crc32(_as_json(numbers).encode())}))
+
+
+def _as_json(numbers: dict[str, Any]) -> str:
+    return json.dumps(numbers, indent=2)
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:
@@ -84,7 +109,7 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
     ``keep_latest`` above 0 then removes all but that many: this one and the newest before it.
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
-    write_durably(unfinished / "run.json", json.dumps(asdict(run), indent=2))
+    write_run_state(unfinished, run)
     flush_folder(unfinished)
     if final.exists():  # a run that went back passes this step again
         os.rename(final, final.with_name(final.name + REPLACED))

@@ -12,7 +12,7 @@ from titan_like.checkpoint.folder import complete_steps, read_run_state
 from titan_like.checkpoint.loader import agree, load_checkpoint, unreadable
 from titan_like.checkpoint.tensors import model_tensors
 from titan_like.checkpoint.weights import is_checkpoint
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face
 from titan_like.models.config import TransformerConfig
@@ -38,7 +38,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     if is_checkpoint(path):
         problem = unreadable(path)
         if problem is not None:
-            raise ConfigError(_KEY, text, f"cannot be loaded ({problem.splitlines()[0]}); name another checkpoint")
+            raise ConfigError(_KEY, text, f"cannot be loaded ({problem}); name another checkpoint")
         family, shape = _model_of_checkpoint(path)
         _check_same(path, config, model, family, shape, _MAY_DIFFER)
     elif is_hugging_face(path):
@@ -65,8 +65,7 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
         else:
             agree(_read_hugging_face(folder, model))
     except Exception as error:  # whatever a damaged file raises
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(f"{path} cannot be loaded ({reason}); name another {_KEY}") from error
+        raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
         print(f"weights from {path}", flush=True)
 

@@ -21,7 +21,7 @@ from titan_like.checkpoint.tensors import (
     restore_rng,
     rng_tensors,
 )
-from titan_like.config.errors import RunError
+from titan_like.config.errors import RunError, first_line
 from titan_like.parallel.model import ParallelModel
 
 
@@ -54,8 +54,7 @@ def resume(
             state = load_checkpoint(path, model, optimizer)
         except Exception as error:  # whatever a damaged file raises
             if dist.get_rank() == 0:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(f"checkpoint {path} is damaged and is not used ({reason})", flush=True)
+                print(f"checkpoint {path} is damaged and is not used ({first_line(error)})", flush=True)
             continue
         if dist.get_rank() == 0:
             print(f"resumed from {path}", flush=True)
@@ -102,7 +101,7 @@ def unreadable(path: Path) -> str | None:
         read_run_state(path)
         TensorReader(path).read_metadata()
     except Exception as error:  # whatever a damaged file raises
-        return str(error).strip() or type(error).__name__
+        return first_line(error)
     return None
 
 
@@ -113,7 +112,7 @@ def first_failure(error: CheckpointException) -> str:
     while seen is not None and not isinstance(seen, OSError):  # torch's writer hides what the system said
         seen = seen.__cause__ or seen.__context__
     cause = seen or cause
-    return f"rank {rank}: {str(cause).strip() or type(cause).__name__}".splitlines()[0]
+    return f"rank {rank}: {first_line(cause)}"
 
 
 def agree(problem: str | None) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, is_dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
+
+from titan_like.checkpoint.archive import FilePart, is_as_written
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -68,7 +70,10 @@ def _as_text(*parts: str) -> str:
 
 
 class TensorReader(FileSystemReader):
-    """torch's file reader, with its metadata file (a pickle) restricted to the classes of tensor metadata."""
+    """torch's file reader, with its metadata file (a pickle) restricted to the classes of tensor metadata.
+
+    A tensor is stored as torch.save writes it, a zip archive, which has checksums that torch.load does not look at.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes and places of the stored tensors.
@@ -96,6 +101,14 @@ class TensorReader(FileSystemReader):
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # torch's own text says how to run what is in it
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """One stored tensor, its checksums compared."""
+        stored = FilePart(file, sinfo.offset, sinfo.length)
+        if not is_as_written(stored):
+            raise RuntimeError(f"{sinfo.relative_path} is not as it was written")
+        stored.seek(0)
+        return cast(IO[bytes], stored)
 
 
 def _check_places(metadata: Metadata) -> None:

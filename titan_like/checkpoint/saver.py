@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from titan_like.checkpoint.files import DirectFiles
 from titan_like.checkpoint.folder import (
     RunState,
     begin_checkpoint,
@@ -23,6 +24,7 @@ from titan_like.checkpoint.folder import (
     unfinished_path,
 )
 from titan_like.checkpoint.loader import first_failure
+from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]
 
@@ -131,7 +133,8 @@ class Saver:
             problem = self._on_first_rank(partial(begin_checkpoint, self.folder, run.step))
         if problem is None:
             try:
-                writer = FileSystemWriter(unfinished, sync_files=True)
+                writer = FileSystemWriter(unfinished, sync_files=False)
+                writer.fs = DirectFiles()  # which are on disk when they are closed
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)
@@ -168,7 +171,7 @@ class Saver:
             try:
                 action()
             except OSError as error:
-                problems = [str(error).splitlines()[0]]
+                problems = [first_line(error)]
         dist.broadcast_object_list(problems, src=0, group=self._group)
         return problems[0]
 

@@ -10,14 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titan_like.checkpoint.folder import checkpoint_path, complete_steps, read_run_state
+from titan_like.checkpoint.folder import RUN_FILE, checkpoint_path, complete_steps, read_run_state
 from titan_like.checkpoint.loader import first_failure
 from titan_like.checkpoint.reader import TensorReader
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import FAMILIES
-
-RUN_FILE = "run.json"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -60,7 +58,7 @@ class CheckpointWeights:
             self._reader = _CachingReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata
         except Exception as error:  # whatever a damaged file raises
-            raise RunError(f"{path} cannot be loaded ({_first_line(error)})") from error
+            raise RunError(f"{path} cannot be loaded ({first_line(error)})") from error
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
@@ -79,7 +77,7 @@ class CheckpointWeights:
         except CheckpointException as error:
             raise RunError(f"{self.path} cannot be loaded ({first_failure(error)})") from error
         except Exception as error:  # whatever a damaged file raises
-            raise RunError(f"{self.path} cannot be loaded ({_first_line(error)})") from error
+            raise RunError(f"{self.path} cannot be loaded ({first_line(error)})") from error
         return tensor
 
     def _check(self) -> None:
@@ -108,8 +106,3 @@ class _CachingReader(TensorReader):
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -16,6 +16,12 @@ class RunError(RuntimeError):
     """A run that cannot go on, for a reason that one sentence tells (exit code 1)."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, as a part of one sentence; its type where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def _show(value: object) -> str:
     """A value as TOML would print it, on one line."""
     if isinstance(value, bool):

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     FAMILY_OF_MODEL_TYPE,
@@ -147,7 +147,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         if isinstance(error, RefusedError):
             raise
-        raise RefusedError(f"its {name} is not valid JSON ({str(error).splitlines()[0]})") from None
+        raise RefusedError(f"its {name} is not valid JSON ({first_line(error)})") from None
     if not isinstance(content, dict):
         raise RefusedError(f"its {name} is no JSON object")
     return content
@@ -215,8 +215,7 @@ def _header(file: Path) -> list[FileTensor]:
     except OSError as error:
         raise RefusedError(f"its {file.name} cannot be read ({error.strerror or error})") from None
     except Exception as error:  # whatever the library raises for a file that is none
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RefusedError(f"its {file.name} is no valid safetensors file ({reason})") from None
+        raise RefusedError(f"its {file.name} is no valid safetensors file ({first_line(error)})") from None
 
 
 def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titan_like.checkpoint.folder import RunState, checkpoint_path, write_durably, written_aside
+from titan_like.checkpoint.files import DirectFiles
+from titan_like.checkpoint.folder import RunState, checkpoint_path, write_run_state, written_aside
 from titan_like.checkpoint.loader import first_failure
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data, JobConfig, Model
@@ -43,7 +43,8 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         copy_files(source.path, aside, [GENERATION_FILE])
         planner = _Planner(source, most_chunk_bytes)
         # A file for each piece: torch keeps the pieces of a file in memory until it is written.
-        writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=True)
+        writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
+        writer.fs = DirectFiles()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is wanted
@@ -53,7 +54,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         finally:
             planner.close()
         write_origin(source, aside)
-        write_durably(aside / "run.json", json.dumps(asdict(_run_state(source, final)), indent=2))
+        write_run_state(aside, _run_state(source, final))
     return final
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from titan_like.config.errors import RunError
+from titan_like.config.errors import RunError, first_line
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # What a source line or file has where a process waits for others.
@@ -84,9 +84,8 @@ class Watchdog:
             with suppress(RuntimeError):
                 lost = lost if self._store.add("reporters", 1) == 1 else ""
             self._end_process(lost)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         with suppress(RuntimeError):  # the store may be gone
-            self._give_sign(f"{type(error).__name__}: {reason}")
+            self._give_sign(f"{type(error).__name__}: {first_line(error)}")
 
     def _watch(self) -> None:
         while not self._ended.wait(self.period):

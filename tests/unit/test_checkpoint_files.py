@@ -1,0 +1,168 @@
+"""Files of a checkpoint: what is written is what is on disk, and no flipped bit is loaded in silence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from titan_like.checkpoint import files
+from titan_like.checkpoint.files import DirectFile, DirectFiles
+from titan_like.checkpoint.folder import RunState, read_run_state, write_run_state
+from titan_like.checkpoint.reader import TensorReader
+
+RUN = RunState(3, 24, 3072, 0, 1.0, 0, {"num_layers": 2}, {"job": {}}, recent_losses=[1 / 3, 1e-30, 2e22])
+
+
+@pytest.fixture
+def small_buffer(monkeypatch):
+    monkeypatch.setattr(files, "_BUFFER", 8192)
+
+
+def written(path, sizes):
+    """A file of random bytes, written in parts; the bytes."""
+    data = random.Random(0).randbytes(sum(sizes))
+    with DirectFile(path) as file:
+        begin = 0
+        for size in sizes:
+            assert file.tell() == begin
+            assert file.write(memoryview(data)[begin : begin + size]) == size
+            begin += size
+    return data
+
+
+SIZES = [[], [1], [0, 5, 0], [4096], [8192], [8191, 1], [8193], [30, 100_000, 7, 8192, 16], [4096, 4096, 4095]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_parts_of_any_size_arrive_in_order(tmp_path, small_buffer, sizes):
+    data = written(tmp_path / "file", sizes)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def refuse_open(monkeypatch):
+    def opened(path, flags, mode=0o777, real=os.open):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+def refuse_second_write(monkeypatch):
+    calls = []
+
+    def write(descriptor, data, offset, real=os.pwrite):
+        calls.append(offset)
+        if len(calls) == 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+
+
+def write_short(monkeypatch):
+    def write(descriptor, data, offset, real=os.pwrite):
+        return real(descriptor, data[: max(1, len(data) // 3)], offset)  # direct writes of odd lengths are refused
+
+    monkeypatch.setattr(os, "pwrite", write)
+
+
+@pytest.mark.parametrize("fault", [refuse_open, refuse_second_write, write_short])
+def test_file_systems_without_direct_writes(tmp_path, monkeypatch, small_buffer, fault):
+    fault(monkeypatch)
+    data = written(tmp_path / "file", [10, 50_000, 3])
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_full_disk_says_so(tmp_path, monkeypatch, small_buffer):
+    def write(descriptor, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path / "file", [20_000])
+
+
+def test_files_are_on_disk_when_closed(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    save(tmp_path / "a", tensors())
+    assert {Path(path).name for path in flushed} == {"__0_0.distcp", ".metadata.tmp"}
+
+
+def tensors():
+    torch.manual_seed(0)
+    return {"matrix": torch.randn(16, 9), "half": torch.randn(5).bfloat16(), "count": torch.tensor(3)}
+
+
+def save(folder, state):
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs = DirectFiles()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def load(folder):
+    """The numbers and tensors of a checkpoint, or why it is refused."""
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    run = read_run_state(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, storage_reader=TensorReader(folder), no_dist=True)
+    return run, loaded
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json"])
+def test_no_flipped_bit_is_loaded(tmp_path, name):
+    save(tmp_path, tensors())
+    write_run_state(tmp_path, RUN)
+    whole = (tmp_path / name).read_bytes()
+    chosen = random.Random(0)
+    refused = 0
+    for place in [*range(0, len(whole), max(1, len(whole) // 150))]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chosen.randrange(8)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            run, loaded = load(tmp_path)
+        except BaseException as error:  # torch's is no Exception
+            assert not isinstance(error, KeyboardInterrupt | SystemExit)
+            refused += 1
+            continue
+        # Some bytes mean nothing, such as those that fill up to a tensor's beginning.
+        assert run == RUN, place
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors().items()), place
+    assert refused > 50
+
+
+def test_sentence_names_the_damaged_file(tmp_path):
+    save(tmp_path, tensors())
+    write_run_state(tmp_path, RUN)
+    bytes_of = (tmp_path / "__0_0.distcp").read_bytes()
+    place = bytes_of.index(tensors()["matrix"].numpy().tobytes())
+    (tmp_path / "__0_0.distcp").write_bytes(bytes_of[: place + 7] + b"\x55" + bytes_of[place + 8 :])
+    with pytest.raises(BaseException, match=r"__0_0\.distcp is not as it was written"):
+        load(tmp_path)
+
+
+def test_run_file_written_by_hand_needs_no_checksum(tmp_path):
+    save(tmp_path, tensors())
+    write_run_state(tmp_path, RUN)
+    numbers = json.loads((tmp_path / "run.json").read_text())
+    numbers["step"] = 4
+    (tmp_path / "run.json").write_text(json.dumps(numbers))
+    with pytest.raises(ValueError, match=r"run\.json is not as it was written"):
+        read_run_state(tmp_path)
+    del numbers["crc32"]
+    (tmp_path / "run.json").write_text(json.dumps(numbers))
+    assert read_run_state(tmp_path).step == 4
