@@ -125,6 +125,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "only_zero": 3,
             "network_efficiency": 0.1,
+            "gathers_per_layer": 12,  # DeepSpeed gathered each weight and bias by itself
             "overlap": 0.1,
             "gemm_efficiency": 0.77,
             "gemm_depth": 163.0,
@@ -215,6 +216,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
+            "gathers_per_layer": 12,
             "ring_part": 0.25,  # one of four cards, as rows tell that differ in tensor parallelism
             "only_zero": 3,
         },

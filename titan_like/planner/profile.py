@@ -89,6 +89,7 @@ class Profile:
     nvlink_latency: float = 3e-6  # of one hop in a ring
     network_latency: float = 1e-5
     nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
+    gathers_per_layer: int = 1  # in ZeRO 3
     ring_part: float = 1.0  # of a node's network cards, the most that one ring uses
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for

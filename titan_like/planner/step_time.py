@@ -175,7 +175,7 @@ def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, ra
     Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass;
     computation of other layers hides a part.
     """
-    size, parts = work.shard * work.context, max(1, counts.largest)
+    size, parts = work.shard * work.context, max(1, counts.largest * profile.gathers_per_layer)
     part = parameters_per_gpu(work, counts) / parts
     gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
     scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
