@@ -161,6 +161,8 @@ def test_a_ring_s_latency_is_that_of_its_hops():
     assert links.all_gather(1e-9, 8, 1) == pytest.approx(7e-6)
     assert links.all_gather(1e-9, 16, 1) == pytest.approx(1e-5 + 14e-6)  # one hop between two nodes
     assert links.all_gather(1e-9, 4, 8) == pytest.approx(3e-5)  # ranks eight apart: every hop
+    assert links.all_gather(1e-9, 129, 8) == pytest.approx(128e-5)
+    assert links.all_reduce(1e-9, 129, 8) == pytest.approx(2 * 64e-5)  # trees
 
 
 def test_a_ring_may_use_a_part_of_a_node_s_cards():
