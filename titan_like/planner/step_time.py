@@ -46,16 +46,15 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
     m, p = work.microbatches, work.pipeline
-    stages = stages_per_rank(work.schedule, work.virtual_stages) if p > 1 else 1
-    # The host waits for the messages of each stage, as far as nothing else runs meanwhile.
-    visits = 1 + (stages - 1) * profile.message_exposed
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + visits * profile.microbatch_time
+    besides = microbatch_overhead(work, profile)
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + besides
 
     gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     bubble = messages = 0.0
     if p > 1:
         fraction = ideal_bubble(work.schedule, p, work.virtual_stages, m)
         message = message_time(work, profile)
+        stages = stages_per_rank(work.schedule, work.virtual_stages)
         bubble = fraction * m * (rank.others + waits + gathered) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
     data, update = _after_backward(work, profile, counts, rank)
@@ -71,6 +70,13 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
         other,
     )
     return StepTime(*parts, sum(parts))
+
+
+def microbatch_overhead(work: Workload, profile: Profile) -> float:
+    """What a microbatch costs a rank besides its passes: the host waits for the messages of each of the rank's stages,
+    as far as nothing else runs meanwhile."""
+    stages = stages_per_rank(work.schedule, work.virtual_stages) if work.pipeline > 1 else 1
+    return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
 
 
 def microbatch_of(work: Workload) -> Microbatch:
