@@ -48,6 +48,7 @@ class Recipe:
     node_bandwidth: float
     names: tuple[str, ...]
     also: tuple[tuple[str, str], ...] = ()  # covered, not fitted on
+    covered: tuple[tuple[str, str], ...] = ()  # covers these instead
     start: dict[str, Any] = field(default_factory=dict)
     gpus_per_node: int = 8
     rows: Callable[[Row], bool] = lambda row: True
@@ -84,6 +85,24 @@ _HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state"
 # overheads are what rows with measured memory leave over.
 _DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0}
 
+_BLOOM_NAMES = (*COMPUTE, *NETWORK, *REST, "operator_time")
+_BLOOM = {
+    "gradient_bytes": 2,
+    "network_efficiency": 0.3,
+    "overlap": 0.01,
+    "blocking_launches": True,  # CUDA_LAUNCH_BLOCKING=1, against hangs
+    "operator_time": 2e-5,
+    **_DEEPSPEED_ZERO1,
+    "overhead_bytes": 9.1e9,
+    "fragmentation": 0.11,
+}
+_EARLY = ("bloom 02-1", "bloom 02-20", "bloom 02-21", "bloom 02-22", "bloom 02-23", "bloom 02-24")
+
+
+def _early(row: Row) -> bool:
+    return row.session.startswith(_EARLY)
+
+
 RECIPES: dict[str, Recipe] = {
     "selene_2021": Recipe(
         "A100, Megatron-LM of 2021 on Selene (arXiv 2104.04473): 8 x HDR InfiniBand, unfused attention, fp16",
@@ -106,6 +125,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "only_zero": 3,
             "network_efficiency": 0.1,
+            "gathers_per_layer": 12,  # DeepSpeed gathered each weight and bias by itself
             "overlap": 0.1,
             "gemm_efficiency": 0.77,
             "gemm_depth": 163.0,
@@ -141,20 +161,27 @@ RECIPES: dict[str, Recipe] = {
         group=by_layout,
     ),
     "jean_zay_a100": Recipe(
-        "A100, Megatron-DeepSpeed with ZeRO 1 on Jean-Zay: 4 x 100 Gb/s Omni-Path (BLOOM's chronicles)",
+        "A100, Megatron-DeepSpeed with ZeRO 1 on Jean-Zay: 4 x 100 Gb/s Omni-Path (BLOOM's chronicles), since 25 "
+        "February 2022, when PCI-Express and NUMA settings were mended",
         (("A100", "bloom"),),
         "A100-80GB",
         50e9,
-        (*COMPUTE, *NETWORK, *REST, "misaligned_rate"),
+        _BLOOM_NAMES,
         also=(("A100", "production"),),
-        start={
-            "gradient_bytes": 2,
-            "network_efficiency": 0.3,
-            "overlap": 0.01,
-            **_DEEPSPEED_ZERO1,
-            "overhead_bytes": 9.1e9,
-            "fragmentation": 0.11,
-        },
+        start=_BLOOM,
+        rows=lambda row: not _early(row),
+        group=by_layout,
+    ),
+    "jean_zay_a100_early": Recipe(
+        "A100, Megatron-DeepSpeed with ZeRO 1 on Jean-Zay: 4 x 100 Gb/s Omni-Path (BLOOM's chronicles), before 25 "
+        "February 2022",
+        (("A100", "bloom"),),
+        "A100-80GB",
+        50e9,
+        (*_BLOOM_NAMES, "misaligned_rate"),
+        covered=tuple(("A100", session) for session in _EARLY),
+        start=_BLOOM,
+        rows=lambda row: _early(row),
         group=lambda row: str(row.work.model.hidden_size),
     ),
     "jean_zay_v100": Recipe(
@@ -189,6 +216,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "nvlink_switch": False,
             "network_efficiency": 0.34,
+            "gathers_per_layer": 12,
             "ring_part": 0.25,  # one of four cards, as rows tell that differ in tensor parallelism
             "only_zero": 3,
         },
@@ -338,7 +366,7 @@ def main() -> int:
         )
         profile = profile.changed(
             description=recipe.description,
-            groups=recipe.studies + recipe.also,
+            groups=recipe.covered or recipe.studies + recipe.also,
             fitted_on=tuple(_described(chosen)),
             error_median=float(np.median(held)),
             error_p90=float(np.quantile(held, 0.9)),

@@ -133,7 +133,7 @@ def print_sweeps(sweeps: list[Sweep]) -> None:
     print(f"\nchoice: within {100 * SMALL_REGRET:.0f} % of the fastest in {small} of {len(sweeps)} sweeps; the others:")
     for sweep in sorted(sweeps, key=lambda sweep: -sweep.regret):
         if sweep.regret > SMALL_REGRET:
-            noise = "" if sweep.noise is None else f", one layout measured again {_percent(sweep.noise).strip()} apart"
+            noise = "" if sweep.noise is None else f", one layout measured up to {_percent(sweep.noise).strip()} apart"
             ranks = f"{sweep.layouts} layouts, ranks {sweep.rank_correlation:.2f}"
             print(f"  {_percent(sweep.regret)}  {sweep.name} ({ranks}{noise})")
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 from itertools import pairwise
@@ -5,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
-from titan_like.parallel.memory import Storage, peak_state, state_bytes
+from titan_like.parallel.memory import Storage, peak_state, rank_state, state_bytes
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.shapes import Part, Split, stage_units
@@ -74,6 +75,27 @@ def test_parameters_of_all_ranks_are_those_of_the_model():
         layers = rank_parameters(model, model.num_layers - 2, False, False, 1) if model.num_layers > 2 else 0
         twice = model.padded_vocab_size * model.hidden_size if model.tied_embeddings else 0
         assert once + layers == model.num_parameters() + twice
+
+
+def test_parameters_of_many_layers_are_a_sum():
+    for model, tensor in itertools.product(MODELS[:4], (1, 2)):
+        split = Split(tensor=Part(tensor))
+        for layers, first, last in itertools.product((3, 7), (True, False), (True, False)):
+            stage = split_layers([layers])[0]
+            units = stage_units(model, type(stage)(stage.layers, first, last))
+            assert (
+                rank_parameters(model, layers, first, last, tensor)
+                == rank_state(units, Storage(0, split)).num_parameters
+            )
+
+
+def test_logits_and_buffers_take_what_the_profile_says():
+    work = Workload(MODELS[0], 1024, 2, 32, dtype="bfloat16", zero_stage=1, shard=4)
+    plain, more = (memory(work, MEGATRON.changed(logit_state=n, buffer_state=b)).ranks[0] for n, b in ((2, 0), (10, 4)))
+    logits = 2 * 1024 * work.model.padded_vocab_size
+    assert plain.logits == 4 * logits
+    assert more.logits == 12 * logits
+    assert more.gathered - plain.gathered == 4 * rank_parameters(work.model, work.model.num_layers, True, True, 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

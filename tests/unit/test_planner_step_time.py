@@ -7,10 +7,10 @@ from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.parallel.schedules import ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules import step_time as end_of
 from titan_like.planner.cluster import Links
-from titan_like.planner.layers import ends_cost, gemm_time, layer_cost
+from titan_like.planner.layers import ends_cost, gemm_time, layer_cost, softmax_is_fused
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import microbatch_of, step_time
+from titan_like.planner.step_time import exposed, microbatch_of, step_time
 from titan_like.planner.workload import Workload, equal_stages, stages_of
 
 PROFILES = list(builtin_profiles().values())
@@ -157,6 +157,78 @@ def test_rings_share_the_node_s_cards():
     assert links.message(1e9, 4, 2) == links.message(1e9, 1)
     assert links.message(1e9, 4, 3) == links.message(1e9, 8)
     assert links.all_reduce(1e9, 1, 8) == 0
+
+
+def test_a_ring_s_latency_is_that_of_its_hops():
+    links = Links(8, 200e9, 100e9, 80e9, 1e-6, 1e-5)
+    assert links.all_gather(1e-9, 8, 1) == pytest.approx(7e-6)
+    assert links.all_gather(1e-9, 16, 1) == pytest.approx(1e-5 + 14e-6)  # one hop between two nodes
+    assert links.all_gather(1e-9, 4, 8) == pytest.approx(3e-5)  # ranks eight apart: every hop
+    assert links.all_gather(1e-9, 129, 8) == pytest.approx(128e-5)
+    assert links.all_reduce(1e-9, 129, 8) == pytest.approx(2 * 64e-5)  # trees
+
+
+def test_a_ring_may_use_a_part_of_a_node_s_cards():
+    links = Links(4, 150e9, 50e9, 50e9, 0.0, 0.0, ring_part=0.25)
+    whole = Links(4, 150e9, 50e9, 50e9, 0.0, 0.0)
+    assert links.ring_bandwidth(64, 1) == whole.ring_bandwidth(64, 1) / 4
+    assert links.ring_bandwidth(16, 4) == whole.ring_bandwidth(16, 4)  # four rings: all cards
+
+
+def test_hidden_communication_is_not_free():
+    profile = SELENE.changed(contention=0.2)
+    assert exposed(3.0, 0.0, profile) == 3.0
+    assert exposed(3.0, 10.0, profile) == pytest.approx(0.6)
+    assert exposed(3.0, 2.0, profile) == pytest.approx(1.0 + 0.2 * 2.0)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_gradients_of_later_microbatches_are_added_in_memory(tensor):
+    work = workload("1f1b", 1, 1, 4)._replace(tensor=tensor)
+    several, one = (layer_cost(work.model, microbatch_of(w), SELENE) for w in (work, work._replace(micro_batch_size=4)))
+    alone = layer_cost(work.model, microbatch_of(work)._replace(accumulates=False), SELENE)
+    # Half-precision gradients: one read, the sum read and written.
+    moved = 6 * work.model.layer_parameters / tensor
+    bandwidth = SELENE.device.memory_bandwidth * SELENE.memory_efficiency
+    assert several.backward - alone.backward == pytest.approx(moved / bandwidth)
+    assert one == layer_cost(
+        work.model, microbatch_of(work._replace(micro_batch_size=4))._replace(accumulates=False), SELENE
+    )
+    fused = SELENE.changed(fused_accumulation=True)
+    assert layer_cost(work.model, microbatch_of(work), fused).backward == pytest.approx(alone.backward)
+    assert not microbatch_of(work._replace(zero_stage=2)).accumulates
+
+
+def test_softmax_is_fused_for_multiples_of_four_matrices():
+    model = flavor("gpt", "18b")  # 48 heads
+    work = Workload(model, 2048, 1, 64, tensor=8, flash=False, dtype="float16")
+    mb = microbatch_of(work)
+    assert not softmax_is_fused(model, mb, SELENE)  # six
+    assert softmax_is_fused(model, mb._replace(size=2), SELENE)
+    single, pair = (layer_cost(model, mb._replace(size=size), SELENE) for size in (1, 2))
+    assert single.forward_host > pair.forward_host
+    slow = layer_cost(model, mb._replace(size=2), SELENE.changed(fused_softmax=False))
+    assert slow.forward > pair.forward
+
+
+def test_blocking_launches_add_the_host_s_time():
+    work = workload("1f1b", 8, 1, 16)
+    profile = SELENE.changed(blocking_launches=True)
+    layer = layer_cost(work.model, microbatch_of(work), profile)
+    _, head = ends_cost(work.model, microbatch_of(work), profile)
+    host = (
+        work.model.num_layers // 8 * (layer.forward_host + layer.backward_host) + head.forward_host + head.backward_host
+    )
+    found = step_time(work, profile)
+    assert found.other == pytest.approx(16 * (host + profile.microbatch_time) + profile.step_time)
+    assert found.total > step_time(work, SELENE).total
+
+
+def test_the_host_waits_for_the_messages_of_every_stage():
+    for virtual, schedule in ((1, "1f1b"), (3, "interleaved_1f1b")):
+        work = workload(schedule, 8, virtual, 16)
+        more = SELENE.changed(microbatch_time=SELENE.microbatch_time + 0.01)
+        assert step_time(work, more).other - step_time(work, SELENE).other == pytest.approx(16 * virtual * 0.01)
 
 
 def test_unswitched_nvlink_gives_two_gpus_a_part_of_their_links():

@@ -51,7 +51,7 @@ class Sweep:
     layouts: int
     regret: float  # measured time of the layout predicted to be fastest, over the fastest measured, minus 1
     rank_correlation: float  # Spearman's
-    noise: float | None = None  # median spread (largest over smallest, minus 1) of a layout measured several times
+    noise: float | None = None  # of a layout measured several times, largest over smallest, minus 1: the worst
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class GroupAccuracy:
 
 def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     """What a profile, if none is given the row's own, says; None where none covers its GPU, study and type."""
-    profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage)
+    profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session)
     if profile is None:
         return None
     profile = adapted(profile, row)
@@ -161,7 +161,7 @@ def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
         batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)
         name = (
             f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} s{work.seq_len} "
-            f"{member.row.gpus} GPUs {work.dtype} batch {batch:.0f} {member.row.session}"
+            f"{member.row.gpus} GPUs {work.dtype} batch about {batch:.0f} {member.row.session}"
         )
         layout = (work.tensor, work.pipeline, work.virtual_stages, work.context, work.micro_batch_size)
         found[name][(*layout, work.zero_stage, work.recompute)].append(member)
@@ -174,8 +174,7 @@ def _sweep(name: str, layouts: list[list[Prediction]]) -> Sweep:
     predicted = [float(np.median([m.seconds / m.row.work.global_batch_size for m in members])) for members in layouts]
     regret = measured[int(np.argmin(predicted))] / min(measured) - 1
     spreads = [max(several) / min(several) - 1 for several in times if len(several) > 1]
-    noise = float(np.median(spreads)) if spreads else None
-    return Sweep(name, len(layouts), regret, spearman(predicted, measured), noise)
+    return Sweep(name, len(layouts), regret, spearman(predicted, measured), max(spreads, default=None))
 
 
 def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float]:
@@ -190,7 +189,7 @@ def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float
         kept["rank_correlation"] = found.rank_correlation or 0.0
         noise = [sweep.noise for sweep in found.sweeps if sweep.noise is not None]
         if noise:
-            kept["noise"] = float(np.median(noise))
+            kept["noise"] = max(noise)
     if found.memory_median is not None and found.memory_p90 is not None:
         kept |= {"memory_rows": found.memory_n, "memory_median": found.memory_median, "memory_p90": found.memory_p90}
         kept["memory_too_large"] = found.wrongly_too_large

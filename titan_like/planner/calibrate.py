@@ -134,6 +134,9 @@ class Calibration:
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     """Fit the constants that these rows can tell anything about; groups left out in turn are model sizes."""
     rows = [row for row in rows if not row.out_of_memory]
+    devices = {adapted(start, row).device for row in rows}
+    if len(devices) == 1:
+        start = start.changed(device=devices.pop())
     names = informed(rows, start)
     profile = fit(rows, start, names)
     groups = leave_one_group_out(rows, start, names, lambda row: row.model)

@@ -36,20 +36,25 @@ class Links:
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
         """Sum of ``nbytes`` on every rank."""
-        return 2 * self.all_gather(nbytes, size, stride)
+        if size == 1 or nbytes == 0:
+            return 0.0
+        few = min(1, 64 / (size - 1))  # NCCL turns to trees, whose latency grows with the logarithm
+        return 2 * (few * self.ring_latency(size, stride) + self._transfer(nbytes, size, stride))
 
     def all_gather(self, nbytes: float, size: int, stride: int) -> float:
         """Result of ``nbytes`` on every rank; a reduce-scatter of such an input takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
-        return self.ring_latency(size, stride) + (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
+        return self.ring_latency(size, stride) + self._transfer(nbytes, size, stride)
+
+    def _transfer(self, nbytes: float, size: int, stride: int) -> float:
+        return (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
 
     def ring_latency(self, size: int, stride: int) -> float:
         """Of a first byte's way round a ring; between nodes only where the ring leaves one."""
         hops = size - 1
         between = -(-size * stride // self.gpus_per_node) - 1 if stride < self.gpus_per_node else hops
-        latency = between * self.network_latency + (hops - between) * self.nvlink_latency
-        return latency * min(1, 64 / hops)  # NCCL turns to trees, whose latency grows with the logarithm
+        return between * self.network_latency + (hops - between) * self.nvlink_latency
 
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
         """From each GPU to the one ``stride`` on, in rows of so many ranks, all GPUs at once: the slowest message.

@@ -12,6 +12,7 @@ import csv
 import math
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,7 +24,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.devices import find_device
+from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
@@ -263,14 +264,20 @@ def adapted(profile: Profile, row: Row) -> Profile:
     """The profile on the row's own GPU, and with what its notes name: the network, such as "400 Gbps" for a node,
     asynchronous tensor parallelism, or float8 with a scale for every row."""
     changes: dict[str, Any] = {}
-    if "memory size not stated" not in row.notes:
-        device = find_device(row.gpu)
-        if device is not profile.device:
-            changes["device"] = device
+    own = builtin_devices().get(profile.device.name) is not profile.device  # described by the profile itself
+    if not own and "memory size not stated" not in row.notes:
+        with suppress(ConfigError):  # of a GPU that is not known, the profile's own
+            device = find_device(row.gpu)
+            if device is not profile.device:
+                changes["device"] = device
     words = row.notes.replace(";", " ").split()
     for number, unit in pairwise(words):
         if unit == "Gbps" and number.isdigit():
             changes["node_bandwidth"] = float(number) * 1e9 / 8
+    if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
+        changes["gradient_state"] = (
+            profile.gradient_state + 4
+        )  # its bf16 optimizer, of 02-28: sums in float32, unsharded
     if "asyncTP" in row.notes:
         changes["tensor_exposed"] = profile.tensor_async_exposed
     if "rowwise" in row.notes:

@@ -179,7 +179,10 @@ def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True)
 
 @lru_cache(maxsize=4096)
 def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> int:
-    """Parameters of one GPU before ZeRO, exact."""
+    """Parameters of one GPU before ZeRO, exact. All layers have as many."""
+    if layers > 2:
+        two, one = (rank_parameters(model, count, is_first, is_last, tensor) for count in (2, 1))
+        return two + (layers - 2) * (two - one)
     stage = split_layers([layers])[0]
     split = Split(tensor=Part(tensor))
     units = stage_units(model, type(stage)(stage.layers, is_first, is_last))

@@ -96,6 +96,7 @@ class Profile:
     nvlink_latency: float = 3e-6  # of one hop in a ring
     network_latency: float = 1e-5
     nvlink_switch: bool = True  # else each GPU has an equal part of its links to every other one of the node
+    gathers_per_layer: int = 1  # in ZeRO 3
     ring_part: float = 1.0  # of a node's network cards, the most that one ring uses
     message_shards: bool = True  # tensor-parallel ranks each send a part of a pipeline message
     message_exposed: float = 1.0  # part of a pipeline message that computation waits for
@@ -111,6 +112,7 @@ class Profile:
     gradient_bytes: int = 4  # of one gradient in data-parallel sums
     parameter_bytes: int = 2  # of one parameter in gathers
     optimizer_traffic: float = 52.0  # bytes of memory per parameter that clipping and the update read and write
+    blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
     host_operators: tuple[int, int] = (24, 40)  # of a layer's forward and backward pass
     weight_state: float = 2.0  # resident bytes per parameter: weights
     gradient_state: float = 4.0  # gradients
@@ -231,13 +233,22 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
 
 
-def profile_for_group(gpu: str, word: str, zero_stage: int = 0) -> Profile | None:
-    """The profile that says it covers rows of this GPU whose notes begin with this word; the most special one wins."""
+def profile_for_group(gpu: str, word: str, zero_stage: int = 0, session: str = "") -> Profile | None:
+    """The profile that says it covers rows of this GPU whose notes begin with this word; the most special one wins.
+
+    A profile may name the beginning of a session, such as "bloom 02-2", in place of a study's one word.
+    """
     best, most = None, (False, -1)
     for profile in builtin_profiles().values():
         if profile.only_zero not in (None, zero_stage):
             continue
         for start, first in profile.groups:
-            if gpu.startswith(start) and word == first and (profile.only_zero is not None, len(start)) > most:
-                best, most = profile, (profile.only_zero is not None, len(start))
+            rank = (profile.only_zero is not None, len(start) + len(first))
+            if gpu.startswith(start) and covers(first, word, session) and rank > most:
+                best, most = profile, rank
     return best
+
+
+def covers(first: str, word: str, session: str) -> bool:
+    """Whether a profile's word is a study's, or the beginning of a session's name."""
+    return first == word or (" " in first and session.startswith(first))

@@ -87,14 +87,12 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
     m, p = work.microbatches, work.pipeline
-    stages = stages_per_rank(work.schedule, work.virtual_stages) if p > 1 else 1
-    # The host waits for the messages of each stage, as far as nothing else runs meanwhile.
-    visits = 1 + (stages - 1) * profile.message_exposed
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + visits * profile.microbatch_time
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + microbatch_overhead(work, profile)
     bubble = messages = again = 0.0
     if p > 1:
         again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile) * m
         message = message_time(work, profile)
+        stages = stages_per_rank(work.schedule, work.virtual_stages)
         bubble = again * (rank.others + waits) + 2 * (p - 1) * message
         messages = 2 * m * stages * message * profile.message_exposed
     other = m * waits + profile.step_time
@@ -105,6 +103,13 @@ def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) 
     """What data parallelism adds to the passes; of the pipeline it depends on its slowest rank alone."""
     gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
     return Sharding(gathered, *_after_backward(work, profile, counts, rank))
+
+
+def microbatch_overhead(work: Workload, profile: Profile) -> float:
+    """What a microbatch costs a rank besides its passes: the host waits for the messages of each of the rank's stages,
+    as far as nothing else runs meanwhile."""
+    stages = stages_per_rank(work.schedule, work.virtual_stages) if work.pipeline > 1 else 1
+    return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
 
 
 def microbatch_of(work: Workload) -> Microbatch:
@@ -129,9 +134,10 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
     """Time of a pass that the host starts operator by operator while the device works off its queue.
 
     At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
-    (forward and repeated passes of small operators, backward passes of large ones). A CPU does one after the other.
+    (forward and repeated passes of small operators, backward passes of large ones). Both, on a CPU, or if the
+    host is made to wait.
     """
-    if profile.device.is_cpu:
+    if profile.device.is_cpu or profile.blocking_launches:
         return host + device
     return (host**4 + device**4) ** 0.25
 
@@ -230,7 +236,7 @@ def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, ra
     Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass;
     computation of other layers hides a part.
     """
-    size, parts = work.shard * work.context, max(1, counts.largest)
+    size, parts = work.shard * work.context, max(1, counts.largest * profile.gathers_per_layer)
     part = parameters_per_gpu(work, counts) / parts
     gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
     scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)

@@ -6,14 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from titan_like.config import ConfigError, load_config
+from titan_like.config import ConfigError
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import TimelineFigures, figures
 from titan_like.metrics.timeline_text import LEGEND, Part, differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, run_of
 from titan_like.planner.predict import predict
 from titan_like.planner.simulator import timeline
 
@@ -37,7 +37,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
     if options.picture is not None:
         check_picture(options.picture)
-    forecast = predict(load_config(settings), chosen_profile(options))
+    profile = chosen_profile(options)
+    forecast = predict(run_of(settings, profile), profile)
     predicted = timeline(forecast.work, forecast.profile)
     steps = [("predicted", predicted)]
     found: list[Part] = []
