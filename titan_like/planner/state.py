@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import StageSizes, Storage, rank_state, stage_sizes
+from titan_like.parallel.memory import StageSizes, Storage, stage_sizes
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
@@ -57,17 +57,17 @@ def trainer_state(
     """
     last = len(here.layers) - 1
     ends = (tensor, shard, several, zero, compute)
-    known: dict[tuple[int, bool, bool], tuple[StageSizes, tuple[int, int, int]]] = {}
-    sizes, state = [], (0, 0, 0)
+    known: dict[tuple[int, bool, bool], StageSizes] = {}
+    sizes = []
     for index, layers in enumerate(here.layers):
         kind = layers, here.first and index == 0, here.last and index == last
         if kind not in known:
             known[kind] = _stage(model, *kind, *ends)
-        size, mine = known[kind]
-        sizes.append(size)
-        state = (state[0] + mine[0], state[1] + mine[1], state[2] + mine[2])
+        sizes.append(known[kind])
     peak = fullest(sizes, schedule, pipeline, microbatches, zero)
-    return *state, max(0, peak - sum(state))
+    weights = gradients = sum([size.gradients for size in sizes])  # both in float32
+    shards = sum([size.shards for size in sizes])
+    return weights, gradients, shards - weights, max(0, peak - shards - gradients)
 
 
 def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatches: int, zero: int) -> int:
@@ -116,20 +116,14 @@ def _stage(
     several: bool,
     zero: int,
     compute: int,
-) -> tuple[StageSizes, tuple[int, int, int]]:
+) -> StageSizes:
     """One stage, from those of one layer and of two: everything grows by equal steps."""
     if layers > 2:
         ends = (is_first, is_last, tensor, shard, several, zero, compute)
-        one, state_of_one = _stage(model, 1, *ends)
-        two, state_of_two = _stage(model, 2, *ends)
-        more = layers - 1
-        grown = StageSizes(*(a + more * (b - a) for a, b in zip(one, two, strict=True)))
-        a, b = state_of_one, state_of_two
-        return grown, (a[0] + more * (b[0] - a[0]), a[1] + more * (b[1] - a[1]), a[2] + more * (b[2] - a[2]))
+        one, two = _stage(model, 1, *ends), _stage(model, 2, *ends)
+        return StageSizes(*[a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)])
     storage = Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
-    units = _units(model, layers, is_first, is_last)
-    state = rank_state(units, storage)
-    return stage_sizes(units, storage), (state.parameters, state.gradients, state.optimizer)
+    return stage_sizes(_units(model, layers, is_first, is_last), storage)
 
 
 @lru_cache(maxsize=64)

@@ -82,7 +82,7 @@ def passes(work: Workload, profile: Profile) -> Passes:
     return _passes(work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard), profile)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _passes(work: Workload, profile: Profile) -> Passes:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
