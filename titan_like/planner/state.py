@@ -83,25 +83,24 @@ def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatc
         rounds = 1
     elif split:  # second parts come late, so that stages wait for each other's
         rounds = max(rounds, 3)
-    busy_after, done_after = 0, 0
-    for size in sizes:
-        busy_after += size.kept_gathered + (size.added_up if several else size.gradients)
-        done_after += size.gradients
-    most, shards, gathered_before, busy_before = done_after, 0, 0, 0
-    for size in sizes:
-        passing = size.in_backward if zero != 1 or several else size.fresh
-        if split:
-            passing = max(passing, size.matrices + (size.vectors if zero >= 2 else 0))
-        busy = size.kept_gathered + (size.added_up if several else size.gradients)
-        busy_after -= busy
+    busy = [size.kept_gathered + (size.added_up if several else size.gradients) for size in sizes]
+    passing = [size.in_backward if zero != 1 or several else size.fresh for size in sizes]
+    if split:
+        kept = [size.matrices + (size.vectors if zero >= 2 else 0) for size in sizes]
+        passing = list(map(max, passing, kept))
+    shards, done_after = sum([size.shards for size in sizes]), sum([size.gradients for size in sizes])
+    busy_after = sum(busy)
+    if rounds > 2:
+        return max(done_after, busy_after + max(passing)) + shards
+    most, gathered_before, busy_before = done_after, 0, 0
+    for size, mine, more in zip(sizes, busy, passing, strict=True):
+        busy_after -= mine
         done_after -= size.gradients
         first_round = gathered_before + (done_after if rounds == 1 else busy_after)
         last_round = (gathered_before if rounds == 1 else busy_before) + done_after
-        between = busy_before + busy_after if rounds > 2 else 0
-        most = max(most, busy + passing + max(first_round, last_round, between))
+        most = max(most, mine + more + max(first_round, last_round))
         gathered_before += size.kept_gathered
-        busy_before += busy
-        shards += size.shards
+        busy_before += mine
     return most + shards
 
 
