@@ -35,12 +35,12 @@ _DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
 
 # Of a linear layer: tokens, inputs, outputs. A CPU trains smaller models.
 _PRODUCTS_CPU = (
-    (1024, 128, 384),
-    (1024, 128, 512),
-    (1024, 512, 128),
-    (1024, 512, 1536),
-    (2048, 512, 512),
-    (1024, 1024, 1024),
+    (512, 128, 384),
+    (512, 128, 512),
+    (512, 512, 128),
+    (256, 512, 1536),
+    (512, 512, 512),
+    (256, 1024, 1024),
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 # Of a layer: samples, tokens of each, hidden size, heads.
