@@ -330,9 +330,9 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
         profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
         profile = default_profile(device).changed(name=name, gpus_per_node=machine.here, groups=(), only_zero=None)
-    threads = f", {torch.get_num_threads()} threads each" if machine.is_cpu else ""
+    threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
     profile = profile.changed(
-        description=f"measured on {machine.processes} x {device.name}{threads}, PyTorch {torch.__version__}",
+        description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         fitted_on=(),
         causal_half=True,
         error_median=0.15,
