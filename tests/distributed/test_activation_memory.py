@@ -76,9 +76,9 @@ STEPS = [
     case("gpt, 2 microbatches", shape=LARGER, microbatches=4),
     case("gpt, 1 microbatch", shape=LARGER, microbatches=2),
     case("gpt full, 1 microbatch", "full", shape=LARGER, microbatches=2),
-    case("gpt bfloat16", dtype="bfloat16", shape=LARGER, microbatches=4),
+    case("gpt bfloat16", dtype="bfloat16", microbatches=4),
     case("gpt zero 3", shape=LARGER, microbatches=4, zero_stage=3),
-    case("llama zero 3 bfloat16", dtype="bfloat16", shape=LARGER, microbatches=4, zero_stage=3),
+    case("llama zero 3 bfloat16", dtype="bfloat16", microbatches=4, zero_stage=3),
     case("gpt pipeline", shape=LARGER, microbatches=4, pipeline_parallel_degree=2),
     case("llama gpipe", shape=LARGER, microbatches=4, pipeline_parallel_degree=2, pipeline_schedule="gpipe"),
 ]

@@ -35,12 +35,12 @@ _DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
 
 # Of a linear layer: tokens, inputs, outputs. A CPU trains smaller models.
 _PRODUCTS_CPU = (
-    (1024, 128, 384),
-    (1024, 128, 512),
-    (1024, 512, 128),
-    (1024, 512, 1536),
-    (2048, 512, 512),
-    (1024, 1024, 1024),
+    (512, 128, 384),
+    (512, 128, 512),
+    (512, 512, 128),
+    (256, 512, 1536),
+    (512, 512, 512),
+    (256, 1024, 1024),
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
 # Of a layer: samples, tokens of each, hidden size, heads.
@@ -330,9 +330,9 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
         profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
         profile = default_profile(device).changed(name=name, gpus_per_node=machine.here, groups=(), only_zero=None)
-    threads = f", {torch.get_num_threads()} threads each" if machine.is_cpu else ""
+    threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
     profile = profile.changed(
-        description=f"measured on {machine.processes} x {device.name}{threads}, PyTorch {torch.__version__}",
+        description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         fitted_on=(),
         causal_half=True,
         error_median=0.15,
