@@ -56,8 +56,11 @@ class Links:
         between = -(-size * stride // self.gpus_per_node) - 1 if stride < self.gpus_per_node else hops
         return between * self.network_latency + (hops - between) * self.nvlink_latency
 
-    def message(self, nbytes: float, stride: int) -> float:
-        """From each GPU to the one ``stride`` ranks on, all GPUs of a node at once."""
-        if stride < self.gpus_per_node:
+    def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
+        """From each GPU to the one ``stride`` on, in rows of so many ranks, all GPUs at once: the slowest message.
+
+        A row that does not end in its node leaves it, and each GPU has its part of the node's cards.
+        """
+        if stride * ranks <= self.gpus_per_node:
             return self.nvlink_latency + nbytes / self.nvlink
         return self.network_latency + nbytes * self.gpus_per_node / self.node_messages

@@ -159,10 +159,10 @@ def message_time(work: Workload, profile: Profile) -> float:
     stride = work.tensor * work.context * work.data_parallel
     t = work.tensor
     if t > 1 and work.sequence_parallel:
-        return profile.links.message(nbytes / t, stride)
+        return profile.links.message(nbytes / t, stride, work.pipeline)
     if t > 1 and profile.message_shards:
-        return profile.links.message(nbytes / t, stride) + profile.links.all_gather(nbytes, t, 1)
-    return profile.links.message(nbytes, stride)
+        return profile.links.message(nbytes / t, stride, work.pipeline) + profile.links.all_gather(nbytes, t, 1)
+    return profile.links.message(nbytes, stride, work.pipeline)
 
 
 def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
