@@ -1,11 +1,13 @@
 """What a run will take, before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
+capacity   the largest GPT-3-style model that trains on one node and on the cluster, the fewest nodes for the model
 duration   days that --tokens take: at the predicted rate, or at --tflops per GPU
+simulate   the pipeline of one step, pass by pass, as text and picture; beside a measured one if there is one
 calibrate  fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit
 
 Each has a --help. Nothing is computed on a GPU and no process is started. Ends with 0; predict with 1 if the run does
-not fit into memory; 2 after bad input.
+not fit into memory, capacity if the model fits on no number of nodes; 2 after bad input.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the co
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
 
-COMMANDS = ("predict", "duration", "calibrate")
+COMMANDS = ("predict", "capacity", "duration", "simulate", "calibrate")
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     command.add_options(parser)
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])
-    for name in ("json", "out"):
+    for name in ("json", "out", "picture"):
         check_target(f"--{name}", getattr(options, name, None))
 
     outcome = command.run(options, settings)

@@ -133,4 +133,4 @@ def test_bad_input_leaves_the_process_with_one_line_and_2():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == 'error: command = "forecast": unknown; use predict, duration, calibrate\n'
+    assert done.stderr == f'error: command = "forecast": unknown; use {", ".join(SCRIPT.COMMANDS)}\n'

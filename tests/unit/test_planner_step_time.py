@@ -153,6 +153,9 @@ def test_rings_share_the_node_s_cards():
     assert links.all_reduce(1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / (100e9 / 8))
     assert links.message(1e9, 1) == pytest.approx(1e9 / 200e9)
     assert links.message(1e9, 8) == pytest.approx(1e9 / 10e9)
+    # A row of pipeline ranks that are four apart: two of them to a node, so that longer rows leave it.
+    assert links.message(1e9, 4, 2) == links.message(1e9, 1)
+    assert links.message(1e9, 4, 3) == links.message(1e9, 8)
     assert links.all_reduce(1e9, 1, 8) == 0
 
 

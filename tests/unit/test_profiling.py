@@ -130,12 +130,20 @@ def step_of_two() -> StepTimeline:
     return StepTimeline("1f1b", 2, 1, passes)
 
 
+def boxes_of(panel):
+    """Left, top, width and colour of each."""
+    (collection,) = panel.collections
+    corners = [path.vertices for path in collection.get_paths()]
+    colours = collection.get_facecolors()
+    return [(c[0][0], c[0][1], c[1][0] - c[0][0], colour[:3]) for c, colour in zip(corners, colours, strict=True)]
+
+
 def test_boxes_are_the_passes() -> None:
     """Over a grey row for each rank, at their times in ms, with the microbatch's number in them."""
     figures = pytest.importorskip("matplotlib.figure")
     panel = figures.Figure().subplots()
     timeline_plot._draw_step(panel, step_of_two(), inches_per_second=100)
-    boxes = [(box.get_x(), box.get_y(), box.get_width(), box.get_facecolor()[:3]) for box in panel.patches]
+    boxes = boxes_of(panel)
     idle, forward, backward = ((0.88,) * 3, (0.16, 0.38, 0.72), (0.10, 0.50, 0.30))
     expected = [
         (0, -0.5, 70, idle),
@@ -160,11 +168,11 @@ def test_second_stage_of_a_rank_is_lighter() -> None:
     step = simulated("interleaved_1f1b", 2, 2, 2, unit_time)
     panel = figures.Figure().subplots()
     timeline_plot._draw_step(panel, step, inches_per_second=1)
-    boxes = panel.patches[2:]
+    boxes = boxes_of(panel)[2:]
     assert len(boxes) == len(step.passes) == 4 * 2 * 2
     for box, event in zip(boxes, step.passes, strict=True):
         dark, light = timeline_plot._COLOURS[event.action.kind]
-        assert box.get_facecolor()[:3] == pytest.approx(light if event.action.stage >= 2 else dark)
+        assert box[3] == pytest.approx(light if event.action.stage >= 2 else dark)
 
 
 def test_numbers_are_left_out_of_boxes_that_are_too_narrow() -> None:

@@ -5,10 +5,13 @@ Source: "Trace Event Format", the document that chrome://tracing and Perfetto re
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.step_timeline import Phase, StepTimeline
 from titan_like.parallel.schedules.actions import Action, inputs, outcome
 from titan_like.parallel.schedules.simulate import Event
 
@@ -82,3 +85,40 @@ def _messages(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
             leaves = maker.start + 0.999 * (maker.end - maker.start)
             yield {**arrow, "ph": "s", "pid": maker.rank, "ts": 1e6 * leaves}
             yield {**arrow, "ph": "f", "bp": "e", "pid": taker.rank, "ts": 1e6 * taker.start}
+
+
+def read_trace(path: Path) -> StepTimeline:
+    """The timeline of a file that holds `chrome_trace`'s JSON.
+
+    Raises:
+        OSError: the file can not be read.
+        ValueError: it holds something else.
+    """
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        about = trace["otherData"]
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        timeline = StepTimeline(
+            about["schedule"],
+            about["pipeline_degree"],
+            about["virtual_stages"],
+            [_event(event) for event in slices if event["tid"] == _PASSES],
+            [_event(event) for event in slices if event["tid"] == _WAITS],
+            [Phase(e["pid"], e["name"], *_span(e)) for e in slices if e["tid"] == _PHASES],
+            about["clock_error_us"] / 1e6,
+        )
+        whole = {event.rank for event in timeline.passes} == set(range(timeline.pipeline_degree))
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"no timeline in {path}: {error!r}") from None
+    if not whole:
+        raise ValueError(f"no timeline in {path}: ranks without a pass")
+    return timeline
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def _event(event: dict[str, Any]) -> Event:
+    kind, microbatch, stage = re.fullmatch(r"(?:for )?([FBIW])(\d+) of stage (\d+)", event["name"]).groups()  # type: ignore[union-attr]
+    return Event(event["pid"], Action(kind, int(stage), int(microbatch)), *_span(event))

@@ -1,0 +1,286 @@
+"""Draw the pictures of docs/planner.md: what the planner predicts for experiments of the papers. Needs matplotlib.
+
+    python benchmarks/planner_pictures.py
+    python benchmarks/planner_pictures.py --only jean_zay
+
+Prints the numbers behind the curves. Nothing is measured; a minute at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from titan_like.config import load_config
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.flops import megatron_flops_per_token
+from titan_like.metrics.timeline_plot import draw
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.planner.memory import largest_memory
+from titan_like.planner.predict import predict
+from titan_like.planner.profile import Profile, builtin_profiles
+from titan_like.planner.simulator import timeline
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "images"
+SEQ = 2048
+SELENE, JEAN_ZAY = (builtin_profiles()[name] for name in ("selene_2021", "jean_zay_v100"))
+
+
+class Point(NamedTuple):
+    """One prediction. ``value`` is what the picture's vertical axis says."""
+
+    x: float
+    value: float
+    fits: bool = True
+
+
+Curves = dict[str, list[Point]]
+
+
+def gpt(layers: int, hidden: int, heads: int) -> GPTConfig:
+    """A GPT of arXiv 2104.04473, with its vocabulary of 51,200."""
+    return GPTConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200, max_seq_len=SEQ
+    )
+
+
+def ptdp(model: GPTConfig, micro_batch_size: int, global_batch_size: int, **degrees: int) -> Workload:
+    """A run as that paper's: unfused attention, dropout, whole layers recomputed, float16."""
+    schedule = "interleaved_1f1b" if degrees.get("virtual_stages", 1) > 1 else "1f1b"
+    work = Workload(model, SEQ, micro_batch_size, global_batch_size, schedule=schedule, recompute="full", **degrees)
+    return work._replace(flash=False, dropout=True, dtype="float16")
+
+
+def tflops(work: Workload, profile: Profile) -> float:
+    """TFLOP/s of one GPU as the paper counts them."""
+    per_token = megatron_flops_per_token(work.model, work.seq_len, ActivationCheckpoint(mode="full"))
+    tokens = work.global_batch_size * work.seq_len
+    return tokens * per_token / step_time(work, profile).total / work.num_gpus / 1e12
+
+
+def fits(work: Workload, profile: Profile) -> bool:
+    """Whether the fullest GPU has memory enough."""
+    return largest_memory(work, profile) <= profile.device.memory_bytes
+
+
+def microbatch_sizes() -> Curves:
+    """Figure 16: 91 billion parameters, tensor 8 × pipeline 8 on 64 GPUs. TFLOP/s per GPU by microbatch size."""
+    model = gpt(32, 15360, 128)
+    curves = {}
+    for batch in (128, 512, 2048):
+        works = [ptdp(model, size, batch, tensor=8, pipeline=8) for size in (1, 2, 4, 8, 16)]
+        name = f"batch {batch}"
+        curves[name] = [Point(w.micro_batch_size, tflops(w, SELENE), fits(w, SELENE)) for w in works]
+    return curves
+
+
+def tensor_against_pipeline() -> Curves:
+    """Figure 13: 162 billion parameters on 64 GPUs, tensor × pipeline = 64. TFLOP/s per GPU by tensor-parallel size."""
+    model = gpt(32, 20480, 128)
+    return {
+        f"batch {batch}": [
+            Point(t, tflops(ptdp(model, 1, batch, tensor=t, pipeline=64 // t), SELENE)) for t in (2, 4, 8, 16, 32)
+        ]
+        for batch in (32, 128)
+    }
+
+
+def interleaving() -> Curves:
+    """Figure 12: GPT-3 on 96 GPUs, tensor 8 × pipeline 12. TFLOP/s per GPU by batch size."""
+    model = gpt(96, 12288, 96)
+    return {
+        f"{v} stage{'s' * (v > 1)} per GPU": [
+            Point(batch, tflops(ptdp(model, 1, batch, tensor=8, pipeline=12, virtual_stages=v), SELENE))
+            for batch in (12, 24, 36, 48, 60, 120, 240)
+        ]
+        for v in (1, 2, 4)
+    }
+
+
+def bubbles() -> Curves:
+    """The same runs' bubble over the time without it."""
+    model = gpt(96, 12288, 96)
+    curves: Curves = {}
+    for v in (1, 2, 4):
+        name = f"{v} stage{'s' * (v > 1)} per GPU"
+        for batch in (12, 24, 36, 48, 60, 120, 240):
+            time = step_time(ptdp(model, 1, batch, tensor=8, pipeline=12, virtual_stages=v), SELENE)
+            curves.setdefault(name, []).append(Point(batch, 100 * time.bubble / (time.total - time.bubble)))
+    return curves
+
+
+# A study on Jean-Zay asked which TP × PP × DP, and which ZeRO stage, trains fastest on 8 to 128 GPUs. Its largest
+# microbatches that fit, by (tensor, pipeline), GPUs and global batch.
+STRATEGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
+GPU_COUNTS = (8, 16, 32, 64, 128)
+
+
+def microbatch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
+    """Samples of a microbatch, from the study's table."""
+    if (tensor, pipeline) == (1, 1):
+        return 3 if batch == 192 else 2
+    if (tensor, pipeline) == (2, 1):
+        return 3 if batch == 192 and gpus == 128 else 4
+    if (tensor, pipeline) == (1, 2):
+        return 2 if gpus == 8 else 4
+    return 6 if batch == 192 else 4
+
+
+def batch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
+    """Data parallelism over 128 GPUs took a batch of 256 where the others took 192."""
+    return 256 if (batch, gpus, tensor * pipeline) == (192, 128, 1) else batch
+
+
+def jean_zay_work(tensor: int, pipeline: int, zero: int, gpus: int, batch: int) -> Workload:
+    """GPT-3's 1.3 billion parameters: of the family, the one whose largest microbatches come near the table's."""
+    model = GPTConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=50257, max_seq_len=SEQ)
+    batch = batch_of_study(tensor, pipeline, gpus, batch)
+    size, data = microbatch_of_study(tensor, pipeline, gpus, batch), gpus // tensor // pipeline
+    while batch % (size * data):  # three entries of the table do not divide the batch
+        size -= 1
+    work = Workload(model, SEQ, size, batch, tensor, pipeline, shard=data, zero_stage=zero)
+    return work._replace(flash=False, dtype="float16")
+
+
+def jean_zay(batch: int) -> Curves:
+    """Thousand tokens a second by GPUs, one curve a strategy."""
+    curves: Curves = {}
+    for tensor, pipeline in STRATEGIES:
+        for zero in (0, 1):
+            if (tensor, pipeline, zero) == (1, 1, 0):  # memory does not allow it
+                continue
+            points = []
+            for gpus in GPU_COUNTS:
+                work = jean_zay_work(tensor, pipeline, zero, gpus, batch)
+                rate = work.global_batch_size * SEQ / step_time(work, JEAN_ZAY).total / 1000
+                points.append(Point(gpus, rate, fits(work, JEAN_ZAY)))
+            curves[f"TP{tensor} PP{pipeline} ZeRO {zero}"] = points
+    return curves
+
+
+def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, doubling: bool = False) -> None:
+    """Curves over a logarithmic axis with the points' own ticks; hollow markers do not fit into memory.
+
+    ``doubling`` makes the vertical axis logarithmic too.
+    """
+    colours: dict[str, str] = {}
+    for name, points in curves.items():
+        family, _, zero = name.partition(" ZeRO ")
+        colour = colours.setdefault(family, f"C{len(colours)}")
+        style = "--" if zero == "0" else "-"
+        values = [point.value for point in points]
+        panel.plot([point.x for point in points], values, style, color=colour, label=name, linewidth=1.4)
+        for point in points:
+            face = colour if point.fits else "white"
+            panel.plot(point.x, point.value, "o", color=colour, markerfacecolor=face, markersize=4.5)
+    ticks = sorted({point.x for points in curves.values() for point in points})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
+    panel.minorticks_off()
+    if doubling:
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:g}")
+    else:
+        panel.set_ylim(bottom=0)
+    panel.tick_params(labelsize=8)
+    panel.set_xlabel(x_label, fontsize=9)
+    panel.set_ylabel(y_label, fontsize=9)
+    panel.set_title(title, fontsize=9, loc="left")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)
+
+
+def figure(panels: int) -> tuple[Figure, list[Axes]]:
+    """Panels side by side."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
+    return made, list(made.subplots(1, panels, squeeze=False)[0])
+
+
+def draw_microbatch_sizes(path: Path) -> None:
+    """One panel."""
+    made, (panel,) = figure(1)
+    title = "91B parameters, tensor 8 × pipeline 8, 64 A100"
+    plot(panel, shown(microbatch_sizes()), "microbatch size", "TFLOP/s per GPU", title)
+    made.savefig(path, dpi=130)
+
+
+def draw_tensor_against_pipeline(path: Path) -> None:
+    """One panel."""
+    made, (panel,) = figure(1)
+    curves, title = shown(tensor_against_pipeline()), "162B parameters, 64 A100 in nodes of 8"
+    plot(panel, curves, "tensor-parallel size (pipeline: 64 over it)", "TFLOP/s per GPU", title)
+    made.savefig(path, dpi=130)
+
+
+def draw_bubble(path: Path) -> None:
+    """The bubble, and what it leaves of the throughput."""
+    made, (left, right) = figure(2)
+    title = "175B parameters, tensor 8 × pipeline 12, 96 A100"
+    plot(left, shown(bubbles()), "batch size", "bubble, % of the step without it", title)
+    plot(right, shown(interleaving()), "batch size", "TFLOP/s per GPU", title)
+    made.savefig(path, dpi=130)
+
+
+def draw_jean_zay(path: Path) -> None:
+    """A panel for each batch size."""
+    made, panels = figure(2)
+    for panel, batch in zip(panels, (512, 192), strict=True):
+        title = f"1.3B parameters, V100-32GB in nodes of 4, batch {batch}"
+        plot(panel, shown(jean_zay(batch)), "GPUs", "thousand tokens per second", title, doubling=True)
+    made.savefig(path, dpi=130)
+
+
+def draw_simulated(path: Path) -> None:
+    """One step of train_configs/gpt_76b.toml with 8 microbatches on each pipeline, as `plan.py simulate` draws it."""
+    config = load_config(
+        ["--job.config_file", str(ROOT / "train_configs/gpt_76b.toml"), "--training.global_batch_size", "512"]
+    )
+    forecast = predict(config)
+    draw([("76B parameters, 4 ranks of 3 stages, predicted", timeline(forecast.work, forecast.profile))], path)
+
+
+def shown(curves: Curves) -> Curves:
+    """The same, printed."""
+    for name, points in curves.items():
+        values = "  ".join(f"{p.x:g}: {p.value:.4g}{'' if p.fits else ' (does not fit)'}" for p in points)
+        print(f"{name:24s}{values}", flush=True)
+    return curves
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "microbatch_size": draw_microbatch_sizes,
+    "tensor_against_pipeline": draw_tensor_against_pipeline,
+    "bubble_batch_size": draw_bubble,
+    "jean_zay": draw_jean_zay,
+    "simulated": draw_simulated,
+}
+
+
+def main() -> None:
+    """Read the command line, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--only", choices=list(PICTURES), help="draw one of them")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, draw_one in PICTURES.items():
+        if options.only in (None, name):
+            print(f"{name}.png")
+            draw_one(options.folder / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+import json
+import math
+
+import pytest
+
+from tests.unit.planner_cases import random_workloads
+from tests.unit.test_planner_command import plan
+from titan_like.metrics.step_timeline import Phase, simulated
+from titan_like.metrics.timeline_text import differences, lanes, parts_of
+from titan_like.metrics.timeline_trace import chrome_trace, read_trace
+from titan_like.parallel.schedules import SCHEDULES, bubble_fraction, ideal_bubble, stages_per_rank, unit_time
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.simulator import simulated_step_time, timeline
+from titan_like.planner.step_time import step_time
+
+RUN = ("--job.config_file", "train_configs/gpt_76b.toml", "--training.global_batch_size", "256")
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), *(("interleaved_1f1b", v) for v in (2, 3, 4)), ("looped_bfs", 2), ("looped_bfs", 5)],
+)
+def test_equal_stages_and_no_messages_give_the_papers_bubble_to_the_last_bit(schedule, virtual, degree, rounds):
+    """(p-1)/m and (p-1)/vm of arXiv 2104.04473; times are whole numbers, so nothing is rounded."""
+    m = rounds * degree
+    step = simulated(schedule, degree, virtual, m, unit_time)
+    assert step.seconds == 3 * virtual * m + 3 * (degree - 1)
+    assert bubble_fraction(step.passes, degree) == 3 * (degree - 1) / (3 * virtual * m)
+    assert ideal_bubble(schedule, degree, virtual, m) == (degree - 1) / (virtual * m)
+
+
+def test_lanes_show_passes_their_microbatches_and_waits():
+    step = simulated("1f1b", 2, 1, 2, unit_time)
+    assert lanes(step, 18) == ["F0F1....B0==..B1==", "..F0B0==F1B1==...."]
+    assert lanes(step, 9) == ["FF..B0.B1", ".FB0FB1.."]
+    # Another step's time axis; the second stage of a rank in small letters.
+    assert lanes(step, 36, 18.0) == ["F0F1....B0==..B1==", "..F0B0==F1B1=="]
+    assert lanes(simulated("interleaved_1f1b", 2, 2, 2, unit_time), 30) == [
+        "F0F1f0f1....b0==..b1==B0==B1==",
+        "..F0F1f0b0==f1b1==B0==B1==....",
+    ]
+
+
+def test_a_column_shows_what_took_most_of_it():
+    step = simulated("gpipe", 2, 1, 40, unit_time)
+    first, last = lanes(step, 41)  # three units of time to a column
+    assert first[:13] == "F" * 13
+    assert set(first[14:]) == {"B"}
+    assert last[-1] == "."
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_timeline_comes_back_from_its_file(schedule, tmp_path):
+    virtual = stages_per_rank(schedule, 2)
+    step = simulated(schedule, 4, virtual, 8, unit_time, transfer=0.25)
+    step.phases.extend(Phase(rank, "optimizer", step.seconds, step.seconds + rank) for rank in range(4))
+    path = tmp_path / "step-1.json"
+    path.write_text(json.dumps(chrome_trace(step)))
+    back = read_trace(path)
+    assert (back.schedule, back.pipeline_degree, back.virtual_stages) == (schedule, 4, virtual)
+    for ours, theirs in ((step.passes, back.passes), (step.waits, back.waits)):
+        assert [(e.rank, e.action) for e in ours] == [(e.rank, e.action) for e in theirs]
+        assert [t for e in ours for t in e[2:]] == pytest.approx([t for e in theirs for t in e[2:]])
+    assert [(p.rank, p.name, p.end) for p in back.phases] == [
+        (p.rank, p.name, pytest.approx(p.end)) for p in step.phases
+    ]
+
+
+def test_parts_of_a_step_sum_up_and_differ_where_the_step_does():
+    step = simulated("1f1b", 4, 1, 8, unit_time, transfer=0.5)
+    parts = parts_of(step)
+    before = list(parts)[: list(parts).index("first to last pass")]
+    assert sum(parts[name] for name in before) == pytest.approx(parts["first to last pass"])
+    assert parts["forward passes"] == 8
+    assert parts["backward passes"] == 16
+    slow = simulated("1f1b", 4, 1, 8, lambda action: unit_time(action) + 0.25 * (action.kind == "B"), transfer=0.5)
+    slow.phases.extend(
+        [Phase(0, "gradient norm", slow.seconds, slow.seconds + 2), Phase(0, "optimizer", 0.0, slow.seconds + 3)]
+    )
+    found = {part.name: part.measured - part.predicted for part in differences(step, slow)}
+    assert found["backward passes"] == pytest.approx(8 * 0.25)
+    assert found["forward passes"] == 0
+    assert found["exposed communication"] == pytest.approx(0)
+    assert found["optimizer"] == pytest.approx(3)
+    assert found["step"] == pytest.approx(slow.seconds + 3 - step.seconds)
+
+
+def test_the_timeline_ends_where_the_step_does():
+    """Whole step: passes, then what `step_time` has after the last one."""
+    profile = builtin_profiles()["fsdp_a100"]
+    compared = 0
+    for work in random_workloads(60, seed=11):
+        step, closed = timeline(work, profile), step_time(work, profile)
+        whole = parts_of(step)["step"]
+        assert math.isfinite(whole)
+        if work.zero_stage != 3:  # whose gathers are part of every pass in the closed form alone
+            compared += 1
+            assert simulated_step_time(work, profile).total == pytest.approx(
+                whole if work.pipeline > 1 else closed.total
+            )
+            if work.pipeline == 1 and work.recompute_every == 1:
+                assert whole == pytest.approx(closed.total)
+    assert compared > 30
+
+
+def test_simulate_draws_writes_and_compares(tmp_path):
+    out, target, picture = tmp_path / "step.json", tmp_path / "plan.json", tmp_path / "step.svg"
+    done = plan("simulate", *RUN, "--out", out, "--width", "60")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1] for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 4
+    assert all(len(row) == 60 for row in rows)
+    pytest.importorskip("matplotlib")
+    done = plan("simulate", *RUN, "--measured", out, "--json", target, "--picture", picture, "--profile", "selene_2021")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank   0 |") == 2
+    found = json.loads(target.read_text())["simulate"]
+    compared = {part["name"]: part["predicted"] - part["measured"] for part in found["compared"]}
+    assert compared["forward passes"] != 0
+    assert compared["step"] == pytest.approx(
+        sum(compared[name] for name in ("first to last pass", "gradient reduction", "optimizer", "rest of the step"))
+    )
+    assert picture.read_text().startswith("<?xml")
+    same = plan("simulate", *RUN, "--measured", out, "--json", target)
+    assert same.returncode == 0
+    found = json.loads(target.read_text())["simulate"]
+    assert all(part["predicted"] == pytest.approx(part["measured"], abs=1e-9) for part in found["compared"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--width", "3"], "--width"),
+        (["--picture", "step.jpg"], "--picture"),
+        (["--measured", "no-such-file.json"], "--measured"),
+        (["--measured", "train_configs/schema.json"], "--measured"),
+        (["--training.global_batch_size", "7"], "global_batch_size"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, named):
+    done = plan("simulate", *RUN, *words)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_a_timeline_of_another_pipeline_is_refused(tmp_path):
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(chrome_trace(simulated("1f1b", 4, 1, 4, unit_time))))
+    done = plan("simulate", *RUN, "--measured", path)
+    assert done.returncode == 2
+    assert "1f1b, 4 ranks, 4 microbatches" in done.stderr
+    assert "interleaved_1f1b, 4 ranks of 3 stages each, 4 microbatches" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"traceEvents": [], "otherData": {}}', "\\x00"])
+def test_what_is_no_timeline_is_refused(text, tmp_path):
+    path = tmp_path / "step.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no timeline"):
+        read_trace(path)
+
+
+def test_a_timeline_without_a_rank_s_passes_is_refused(tmp_path):
+    trace = chrome_trace(simulated("1f1b", 2, 1, 2, unit_time))
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event["pid"] == 0]
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(trace))
+    with pytest.raises(ValueError, match="without a pass"):
+        read_trace(path)

@@ -1,0 +1,224 @@
+"""The largest model that so many GPUs can train, and the fewest that can train a model. Memory decides.
+
+Models are GPT-3's: heads of 64 to 128, an MLP four times as wide as the model, and a depth that follows from the width
+as in arXiv 2005.14165 (table 2.1) and, beyond its 175 billion parameters, arXiv 2104.04473 (table 1). A layout is any
+that the trainer's own rules accept: tensor × pipeline × data parallelism, ZeRO 0 to 3, recomputation, and the size of a
+microbatch; pipelines run 1f1b, which holds fewest activations, and tensor parallelism goes with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.rules import check_rules
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.parallel.layout import Layout
+from titan_like.planner.memory import largest_memory
+from titan_like.planner.predict import Forecast, forecast, workload_of
+from titan_like.planner.profile import Profile
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import Workload
+
+# (width, layers), GPT-3's and then PTD-P's.
+_FAMILY = (
+    *((768, 12), (1024, 24), (2048, 24), (2560, 32), (4096, 32), (5120, 40), (12288, 96)),
+    *((16384, 96), (20480, 105), (25600, 128)),
+)
+_WIDTH_STEP = 128
+_HEAD_SIZES = range(128, 63, -8)  # the widest that does; multiples of 8 reach the fast kernels
+
+ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A model that fits, in the fastest of the layouts in which it does."""
+
+    nodes: int
+    config: JobConfig  # the run's, with this layout
+    forecast: Forecast
+
+    @property
+    def model(self) -> TransformerConfig:
+        """Its shape."""
+        return self.forecast.work.model
+
+
+def depth(width: int) -> int:
+    """Layers of a GPT-3-style model of this width: between the family's models linear, as deep for its width beyond."""
+    if width >= _FAMILY[-1][0]:
+        return round(width * _FAMILY[-1][1] / _FAMILY[-1][0])
+    for (narrow, shallow), (wide, deep) in pairwise(_FAMILY):
+        if width <= wide:
+            return max(1, round(shallow + (deep - shallow) * (width - narrow) / (wide - narrow)))
+    raise AssertionError(width)
+
+
+def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, seq_len: int) -> GPTConfig | None:
+    """The model of a width with heads that ``tensor`` processes can share; None if there is none."""
+    for size in _HEAD_SIZES:
+        if width % (size * tensor) == 0:
+            return GPTConfig(
+                num_layers=depth(width),
+                hidden_size=width,
+                num_attention_heads=width // size,
+                vocab_size=vocab_size,
+                vocab_multiple=vocab_multiple,
+                max_seq_len=seq_len,
+            )
+    return None
+
+
+def largest_model(config: JobConfig, profile: Profile, table: TransformerConfig, nodes: int) -> Capacity | None:
+    """The GPT-3-style model with most parameters that fits on the nodes; None if not even the smallest does.
+
+    Args:
+        config: the run, for its sequence length, batch, precision and nodes.
+        profile: constants of the stack, made for the run.
+        table: whose vocabulary is taken.
+        nodes: how many.
+
+    Raises:
+        ConfigError: no layout is valid for the run, whatever the memory.
+    """
+    gpus = nodes * profile.gpus_per_node
+
+    def of_width(width: int) -> ModelFor:
+        return lambda tensor: gpt3_style(width, tensor, table.vocab_size, table.vocab_multiple, config.training.seq_len)
+
+    width, narrowest = _FAMILY[0][0], _FAMILY[0][0]
+    while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
+        width += _WIDTH_STEP
+    for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
+        if fits(config, profile, of_width(candidate), gpus):
+            return _fastest(config, profile, of_width(candidate), gpus, nodes)
+    return None
+
+
+def fewest_nodes(config: JobConfig, profile: Profile, model: TransformerConfig, most: int = 4096) -> Capacity | None:
+    """The fewest nodes on which the model fits, up to ``most``; None if it takes more.
+
+    Raises:
+        ConfigError: no layout on any number of nodes is valid for the run.
+    """
+    start = ceil(_least_gpus(model, profile) / profile.gpus_per_node)
+    refusal = None
+    for nodes in range(start, most + 1):
+        gpus = nodes * profile.gpus_per_node
+        try:
+            found = fits(config, profile, lambda _: model, gpus)
+        except ConfigError as error:  # no layout divides the batch on so many; another number may
+            refusal = refusal or error
+            continue
+        refusal = None
+        if found:
+            return _fastest(config, profile, lambda _: model, gpus, nodes)
+    if refusal is not None:
+        raise refusal
+    return None
+
+
+def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
+    """GPUs below which not even the evenly sharded state fits."""
+    bytes_each = (
+        16 if profile.trainer_state else profile.weight_state + profile.gradient_state + profile.optimizer_state
+    )
+    return model.num_parameters() * bytes_each / (profile.device.memory_bytes - profile.overhead_bytes)
+
+
+def fits(config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int) -> bool:
+    """Whether there is a layout with enough memory.
+
+    Looked for among those with ZeRO 3 and microbatches of one sample: others never take less.
+
+    Raises:
+        ConfigError: no layout is valid.
+    """
+    capacity = profile.device.memory_bytes
+    found = valid_layouts(config, model_for, gpus, zero_stages=(3,), micro_batch_sizes=(1,))
+    return any(largest_memory(work, profile) <= capacity for _, work in found)
+
+
+def valid_layouts(
+    config: JobConfig,
+    model_for: ModelFor,
+    gpus: int,
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3),
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16),
+    recompute: tuple[str, ...] = ("full", "selective", "none"),
+) -> Iterator[tuple[JobConfig, Workload]]:
+    """Every layout on so many GPUs that the trainer's rules accept, as a configuration and as the planner's numbers.
+
+    Raises:
+        ConfigError: the rules accept none; the first refusal.
+    """
+    refusal, accepted = None, False
+    for tensor in _divisors(gpus):
+        model = model_for(tensor)
+        if model is None:
+            continue
+        for pipeline in _divisors(gpus // tensor):
+            layout = Layout(pipeline, 1, gpus // tensor // pipeline, 1, tensor)
+            for mode in recompute:
+                for size in micro_batch_sizes:
+                    run = _with_layout(config, layout, mode, size)
+                    try:
+                        check_rules(run, model, layout)
+                    except ConfigError as error:
+                        refusal = refusal or error
+                        continue
+                    work, accepted = workload_of(run, model, layout), True
+                    for zero in zero_stages:
+                        sections = {"parallelism": run.parallelism.model_copy(update={"zero_stage": zero})}
+                        yield run.model_copy(update=sections), work._replace(zero_stage=zero)
+    if refusal is not None and not accepted:
+        raise refusal
+
+
+def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size: int) -> JobConfig:
+    parallelism = {
+        "tensor_parallel_degree": layout.tensor,
+        "sequence_parallel": layout.tensor > 1 and config.training.seq_len % layout.tensor == 0,
+        "pipeline_parallel_degree": layout.pipeline,
+        "pipeline_schedule": "1f1b",
+        "virtual_stages_per_rank": 1,
+        "pipeline_layers": None,
+        "context_parallel_degree": 1,
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": layout.shard,
+    }
+    sections = {
+        "parallelism": config.parallelism.model_copy(update=parallelism),
+        "training": config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
+        "activation_checkpoint": config.activation_checkpoint.model_copy(update={"mode": mode, "every_n_layers": 1}),
+    }
+    return config.model_copy(update=sections)
+
+
+def _fastest(config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int) -> Capacity:
+    """Of the layouts in which the model fits, the one with the shortest step."""
+    best: tuple[float, JobConfig, Workload] | None = None
+    too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
+    for run, work in valid_layouts(config, model_for, gpus):
+        place = (work.tensor, work.pipeline, work.zero_stage, work.recompute)
+        if place in too_large:
+            continue
+        if largest_memory(work, profile) > profile.device.memory_bytes:
+            too_large.add(place)
+            continue
+        seconds = step_time(work, profile).total
+        if best is None or seconds < best[0]:
+            best = seconds, run, work
+    assert best is not None, "fits() found a layout"
+    _, run, work = best
+    return Capacity(nodes, run, forecast(work, profile, run))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,112 @@
+"""The largest GPT-3-style model that trains on one node and on the cluster, and the fewest nodes for the model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+from titan_like.planner.capacity import Capacity, fewest_nodes, largest_model
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.planner.devices import find_device
+from titan_like.planner.duration import SECONDS_PER_DAY
+from titan_like.planner.predict import default_profile, for_run
+from titan_like.planner.profile import Profile
+from titan_like.train.batch_size import total_samples
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options beside the run's settings."""
+    add_profile(parser)
+    parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Look for both; ends with 1 if the model fits on no number of nodes.
+
+    Raises:
+        ConfigError: the run does not say of which GPUs its nodes are, or can have no layout.
+    """
+    above_zero(options, "tokens")
+    config = load_config(settings)
+    model = model_config(config.model)
+    profile = profile_of(config, chosen_profile(options))
+    training, gpus = config.training, f"{profile.gpus_per_node} × {profile.device.name}"
+    choices = dict.fromkeys((1, config.cluster.nodes or 1))
+    largest = {nodes: largest_model(config, profile, model, nodes) for nodes in choices}  # checks the run's settings
+    tokens = options.tokens or total_samples(training) * training.seq_len
+    lines = [f"largest GPT-3-style model, sequences of {training.seq_len}, batches of {training.global_batch_size}"]
+    result: dict[str, Any] = {"tokens": tokens, "largest": []}
+    for nodes, found in largest.items():
+        lines.append(f"  {nodes} × {gpus}: {sized(found) if found else 'none fits'}")
+        if found is not None:
+            lines += [f"    {line}" for line in layout_of(found, tokens)]
+            result["largest"].append(as_dict(found, tokens))
+    fewest = fewest_nodes(config, profile, model)
+    lines.append(f"fewest nodes for {config.model.flavor} ({model.num_parameters() / 1e9:.4g} billion parameters)")
+    if fewest is None:
+        lines.append("  fits on no number of nodes")
+    else:
+        lines.append(f"  {fewest.nodes} × {gpus}")
+        lines += [f"    {line}" for line in layout_of(fewest, tokens)]
+        result["fewest"] = as_dict(fewest, tokens)
+    return Outcome("\n".join(lines), {"capacity": result}, int(fewest is None))
+
+
+def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
+    """The constants for the run's nodes.
+
+    Raises:
+        ConfigError: GPU or nodes are not stated, or the GPU lacks the precision.
+    """
+    if config.cluster.gpu is None:
+        raise ConfigError("cluster.gpu", None, 'say which GPU the nodes have, such as "A100-80GB" or "V100-32GB"')
+    if config.cluster.gpus_per_node is None:
+        raise ConfigError("cluster.gpus_per_node", None, "say how many GPUs a node has")
+    device = find_device(config.cluster.gpu)
+    made = for_run(profile or default_profile(device), config, device)
+    device.peak_flops("float32" if made.dtype == "float64" else made.dtype)  # refuses
+    return made
+
+
+def sized(found: Capacity) -> str:
+    """Its parameters and shape."""
+    model = found.model
+    shape = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
+    return f"{model.num_parameters() / 1e9:.4g} billion parameters ({shape})"
+
+
+def layout_of(found: Capacity, tokens: float) -> list[str]:
+    """How, and how fast."""
+    forecast, work = found.forecast, found.forecast.work
+    memory, rates = forecast.memory, forecast.rates
+    degrees = f"tensor {work.tensor} × pipeline {work.pipeline} × data {work.shard}"
+    days = tokens / rates.tokens_per_second / SECONDS_PER_DAY
+    return [
+        f"{degrees}, ZeRO {work.zero_stage}, recompute {work.recompute}, microbatches of {work.micro_batch_size}: "
+        f"{memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
+        f"{rates.tokens_per_second:,.0f} tokens/s, {rates.tflops_per_device:.1f} TFLOP/s per GPU, "
+        f"{tokens / 1e9:.4g} billion tokens in {days:,.0f} days (profile {forecast.profile.name})",
+    ]
+
+
+def as_dict(found: Capacity, tokens: float) -> dict[str, Any]:
+    """For JSON."""
+    work, model = found.forecast.work, found.model
+    return {
+        "nodes": found.nodes,
+        "parameters": model.num_parameters(),
+        "layers": model.num_layers,
+        "width": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "tensor": work.tensor,
+        "pipeline": work.pipeline,
+        "shard": work.shard,
+        "zero_stage": work.zero_stage,
+        "recompute": work.recompute,
+        "micro_batch_size": work.micro_batch_size,
+        "days": tokens / found.forecast.rates.tokens_per_second / SECONDS_PER_DAY,
+        "predict": found.forecast.as_dict(),
+    }

@@ -1,0 +1,140 @@
+"""The pipeline of one step pass by pass, as text and picture; and beside a measured one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from titan_like.config import ConfigError, load_config
+from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.timeline_plot import can_draw, draw
+from titan_like.metrics.timeline_report import TimelineFigures, figures
+from titan_like.metrics.timeline_text import LEGEND, Part, differences, lanes, parts_of
+from titan_like.metrics.timeline_trace import chrome_trace, read_trace
+from titan_like.parallel.schedules.simulate import bubble_fraction
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile
+from titan_like.planner.predict import predict
+from titan_like.planner.simulator import timeline
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options beside the run's settings."""
+    add_profile(parser)
+    parser.add_argument("--width", type=int, default=100, help="columns of the text's lanes (default 100)")
+    parser.add_argument("--picture", metavar="PATH", help="draw it too: a .png or .svg file; needs matplotlib")
+    parser.add_argument("--out", metavar="FILE.json", help="write it as the trainer writes a measured timeline")
+    parser.add_argument("--measured", metavar="FILE.json", help="lay it over this timeline, which the trainer wrote")
+
+
+def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+    """Simulate, compare, draw.
+
+    Raises:
+        ConfigError: the measured timeline can not be read or is of another pipeline; the picture can not be drawn.
+    """
+    if not 10 <= options.width <= 10000:
+        raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
+    if options.picture is not None:
+        check_picture(options.picture)
+    forecast = predict(load_config(settings), chosen_profile(options))
+    predicted = timeline(forecast.work, forecast.profile)
+    steps = [("predicted", predicted)]
+    found: list[Part] = []
+    if options.measured is not None:
+        measured = measured_timeline(options.measured, predicted)
+        steps.append(("measured", measured))
+        found = differences(predicted, measured)
+    if options.picture is not None:
+        draw([(f"{name}: {headline(step)}", step) for name, step in steps], Path(options.picture))
+    origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
+    summary, parts = figures(predicted), parts_of(predicted)
+    lines = [origin, *drawn(steps, options.width), LEGEND, *sentences(summary, parts)]
+    if found:
+        lines += table(found)
+    result = {
+        "seconds": predicted.seconds,
+        "bubble_fraction": summary.bubble,
+        "bubble_fraction_ideal": summary.bubble_ideal,
+        "parts": parts,
+        "compared": [part._asdict() for part in found],
+    }
+    files = {Path(options.out): json.dumps(chrome_trace(predicted)) + "\n"} if options.out else {}
+    return Outcome("\n".join(lines), {"simulate": result}, files=files)
+
+
+def check_picture(path: str) -> None:
+    """Refuse a picture that can not be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file's name says another kind.
+    """
+    if Path(path).suffix not in (".png", ".svg"):
+        raise ConfigError("--picture", path, "name a .png or .svg file")
+    if not can_draw():
+        raise ConfigError("--picture", path, "needs matplotlib: pip install 'titan_like[plot]'")
+
+
+def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
+    """Read a timeline of the same pipeline.
+
+    Raises:
+        ConfigError: there is none in the file, or it is of another pipeline.
+    """
+    try:
+        step = read_trace(Path(path))
+    except OSError as error:
+        raise ConfigError("--measured", path, f"cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError("--measured", path, "is no timeline; give a step-N.json that the trainer wrote") from None
+    if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
+        theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
+        raise ConfigError("--measured", path, f"is of {theirs}; the run has {ours}")
+    return step
+
+
+def headline(step: StepTimeline) -> str:
+    """Its pipeline, and how long it takes."""
+    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
+    of_each = f" of {stages} stages each" if stages > 1 else ""
+    size = f"{step.pipeline_degree} ranks{of_each}, {step.num_microbatches} microbatches"
+    return f"{step.schedule}, {size}; {milliseconds(step.seconds)} ms, bubble {bubble:.3f}"
+
+
+def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
+    """Lanes of all steps on one time axis."""
+    end = max(step.seconds for _, step in steps)
+    lines = []
+    for name, step in steps:
+        if len(steps) > 1:
+            lines.append(name)
+        lines += [f"rank {rank:3d} |{lane}" for rank, lane in enumerate(lanes(step, width, end))]
+    last = f"{milliseconds(end)} ms"
+    return [*lines, f"{'':10}0{last:>{width - 1}}"]
+
+
+def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
+    """The bubble, and what follows the last pass."""
+    names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
+    after = ", ".join(f"{name} {milliseconds(parts[name])} ms" for name in names)
+    return [
+        f"bubble fraction (idle / compute): {summary.bubble:.3f}, {summary.bubble_simulated:.3f} without messages, "
+        f"{summary.bubble_ideal:.3f} for equal stages",
+        f"after the last pass: {after}; step {milliseconds(parts['step'])} ms",
+    ]
+
+
+def table(found: list[Part]) -> list[str]:
+    """Predicted beside measured, and by how much the prediction is off, in ms and as a share of the measured step."""
+    whole = found[-1].measured
+    lines = [f"{'ms, mean of the ranks':24s}{'predicted':>12s}{'measured':>12s}{'difference':>12s}{'of the step':>13s}"]
+    for name, predicted, measured in found:
+        off = predicted - measured
+        numbers = "".join(f"{milliseconds(value):>12s}" for value in (predicted, measured, off))
+        lines.append(f"{name:24s}{numbers}{off / whole:>+12.1%}")
+    return lines
+
+
+def milliseconds(seconds: float) -> str:
+    """With two decimals; no minus zero."""
+    return f"{round(1000 * seconds, 2) + 0.0:,.2f}"
