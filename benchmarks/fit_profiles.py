@@ -63,7 +63,7 @@ _MEGATRON_H100 = {
     "causal_half": True,
     "attention_efficiency": 0.5,
     "gemm_efficiency": 0.75,
-    "message_exposed": 0.2,
+    "message_exposed": 0.05,
     "tensor_exposed": 0.5,
     "gather_hidden": True,
 }

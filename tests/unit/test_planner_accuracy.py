@@ -10,13 +10,14 @@ import pytest
 
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError
-from titan_like.config.schema import ActivationCheckpoint
+from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.duration import days_by_formula, duration
 from titan_like.planner.measured import adapted, published_rows, read_rows, row_from, study_of
+from titan_like.planner.predict import for_run
 from titan_like.planner.profile import builtin_profiles, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.step_time import step_time
 
@@ -235,6 +236,15 @@ def test_profile_of_a_row_is_the_most_special_one():
 def test_row_of_a_type_that_the_gpu_lacks_is_not_predicted():
     row = next(row for row in ROWS if row.study == "bloom")
     assert predict_row(type(row)(**{**row.__dict__, "work": row.work._replace(dtype="float8")})) is None
+
+
+def test_our_own_trainer_has_its_own_loss_whosever_constants_it_takes():
+    config = JobConfig.model_validate({"cluster": {"gpu": "A100-80GB", "gpus_per_node": 8}})
+    profile = builtin_profiles()["fsdp_a100"]
+    assert profile.fused_loss
+    run = for_run(profile, config, profile.device)
+    assert not run.fused_loss
+    assert run.logit_state == 8
 
 
 def test_unknown_key_in_a_profile_is_refused():

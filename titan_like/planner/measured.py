@@ -275,9 +275,8 @@ def adapted(profile: Profile, row: Row) -> Profile:
         if unit == "Gbps" and number.isdigit():
             changes["node_bandwidth"] = float(number) * 1e9 / 8
     if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
-        changes["gradient_state"] = (
-            profile.gradient_state + 4
-        )  # its bf16 optimizer, of 02-28: sums in float32, unsharded
+        # The bf16 optimizer of 28 February sums gradients in float32 too, and does not shard them.
+        changes["gradient_state"] = profile.gradient_state + 4
     if "asyncTP" in row.notes:
         changes["tensor_exposed"] = profile.tensor_async_exposed
     if "rowwise" in row.notes:

@@ -172,6 +172,8 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
         gpus_per_node=config.cluster.gpus_per_node or profile.gpus_per_node,
         node_bandwidth=config.cluster.node_bandwidth * 1e9 if config.cluster.node_bandwidth else profile.node_bandwidth,
         trainer_state=True,
+        fused_loss=False,  # PyTorch's, in float32
+        logit_state=8.0,
         recompute_whole=False,  # torch stops recomputing where nothing more is needed
         optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; the norm before it
         gradient_bytes=BYTES[training.reduce_dtype],

@@ -65,7 +65,8 @@ class Profile:
     gpus_per_node: int
     node_bandwidth: float  # of all network cards of a node, bytes per second, one direction; 0: nothing is known
     description: str = ""
-    groups: tuple[tuple[str, str], ...] = ()  # rows it is for: (start of the GPU's name, first word of the notes)
+    # Rows it is for: start of the GPU's name, and first word of the notes or the beginning of a session's name.
+    groups: tuple[tuple[str, str], ...] = ()
     only_zero: int | None = None  # and only those with this ZeRO stage: in some studies it means another stack
     fitted_on: tuple[str, ...] = ()
     error_median: float = 0.1  # of the step time, relative, on rows that were left out of the fit

@@ -10,7 +10,14 @@ from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules import Action, Event
 from titan_like.planner.layers import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
-from titan_like.planner.step_time import StepTime, host_and_device, message_time, microbatch_of, step_time
+from titan_like.planner.step_time import (
+    StepTime,
+    host_and_device,
+    message_time,
+    microbatch_of,
+    microbatch_overhead,
+    step_time,
+)
 from titan_like.planner.workload import Workload, stages_of
 
 
@@ -19,13 +26,13 @@ def pass_times(work: Workload, profile: Profile) -> list[dict[str, float]]:
 
     Computation, what is repeated, exposed tensor communication, delays of the host. Of a split backward pass, the first
     part repeats the forward pass and communicates; the products' two halves take equally long. A third of what a
-    microbatch costs besides (``microbatch_time``) is the forward pass's.
+    microbatch costs besides (`microbatch_overhead`) is the forward pass's.
     """
     mb = microbatch_of(work)
     layer = layer_cost(work.model, mb, profile)
     entry, head = ends_cost(work.model, mb, profile)
     counts = stages_of(work)
-    besides = profile.microbatch_time * work.pipeline / len(counts)  # of a rank, shared by its stages
+    besides = microbatch_overhead(work, profile) * work.pipeline / len(counts)  # of a rank, shared by its stages
     times = []
     for stage, layers in enumerate(counts):
         parts: list[tuple[Cost, float, float]] = [(layer, layers, layers / work.recompute_every)]
