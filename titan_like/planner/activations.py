@@ -120,7 +120,7 @@ def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device:
     if device.is_cpu:
         return not dropout
     is_grouped = model.num_kv_heads != model.num_attention_heads
-    return not (is_grouped and (dtype == "float32" or device.name.startswith("V100")))
+    return not (is_grouped and (dtype == "float32" or "V100" in device.name))
 
 
 def kept_of(work: Workload, device: Device) -> Kept:

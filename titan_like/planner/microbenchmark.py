@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.config.errors import ConfigError
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.devices import Device, find_device
@@ -312,15 +313,17 @@ def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: 
         link = links.all_reduce if links else bandwidth
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
-    link = links.all_reduce if links else _known_link(properties.name, bandwidth)
+    known = _known(properties.name)
+    link = links.all_reduce if links else known.nvlink_bandwidth if known else bandwidth
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 
-def _known_link(gpu: str, otherwise: float) -> float:
+def _known(gpu: str) -> Device | None:
+    """The data sheet's device of a GPU's name."""
     try:
-        return find_device(gpu).nvlink_bandwidth
-    except ValueError:
-        return otherwise
+        return find_device(gpu)
+    except ConfigError:
+        return None
 
 
 def _start(machine: Machine, name: str, device: Device, links: Links | None) -> Profile:
@@ -329,7 +332,8 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
     if machine.is_cpu:
         profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
-        profile = default_profile(device).changed(name=name, gpus_per_node=machine.here, groups=(), only_zero=None)
+        nearest = default_profile(_known(device.name) or device)
+        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.here, groups=(), only_zero=None)
     threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
     profile = profile.changed(
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
