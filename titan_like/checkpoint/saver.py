@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,10 @@ from titan_like.checkpoint.loader import first_failure
 from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]
+
+# While a thread writes, training waits at most so long for Python's lock whenever it has let go of it. Python's own 5 ms
+# would be added to operator after operator.
+_SWITCH_SECONDS = 0.0005
 
 
 class SaveError(Exception):
@@ -88,6 +93,8 @@ class Saver:
         return save.path
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             if ready is not None:
                 torch.cuda.set_device(ready.device)  # a thread begins on GPU 0, and would start a context there
@@ -97,6 +104,7 @@ class Saver:
         except BaseException as error:  # raised again where the save is awaited
             save.crash = error
         finally:
+            sys.setswitchinterval(interval)
             save.is_copied.set()
 
     def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
