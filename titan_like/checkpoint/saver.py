@@ -29,8 +29,8 @@ from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]
 
-# While a thread writes, training waits at most so long for Python's lock whenever it has let go of it. Python's own 5 ms
-# would be added to operator after operator.
+# While a thread writes, training waits at most so long for Python's lock each time that it has let go of it. Python's
+# usual 5 ms would be added to operator after operator.
 _SWITCH_SECONDS = 0.0005
 
 
