@@ -9,14 +9,17 @@ worst regret of choosing the layout predicted fastest, in how many sweeps it is 
 over layouts; then of memory, where it was measured, and of rows that ran out of it.
 
 Without --points also: what each profile's file says of rows left out of its fit, the pipeline's closed forms beside
-the simulation of the trainer's tables, our own trainer's state beside its exact formulas, and how many layouts are
-judged in a second.
+the simulation of the trainer's tables, the simulation beside the steps of real processes that `simulator_check.py`
+measured, our own trainer's state beside its exact formulas and its activations beside torch's memory tracker, how many
+layouts are judged in a second, and how long the searches of `planner_speed.py` take. That is a minute's work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,7 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code beside this file
 
-from planner_speed import layouts
+import simulator_check
+from planner_speed import SEARCHES, layouts, timed_search
 
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import FAMILIES, builtin_flavors
@@ -40,6 +44,7 @@ from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
+RESULTS = Path(__file__).resolve().parent / "results"
 CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2)]
 
 
@@ -149,16 +154,25 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
 def everything_else() -> dict[str, Any]:
     """What needs no rows, printed and for JSON."""
     left_out = print_left_out()
-    bubble, state, speed = closed_forms(), trainer_state(), evaluations_per_second()
+    bubble, measured, state, speed = closed_forms(), simulated_steps(), trainer_state(), evaluations_per_second()
     print(f"\npipeline: closed forms and simulated tables, equal stages and no messages: {bubble:.1e} apart at most")
+    print(
+        f"pipeline: simulated and measured steps of sleeping stages, {len(measured)} cases: median error "
+        f"{_percent(statistics.median(measured)).strip()}, largest {_percent(max(measured)).strip()}"
+    )
     print(f"memory of our own trainer: parameters, gradients, optimizer: {state:.0f} bytes off the exact sums at most")
+    tracked = memory_tracker()
+    print(f"memory of our own trainer: activations within 1 %, a step's most within 5 % of torch's tracker: {tracked}")
     print(
         f"speed: {speed[0]:,.0f} layouts a second on one core, {speed[1]:,.0f} when seen again (time and memory each)"
     )
     return {
+        "searches": {name: timed_search(name, gpus) for name, gpus in SEARCHES.items()},
         "left_out": left_out,
         "bubble_deviation": bubble,
+        "simulated_step_errors": measured,
         "trainer_state_deviation_bytes": state,
+        "memory_tracker": tracked,
         "layouts_per_second": speed,
     }
 
@@ -206,6 +220,18 @@ def closed_forms() -> float:
     return largest
 
 
+def simulated_steps() -> list[float]:
+    """Errors of the simulated steps, beside the measured ones of `simulator_check.py`'s last result."""
+    found = json.loads((RESULTS / "simulator_check_cpu.json").read_text(encoding="utf-8"))
+    times = simulator_check.Times(**found["seconds_of_a_microbatch"])
+    extra = simulator_check.Overheads(**found["overheads_s"])
+    errors = []
+    for case in found["cases"]:
+        layout = (case["schedule"], found["ranks"], case["virtual_stages"], case["microbatches"])
+        errors.append(abs(simulator_check.predicted(*layout, times, extra) / case["measured_s"] - 1))
+    return errors
+
+
 def trainer_state() -> float:
     """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
     the sums that its tests hold it to, over models, ZeRO stages and types."""
@@ -218,6 +244,13 @@ def trainer_state() -> float:
         planned = rank.parameters + rank.gradients + rank.optimizer + rank.gathered
         largest = max(largest, abs(planned - exact.peak), abs(rank.parameters + rank.optimizer - exact.between_steps))
     return largest
+
+
+def memory_tracker() -> str:
+    """How the test ends that measures our own trainer."""
+    command = [sys.executable, "-m", "pytest", "tests/distributed/test_activation_memory.py"]
+    done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, text=True)
+    return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
 def evaluations_per_second() -> tuple[float, float]:

@@ -323,8 +323,12 @@ def test_rate_becomes_time_by_the_convention_that_the_notes_name():
 
 def test_command_reports_groups_and_writes_json(tmp_path):
     target = tmp_path / "accuracy.json"
-    command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--json", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py")]
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import planner_accuracy as script; script.SEARCHES.clear(); "
+        f"script.memory_tracker = str; sys.exit(script.main(['--json', {str(target)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for line in ("ptdp_table1", "rows left out of the fit", "predicted not to fit", "closed forms", "layouts a second"):
         assert line in done.stdout
@@ -332,9 +336,11 @@ def test_command_reports_groups_and_writes_json(tmp_path):
     table_1 = next(group for group in result["groups"] if group["name"].endswith("ptdp_table1"))
     assert {"n", "median", "mean", "p90", "bias", "regret", "rank_correlation"} <= table_1.keys()
     assert result["bubble_deviation"] < 1e-12
+    assert len(result["simulated_step_errors"]) == 32
+    assert max(result["simulated_step_errors"]) < 0.02
     assert result["trainer_state_deviation_bytes"] == 0
     assert set(result["left_out"]) == set(builtin_profiles())
-    missing = subprocess.run([*command[:2], "--points", "no.csv"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    missing = subprocess.run([*command, "--points", "no.csv"], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
 

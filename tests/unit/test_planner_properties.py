@@ -62,6 +62,15 @@ def test_step_never_gets_faster_on_slower_links_of_any_stack(link, factor):
             assert step_time(work, slow).total >= step_time(work, profile).total * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("factor", [1.01, 3])
+@pytest.mark.parametrize("rate", ["gemm_efficiency", "memory_efficiency", "attention_efficiency"])
+def test_step_never_gets_faster_on_a_slower_device_of_any_stack(rate, factor):
+    for profile in builtin_profiles().values():
+        slow = profile.changed(**{rate: getattr(profile, rate) / factor})
+        for work in WORKLOADS[:40]:
+            assert step_time(work, slow).total >= step_time(work, profile).total * (1 - 1e-12)
+
+
 def test_simulated_step_never_gets_faster_on_slower_links():
     profile = builtin_profiles()["fsdp_a100"]
     for link in ("message_efficiency", "nvlink_efficiency"):

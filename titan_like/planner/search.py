@@ -272,14 +272,14 @@ class PipelineBounds:
         key = found.counts, found.rank
         if key not in self._added:
             self._added[key] = [self._of_split(work, *key, *split) for split in self._splits]
-        return found.seconds + min([added + found.bubble * gathered for added, gathered in self._added[key]])
+        return found.seconds + min([added + found.bubble * elsewhere for added, elsewhere in self._added[key]])
 
     def _of_split(
         self, work: Workload, counts: Any, rank: Any, zero: int, replicas: int, shards: int
     ) -> tuple[float, float]:
         layout = work._replace(zero_stage=zero, replicate=replicas, shard=shards)
-        gathered, data, update = sharding(layout, self._profile, counts, rank)
-        return work.microbatches * gathered + data + update, gathered
+        gathered, elsewhere, data, update = sharding(layout, self._profile, counts, rank)
+        return work.microbatches * gathered + data + update, elsewhere
 
 
 def _least_of_zero(work: Workload) -> Workload:

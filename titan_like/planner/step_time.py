@@ -40,7 +40,8 @@ class _Rank(NamedTuple):
     tensor: float
     forward: float  # from the first operator to the last, the host's delays and all communication included
     backward: float
-    others: float  # mean of the other ranks' passes, without delays
+    others: float  # both passes of the other ranks, in the mean
+    split: float  # 3 (F + I - W) of these, where the backward pass has two parts; else 0
 
 
 class Passes(NamedTuple):
@@ -61,6 +62,7 @@ class Sharding(NamedTuple):
     """What data parallelism adds. Seconds."""
 
     gathered: float  # for every microbatch
+    elsewhere: float  # the same on the other ranks of the pipeline
     data: float  # once
     update: float
 
@@ -68,11 +70,11 @@ class Sharding(NamedTuple):
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict one step."""
     found = passes(work, profile)
-    gathered, data, update = sharding(work, profile, found.counts, found.rank)
+    gathered, elsewhere, data, update = sharding(work, profile, found.counts, found.rank)
     compute, again, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
-    bubble += found.bubble * gathered
-    total = found.seconds + found.bubble * gathered + data + update
+    bubble += found.bubble * elsewhere
+    total = found.seconds + found.bubble * elsewhere + data + update
     return StepTime(compute, again, tensor, messages, bubble, data, update, other, total)
 
 
@@ -87,13 +89,17 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     rank = _slowest_rank(counts, work, profile)
     m, p = work.microbatches, work.pipeline
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + microbatch_overhead(work, profile)
+    overhead = microbatch_overhead(work, profile)
+    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + overhead
     bubble = messages = again = 0.0
     if p > 1:
-        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * unequal_parts(work, profile) * m
+        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        bubble = again * (rank.others + waits) + 2 * (p - 1) * message
+        bubble = (
+            again * max(rank.others + overhead, rank.split + 3 * overhead if rank.split else 0.0)
+            + 2 * (p - 1) * message
+        )
         messages = 2 * m * stages * message * profile.message_exposed
     other = m * waits + profile.step_time
     return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
@@ -101,8 +107,12 @@ def _passes(work: Workload, profile: Profile) -> Passes:
 
 def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> Sharding:
     """What data parallelism adds to the passes; of the pipeline it depends on its slowest rank alone."""
-    gathered = _sharded_parameters(work, profile, counts, rank) if work.zero_stage == 3 else 0.0
-    return Sharding(gathered, *_after_backward(work, profile, counts, rank))
+    gathered = elsewhere = 0.0
+    if work.zero_stage == 3:
+        waited_for = _sharded_parameters(work, profile, counts)
+        gathered = exposed(waited_for, profile.overlap * (rank.forward + rank.backward), profile)
+        elsewhere = exposed(waited_for, profile.overlap * rank.others, profile)
+    return Sharding(gathered, elsewhere, *_after_backward(work, profile, counts, rank))
 
 
 def microbatch_overhead(work: Workload, profile: Profile) -> float:
@@ -142,65 +152,77 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
     return (host**4 + device**4) ** 0.25
 
 
+class _Load(NamedTuple):
+    """One microbatch's passes on a rank, of the device and of the host. Seconds."""
+
+    forward: float
+    backward: float
+    weights: float  # the part of the backward pass that a split one may put off
+    host_forward: float
+    host_backward: float
+
+    def plus(self, other: _Load, times: float = 1.0) -> _Load:
+        """Both on one rank, the other a number of times."""
+        return _Load(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def seconds(self, profile: Profile) -> tuple[float, float]:
+        """Of the forward and of the backward pass."""
+        return (
+            host_and_device(self.host_forward, self.forward, profile),
+            host_and_device(self.host_backward, self.backward, profile),
+        )
+
+    def split_bubble(self, profile: Profile) -> float:
+        """What stands for F + I + W in the bubble of a split backward pass: 3 (F + I - W).
+
+        ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W), a third of F + I + W where they are equal.
+        I also repeats the forward pass and waits for tensor-parallel communication.
+        """
+        half = self.host_backward / 2
+        inputs = host_and_device(half, self.backward - self.weights, profile)
+        weights = host_and_device(half, self.weights, profile)
+        return 3 * (host_and_device(self.host_forward, self.forward, profile) + inputs - weights)
+
+
+_NOTHING = _Load(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _load(cost: Cost, again: float) -> _Load:
+    backward = cost.backward + cost.backward_tensor + again
+    return _Load(cost.forward + cost.forward_tensor, backward, cost.backward / 2, cost.forward_host, cost.backward_host)
+
+
 def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank:
     """The rank whose passes take longest: the one with most layers, or an end of the model."""
     mb = microbatch_of(work)
     layer = layer_cost(work.model, mb, profile)
     entry, head = ends_cost(work.model, mb, profile)
     again, again_tensor = layer.again / work.recompute_every, layer.again_tensor / work.recompute_every
-    forward = layer.forward + layer.forward_tensor
-    backward = layer.backward + layer.backward_tensor + again + again_tensor
-    whole, first, last = forward + backward, _sum(entry), _sum(head)
-    choices: list[tuple[float, int, tuple[Cost, ...]]]
-    if counts.ends_together:
-        choices = [(counts.first * whole + first + last, counts.first, (entry, head))]
-    else:
-        choices = [
-            (counts.first * whole + first, counts.first, (entry,)),
-            (counts.last * whole + last, counts.last, (head,)),
-        ]
-    slowest, layers, ends = max(*choices, (counts.largest * whole, counts.largest, ()), key=lambda choice: choice[0])
-    once, tensor = layer.forward + layer.backward, layer.forward_tensor + layer.backward_tensor + again_tensor
-    compute, talk = layers * once, layers * tensor
-    forward, backward = layers * forward, layers * backward
-    host_forward, host_backward = layers * layer.forward_host, layers * layer.backward_host
-    for end in ends:
-        compute += end.forward + end.backward
-        talk += end.forward_tensor + end.backward_tensor
-        forward += end.forward + end.forward_tensor
-        backward += end.backward + end.backward_tensor
-        host_forward += end.forward_host
-        host_backward += end.backward_host
-    p = work.pipeline
-    others = work.model.num_layers * whole + first + last - slowest
-    return _Rank(
-        compute,
-        layers * again,
-        talk,
-        host_and_device(host_forward, forward, profile),
-        host_and_device(host_backward, backward, profile),
-        others / (p - 1) if p > 1 else 0.0,
+    of_layer = _load(layer, again + again_tensor)
+    choices: list[tuple[int, tuple[Cost, ...]]] = [(counts.largest, ())]
+    choices += (
+        [(counts.first, (entry, head))] if counts.ends_together else [(counts.first, (entry,)), (counts.last, (head,))]
     )
-
-
-def unequal_parts(work: Workload, profile: Profile) -> float:
-    """How much longer the bubble of a split backward pass is than with equal F, I and W.
-
-    ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W). I also repeats the forward pass and waits for
-    tensor-parallel communication. Where layers are compiled the trainer does not split: W is then part of I.
-    """
-    if work.schedule not in SPLIT_BACKWARD:
-        return 1.0
-    layer = layer_cost(work.model, microbatch_of(work), profile)
-    forward = layer.forward + layer.forward_tensor
-    weights = 0.0 if work.compiled else layer.backward / 2
-    again = (layer.again + layer.again_tensor) / work.recompute_every
-    inputs = layer.backward + layer.backward_tensor + again - weights
-    return max(1.0, 3 * (forward + inputs - weights) / (forward + inputs + weights))
-
-
-def _sum(cost: Cost) -> float:
-    return cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
+    most, whole = -1.0, _NOTHING.plus(of_layer, work.model.num_layers).plus(_load(entry, 0.0)).plus(_load(head, 0.0))
+    for choice in choices:
+        load = _NOTHING.plus(of_layer, choice[0])
+        for end in choice[1]:
+            load = load.plus(_load(end, 0.0))
+        forward, backward = load.seconds(profile)
+        if forward + backward > most:
+            most, slowest, taken, passes = forward + backward, load, choice, (forward, backward)
+    layers, ends = taken
+    compute = layers * (layer.forward + layer.backward) + sum([end.forward + end.backward for end in ends])
+    tensor = layers * (layer.forward_tensor + layer.backward_tensor + again_tensor)
+    tensor += sum([end.forward_tensor + end.backward_tensor for end in ends])
+    others = split = 0.0
+    if work.pipeline > 1:
+        mean = _NOTHING.plus(whole.plus(slowest, -1.0), 1 / (work.pipeline - 1))
+        others = sum(mean.seconds(profile))
+        if work.schedule in SPLIT_BACKWARD:
+            # Where layers are compiled the trainer does not split: W is then part of I.
+            split = 3 * others if work.compiled else mean.split_bubble(profile)
+    return _Rank(compute, layers * again, tensor, *passes, others, split)
 
 
 def message_time(work: Workload, profile: Profile) -> float:
@@ -230,17 +252,16 @@ def _most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
     return max(counts.largest * layer, counts.first * layer + table)
 
 
-def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> float:
-    """ZeRO 3: what a microbatch waits for parameters and for sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
+def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers) -> float:
+    """ZeRO 3: communication of a microbatch's parameters and sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
 
-    Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass;
-    computation of other layers hides a part.
+    Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass.
     """
     size, parts = work.shard * work.context, max(1, counts.largest * profile.gathers_per_layer)
     part = parameters_per_gpu(work, counts) / parts
     gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
     scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
-    return exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
+    return 2 * gather + scatter
 
 
 def exposed(communication: float, hides: float, profile: Profile) -> float:
