@@ -130,8 +130,8 @@ class Part:
 
     def of(self, length: int) -> int:
         """What is here of a dimension."""
-        largest = self.largest_of(length)
-        return min(largest, max(0, length - self.index * largest))
+        largest = -(-length // self.size)
+        return largest if self.index == 0 else min(largest, max(0, length - self.index * largest))
 
     def largest_of(self, length: int) -> int:
         """What the first process has of it."""
@@ -147,10 +147,10 @@ class Split:
 
     def before_sharding(self, parameter: ParameterShape) -> tuple[int, ...]:
         """Shape of what the processes of a ZeRO group share."""
-        dim = parameter.tensor_dim
+        dim, shape = parameter.tensor_dim, parameter.shape
         if dim is None or self.tensor.size == 1:
-            return parameter.shape
-        return tuple(self.tensor.of(n) if i == dim else n for i, n in enumerate(parameter.shape))
+            return shape
+        return (*shape[:dim], self.tensor.of(shape[dim]), *shape[dim + 1 :])
 
     def here(self, parameter: ParameterShape) -> tuple[int, ...]:
         """Shape on this process."""

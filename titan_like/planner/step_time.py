@@ -161,10 +161,6 @@ class _Load(NamedTuple):
     host_forward: float
     host_backward: float
 
-    def plus(self, other: _Load, times: float = 1.0) -> _Load:
-        """Both on one rank, the other a number of times."""
-        return _Load(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
-
     def seconds(self, profile: Profile) -> tuple[float, float]:
         """Of the forward and of the backward pass."""
         return (
@@ -184,12 +180,18 @@ class _Load(NamedTuple):
         return 3 * (host_and_device(self.host_forward, self.forward, profile) + inputs - weights)
 
 
-_NOTHING = _Load(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def _load(cost: Cost, again: float) -> _Load:
-    backward = cost.backward + cost.backward_tensor + again
-    return _Load(cost.forward + cost.forward_tensor, backward, cost.backward / 2, cost.forward_host, cost.backward_host)
+def _load(layers: int, layer: Cost, again: float, ends: tuple[Cost, ...]) -> _Load:
+    """Of so many layers, whose repeated forward pass takes ``again``, and of the model's ends."""
+    forward, products = layers * (layer.forward + layer.forward_tensor), layers * layer.backward
+    others = layers * (layer.backward_tensor + again)
+    host_forward, host_backward = layers * layer.forward_host, layers * layer.backward_host
+    for end in ends:
+        forward += end.forward + end.forward_tensor
+        products += end.backward
+        others += end.backward_tensor
+        host_forward += end.forward_host
+        host_backward += end.backward_host
+    return _Load(forward, products + others, products / 2, host_forward, host_backward)
 
 
 def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank:
@@ -198,26 +200,29 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
     layer = layer_cost(work.model, mb, profile)
     entry, head = ends_cost(work.model, mb, profile)
     again, again_tensor = layer.again / work.recompute_every, layer.again_tensor / work.recompute_every
-    of_layer = _load(layer, again + again_tensor)
-    choices: list[tuple[int, tuple[Cost, ...]]] = [(counts.largest, ())]
-    choices += (
-        [(counts.first, (entry, head))] if counts.ends_together else [(counts.first, (entry,)), (counts.last, (head,))]
-    )
-    most, whole = -1.0, _NOTHING.plus(of_layer, work.model.num_layers).plus(_load(entry, 0.0)).plus(_load(head, 0.0))
+    choices: list[tuple[int, tuple[Cost, ...]]]
+    if counts.ends_together:
+        choices = [(counts.first, (entry, head))]
+    else:
+        choices = [(counts.first, (entry,)), (counts.last, (head,))]
+    if counts.largest > max(counts.first, counts.last):
+        choices.append((counts.largest, ()))
+    most = -1.0
     for choice in choices:
-        load = _NOTHING.plus(of_layer, choice[0])
-        for end in choice[1]:
-            load = load.plus(_load(end, 0.0))
+        load = _load(choice[0], layer, again + again_tensor, choice[1])
         forward, backward = load.seconds(profile)
         if forward + backward > most:
-            most, slowest, taken, passes = forward + backward, load, choice, (forward, backward)
-    layers, ends = taken
-    compute = layers * (layer.forward + layer.backward) + sum([end.forward + end.backward for end in ends])
+            most, slowest, (layers, ends), passes = forward + backward, load, choice, (forward, backward)
+    compute = layers * (layer.forward + layer.backward)
     tensor = layers * (layer.forward_tensor + layer.backward_tensor + again_tensor)
-    tensor += sum([end.forward_tensor + end.backward_tensor for end in ends])
+    for end in ends:
+        compute += end.forward + end.backward
+        tensor += end.forward_tensor + end.backward_tensor
     others = split = 0.0
     if work.pipeline > 1:
-        mean = _NOTHING.plus(whole.plus(slowest, -1.0), 1 / (work.pipeline - 1))
+        whole = _load(work.model.num_layers, layer, again + again_tensor, (entry, head))
+        ranks = work.pipeline - 1
+        mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others = sum(mean.seconds(profile))
         if work.schedule in SPLIT_BACKWARD:
             # Where layers are compiled the trainer does not split: W is then part of I.
