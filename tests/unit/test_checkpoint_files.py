@@ -106,7 +106,7 @@ def tensors():
 
 def save(folder, state):
     writer = FileSystemWriter(folder, sync_files=False)
-    writer.fs = DirectFiles()
+    writer.fs = DirectFiles(writer.save_id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(state, storage_writer=writer, no_dist=True)
@@ -153,6 +153,25 @@ def test_sentence_names_the_damaged_file(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(bytes_of[: place + 7] + b"\x55" + bytes_of[place + 8 :])
     with pytest.raises(BaseException, match=r"__0_0\.distcp is not as it was written"):
         load(tmp_path)
+
+
+def test_file_of_another_checkpoint_is_refused(tmp_path):
+    for name in ("a", "b"):
+        save(tmp_path / name, tensors())
+        write_run_state(tmp_path / name, RUN)
+    load(tmp_path / "b")
+    (tmp_path / "b" / "__0_0.distcp").write_bytes((tmp_path / "a" / "__0_0.distcp").read_bytes())
+    with pytest.raises(BaseException, match="is not this checkpoint's file"):
+        load(tmp_path / "b")
+
+
+def test_torch_reads_what_is_written(tmp_path):
+    save(tmp_path, tensors())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors().items())
 
 
 def test_run_file_written_by_hand_needs_no_checksum(tmp_path):

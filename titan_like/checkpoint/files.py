@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
 _BUFFER = 8 << 20  # bytes of one write
 _BLOCK = 4096  # where writes past the cache may begin and end
@@ -100,7 +100,14 @@ class DirectFile(io.RawIOBase):
 
 
 class DirectFiles(FileSystem):
-    """The files of a checkpoint being written, each on disk when it is closed."""
+    """The files of a checkpoint being written, each on disk when it is closed.
+
+    Files of tensors begin with the checkpoint's own mark, so that one of another checkpoint is told from them; the
+    metadata says where in a file each tensor is, so torch's own readers find them too.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark.encode()
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -110,4 +117,6 @@ class DirectFiles(FileSystem):
                 yield stream
             return
         with DirectFile(path) as file:
+            if str(path).endswith(DEFAULT_SUFFIX):
+                file.write(self.mark)
             yield cast(io.IOBase, file)

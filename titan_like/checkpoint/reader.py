@@ -75,6 +75,8 @@ class TensorReader(FileSystemReader):
     A tensor is stored as torch.save writes it, a zip archive, which has checksums that torch.load does not look at.
     """
 
+    _mark = b""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes and places of the stored tensors.
 
@@ -89,6 +91,7 @@ class TensorReader(FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._mark = str(metadata.storage_meta.save_id or "").encode()
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -103,7 +106,11 @@ class TensorReader(FileSystemReader):
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """One stored tensor, its checksums compared."""
+        """One stored tensor, its checksums compared, and the mark of the checkpoint where its file has one."""
+        file.seek(0)
+        first = file.read(len(self._mark))
+        if first != self._mark and not first.startswith(b"PK"):  # where torch alone writes, a tensor is first
+            raise RuntimeError(f"{sinfo.relative_path} is not this checkpoint's file")
         stored = FilePart(file, sinfo.offset, sinfo.length)
         if not is_as_written(stored):
             raise RuntimeError(f"{sinfo.relative_path} is not as it was written")

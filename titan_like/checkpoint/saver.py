@@ -142,7 +142,10 @@ class Saver:
         if problem is None:
             try:
                 writer = FileSystemWriter(unfinished, sync_files=False)
-                writer.fs = DirectFiles()  # which are on disk when they are closed
+                mark = [writer.save_id]
+                dist.broadcast_object_list(mark, src=0, group=self._group)
+                writer.save_id = mark[0]
+                writer.fs = DirectFiles(writer.save_id)  # which are on disk when they are closed
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)

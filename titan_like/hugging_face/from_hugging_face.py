@@ -44,7 +44,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         planner = _Planner(source, most_chunk_bytes)
         # A file for each piece: torch keeps the pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
-        writer.fs = DirectFiles()
+        writer.fs = DirectFiles(writer.save_id)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is wanted
