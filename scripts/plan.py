@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     command.add_options(parser)
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])
+    if options.json and options.json == getattr(options, "out", None):
+        raise ConfigError("--json", options.json, "is what --out is to be written to; name another file")
     for name in ("json", "out", "picture"):
         check_target(f"--{name}", getattr(options, name, None))
 
@@ -54,9 +56,9 @@ def main(argv: list[str]) -> int:
     if outcome.text:  # of several processes one has something to say
         print(outcome.text)
     for path, text in outcome.files.items():
-        path.write_text(text, encoding="utf-8")
+        write("--out", path, text)
     if options.json:
-        Path(options.json).write_text(json.dumps(outcome.json, indent=2), encoding="utf-8")
+        write("--json", Path(options.json), json.dumps(outcome.json, indent=2))
     return int(outcome.status)
 
 
@@ -68,6 +70,18 @@ def check_target(option: str, path: str | None) -> None:
     """
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it can not be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(option, str(path), f"cannot be written ({error.strerror}); name another file") from None
 
 
 if __name__ == "__main__":

@@ -182,3 +182,31 @@ def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
     config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
     with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
         prepare_run(config)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("gemm_efficiency = nan", "above 0 and at most 1"),
+        ("gemm_efficiency = 0", "above 0 and at most 1"),
+        ('memory_efficiency = "fast"', "above 0 and at most 1"),
+        ("overlap = 2", "at least 0 and at most 1"),
+        ("step_time = -1", "at least 0"),
+        ("error_p90 = inf", "at least 0"),
+        ("gathers_per_layer = 1.5", "whole number"),
+        ("host_operators = [3]", "two whole numbers"),
+        ('trainer_state = "no"', "true or false"),
+        ('dtype = "foo"', "use float32"),
+        ("judged = 3", "table of numbers"),
+        ("groups = 5", "pairs of texts"),
+        ("only_zero = 4", "ZeRO stage"),
+        ("overhead_bytes = 1e12", "below the device's memory"),
+    ],
+)
+def test_values_of_a_profile_that_can_not_be_are_refused(tmp_path, line, problem):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'device = "A100-80GB"\ngpus_per_node = 8\nnode_bandwidth = 2e11\n{line}\n')
+    with pytest.raises(ConfigError) as error:
+        load_profile(str(path))
+    assert error.value.key == f"profile mine: {line.split()[0]}"
+    assert problem in str(error.value)

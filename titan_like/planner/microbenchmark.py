@@ -198,7 +198,7 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
         shift = statistics.mean(ratios)
         spread = sum((ratio - shift) ** 2 for ratio in ratios)
         if spread < least:
-            best, least = trial.changed(gemm_efficiency=math.exp(shift)), spread
+            best, least = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
     return best
 
 

@@ -6,6 +6,7 @@ value means that the model is wrong; the others follow from how the software wor
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -146,27 +147,92 @@ class Profile:
 _TUPLES = ("groups", "fitted_on", "host_operators")
 
 
+_DTYPES = ("float32", "bfloat16", "float16", "float8", "float4")
+_PARTS = {"overlap", "contention", "compiled_traffic", "ring_part", "message_exposed", "tensor_exposed"}
+_PARTS |= {"tensor_async_exposed", "float8_relative", "float8_rowwise", "float4_relative"}
+_ABOVE_ZERO = {"misaligned_rate", "ring_part", "float8_relative", "float8_rowwise", "float4_relative"}
+
+
+def problem_of(key: str, kind: str, value: Any) -> str | None:
+    """What is wrong with a profile's value of the field ``key``, whose annotation is ``kind``; None if nothing."""
+    if kind == "float":
+        is_part = key in _PARTS or key.endswith("_efficiency")
+        above_zero = key in _ABOVE_ZERO or key.endswith("_efficiency")
+        high = 1.0 if is_part else math.inf
+        if _is_number(value) and value <= high and (value > 0 if above_zero else value >= 0):
+            return None
+        return f"must be a number {'above' if above_zero else 'of at least'} 0" + (" and at most 1" if is_part else "")
+    simple = {
+        "bool": (lambda: isinstance(value, bool), "must be true or false"),
+        "str": (lambda: isinstance(value, str), "must be a text"),
+        "int": (lambda: _is_whole(value, 1), "must be a whole number of at least 1"),
+        "int | None": (lambda: _is_whole(value, 0) and value <= 3, "must be a ZeRO stage, 0 to 3"),
+        "dict[str, float]": (
+            lambda: isinstance(value, dict) and all(_is_number(number) for number in value.values()),
+            "must be a table of numbers",
+        ),
+        "tuple[int, int]": (
+            lambda: isinstance(value, list) and len(value) == 2 and all(_is_whole(one, 0) for one in value),
+            "must be two whole numbers",
+        ),
+        "tuple[str, ...]": (
+            lambda: isinstance(value, list) and all(isinstance(one, str) for one in value),
+            "must be a list of texts",
+        ),
+        "tuple[tuple[str, str], ...]": (
+            lambda: (
+                isinstance(value, list)
+                and all(
+                    isinstance(one, list) and len(one) == 2 and all(isinstance(t, str) for t in one) for one in value
+                )
+            ),
+            "must be a list of pairs of texts",
+        ),
+    }
+    if key == "dtype":
+        return None if value in _DTYPES else f"unknown; use {', '.join(_DTYPES)}"
+    is_right, problem = simple[kind]
+    return None if is_right() else problem
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 1_000_000
+
+
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
     """A profile from its TOML. ``device`` names a GPU of devices.toml, or the one that [device_table] describes.
 
     Raises:
-        ConfigError: unknown or missing keys, or a device that is not known or not whole.
+        ConfigError: unknown or missing keys, values that can not be, or a device that is not known or not whole.
     """
-    known = {f.name for f in fields(Profile) if f.init} - {"name"}
+    known = {f.name: str(f.type) for f in fields(Profile) if f.init and f.name != "name"}
     table = dict(table)
     own = table.pop("device_table", None)
-    unknown = sorted(set(table) - known)
+    unknown = sorted(set(table) - known.keys())
     if unknown:
-        raise ConfigError(f"profile {name}: {unknown[0]}", table[unknown[0]], f"unknown; there are {', '.join(known)}")
+        raise ConfigError(
+            f"profile {name}: {unknown[0]}", table[unknown[0]], f"unknown; there are {', '.join(sorted(known))}"
+        )
     for needed in ("device", "gpus_per_node", "node_bandwidth"):
         if needed not in table:
             raise ConfigError(f"profile {name}: {needed}", None, "every profile must say it")
+    for key, value in table.items():
+        problem = problem_of(key, "str" if key == "device" else known[key], value)
+        if problem is not None:
+            raise ConfigError(f"profile {name}: {key}", value, problem)
     values = dict(table)
     if own is not None:
         check_device_table(f"profile {name}: device_table", own)
         values["device"] = device_from(str(values["device"]), own)
     else:
         values["device"] = find_device(values["device"])
+    if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
+        problem = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
+        raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], problem)
     for key in _TUPLES:
         if key in values:
             values[key] = tuple(tuple(v) if isinstance(v, list) else v for v in values[key])
@@ -228,8 +294,10 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     if path.suffix == ".toml" and path.is_file():
         try:
             return profile_from(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(key, name, f"is not TOML: {error}") from None
+        except OSError as error:
+            raise ConfigError(key, name, f"cannot be read ({error.strerror}); name another file") from None
     known = ", ".join(builtin_profiles())
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
 

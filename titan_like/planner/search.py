@@ -237,6 +237,10 @@ class BestFirst:
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 
     def _nothing_fits(self) -> ConfigError:
+        if not self.counts.valid:
+            fixed = ", ".join(sorted(self.space.fixed)) or "nothing"
+            problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
+            return ConfigError("number of GPUs", self.space.num_gpus, problem)
         least = min(self.too_large.values(), key=lambda one: one.memory_bytes, default=None)
         need = f"; the smallest found needs {least.memory_bytes / 2**30:.0f} GiB" if least else ""
         problem = (

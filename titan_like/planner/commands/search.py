@@ -16,7 +16,7 @@ from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile
 from titan_like.planner.predict import forecast
 from titan_like.planner.reasons import described, differences, why_slower, why_too_large
 from titan_like.planner.search import MEMORY_MARGIN, Candidate, Counts, Found, search
-from titan_like.planner.space import SEARCHED, STAGE_SIZES, set_keys
+from titan_like.planner.space import SEARCHED, STAGE_SIZES, changed, set_keys
 
 _SECONDS_OF_SILENCE = 2.0
 _TOO_LARGE_SHOWN = 3
@@ -46,6 +46,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)
+    if options.profile:  # what is written is then predicted, and watched while it trains, with the same profile
+        own = Path(options.profile)
+        config = changed(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
     found = search(config, options.gpus, chosen_profile(options), fixed, options.top, _Progress())
     files = {Path(options.out): as_toml(found, Path(options.out))} if options.out else {}
     return Outcome(describe(found), {"search": as_dict(found)}, files=files)
