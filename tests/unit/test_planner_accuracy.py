@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from titan_like.config import ConfigError
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
-from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
+from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors, usable
 from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.duration import days_by_formula, duration
 from titan_like.planner.measured import adapted, published_rows, read_rows, row_from, study_of
@@ -309,6 +310,49 @@ def test_rows_that_say_too_little_are_named(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="has no column model"):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"gpus": "0"}, "gpus = 0: should be greater than or equal to 1"),
+        ({"gpus": ""}, "gpus = (blank)"),
+        ({"gpus": "12", "tp": "8"}, "gpus = 12: not the product of the degrees, 8 × data 1"),
+        ({"gpus": "4", "tp": "8"}, "gpus = 4: not the product"),
+        ({"dp": "4"}, "gpus = 8: not the product of the degrees, 1 × data 4"),
+        ({"tp": "0"}, "tp = 0"),
+        ({"tp": "-1"}, "tp = -1"),
+        ({"pp": "1.5"}, "pp = 1.5"),
+        ({"gpus_per_node": "-8"}, "gpus_per_node = -8"),
+        ({"gbs": "0"}, "gbs = 0"),
+        ({"gbs": "63"}, "gbs = 63: no multiple of 8"),
+        ({"mbs": "16"}, "gbs = 64: no multiple of 8 × microbatches of 16"),
+        ({"hidden": "1000000000", "heads": ""}, "hidden = 1000000000"),
+        ({"heads": "17"}, "num_attention_heads 17 does not divide"),
+        ({"zero": "9"}, "zero = 9: must be 0, 1, 2, 3 or fsdp"),
+        ({"seq_parallel": "perhaps"}, "seq_parallel = perhaps"),
+        ({"step_time_s": "1e300"}, "step_time_s = 1e300"),
+        ({"mem_gib": "nan"}, "mem_gib = nan"),
+        ({None: ["left over"]}, "more cells than the file has columns"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
+    good = {
+        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
+        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;",
+    }  # fmt: skip
+    assert row_from(good).work.data_parallel == 8
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        row_from(good | change)
+
+
+def test_rows_that_a_profile_cannot_predict_are_named():
+    good = next(row for row in ROWS if row.study == "korthikanti_t5")
+    other = replace(good, work=good.work._replace(dtype="float8"))
+    rows = [good, replace(good, gpu="Tesla P4"), other, replace(good, out_of_memory=True)]
+    kept, left_out = usable(rows, builtin_profiles()["selene_2021"])
+    assert kept == [good]
+    assert ["Tesla P4" in left_out[0], "float8" in left_out[1], "out of memory" in left_out[2]] == [True] * 3
 
 
 def test_rate_becomes_time_by_the_convention_that_the_notes_name():

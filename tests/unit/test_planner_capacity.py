@@ -6,7 +6,7 @@ import pytest
 from tests.unit.planner_cases import flavor
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
-from titan_like.planner.capacity import depth, fewest_nodes, fits, gpt3_style, largest_model, valid_layouts
+from titan_like.planner.capacity import CHOSEN, depth, fewest_nodes, fits, gpt3_style, largest_model, valid_layouts
 from titan_like.planner.devices import find_device
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import cluster_size, default_profile, for_run, predict
@@ -48,7 +48,7 @@ def test_with_hardly_any_activations_zero_3_holds_memory_over_16_bytes_a_paramet
     config, profile = run_of(*V100, *words)
     profile = profile.changed(overhead_bytes=0.0, fragmentation=0.0)
     found = largest_model(config, profile, flavor("gpt", "debug"), gpus // 4)
-    memory = profile.device.memory_bytes
+    memory = 0.9 * profile.device.memory_bytes
     parameters = found.model.num_parameters()
     assert 16 * parameters / gpus < memory
     # Two layers' weights and gradients in the compute type are whole now and then, and the next width is 128 more.
@@ -86,7 +86,8 @@ def brute_force(words):
             }
         )
         try:
-            if predict(run).memory.fits:
+            memory = predict(run).memory
+            if memory.largest <= 0.9 * memory.capacity:
                 return True
         except ConfigError:
             continue
@@ -94,9 +95,10 @@ def brute_force(words):
 
 
 def test_layouts_are_valid_and_none_is_missing():
-    config, profile = run_of(*V100, *SMALL)
+    config, profile = run_of(*V100, *SMALL, "--activation_checkpoint.mode", "full")
     model = flavor("gpt", "gpt3_13b")  # 40 layers, 40 heads
-    found = list(valid_layouts(config, lambda _: model, 24, micro_batch_sizes=(1,), recompute=("full",)))
+    fixed = frozenset({"activation_checkpoint.mode"})
+    found = list(valid_layouts(config, lambda _: model, 24, fixed, micro_batch_sizes=(1,)))
     degrees = {(work.tensor, work.pipeline, work.shard) for _, work in found}
     # Of the divisors of 24, heads and the batch of 48 allow these.
     expected = {(t, p, 24 // t // p) for t in (1, 2, 4, 8) for p in range(1, 25) if 24 % (t * p) == 0}
@@ -107,6 +109,21 @@ def test_layouts_are_valid_and_none_is_missing():
         forecast = predict(run.model_copy(update={"cluster": cluster}))
         assert forecast.work == work._replace(model=forecast.work.model)
         assert largest_memory(work, profile) == pytest.approx(forecast.memory.largest)
+
+
+def test_what_is_fixed_stays_and_the_largest_model_is_then_smaller():
+    words = ("--parallelism.zero_stage", 1, "--training.micro_batch_size", 2, "--activation_checkpoint.mode", "none",
+             "--parallelism.tensor_parallel_degree", 2, "--parallelism.pipeline_parallel_degree", 1)  # fmt: skip
+    config, profile = run_of(*V100, *SMALL, *words)
+    table = flavor("gpt", "gpt3_13b")
+    free = largest_model(config, profile, table, 1)
+    found = largest_model(config, profile, table, 1, frozenset(CHOSEN))
+    work = found.forecast.work
+    assert (work.zero_stage, work.micro_batch_size, work.recompute) == (1, 2, "none")
+    assert (work.tensor, work.pipeline, work.shard) == (2, 1, 2)
+    assert found.model.num_parameters() < 0.8 * free.model.num_parameters()
+    wider = gpt3_style(found.model.hidden_size + 128, 2, table.vocab_size, table.vocab_multiple, 2048)
+    assert memory(work._replace(model=wider), profile).largest > 0.9 * 32 * 2**30
 
 
 def test_fewest_nodes_are_the_first_that_do():
@@ -130,12 +147,13 @@ def test_the_layout_named_is_the_fastest_that_fits():
     seconds = [
         step_time(work, profile).total
         for _, work in valid_layouts(config, of_width(width), 4)
-        if memory(work, profile).fits
+        if memory(work, profile).largest <= 0.9 * 32 * 2**30
     ]
     assert found.forecast.memory.fits
     assert found.forecast.time.total == min(seconds)
     assert len(seconds) < len(list(valid_layouts(config, of_width(width), 4)))
-    assert not any(memory(work, profile).fits for _, work in valid_layouts(config, of_width(width + 128), 4))
+    wider = valid_layouts(config, of_width(width + 128), 4)
+    assert not any(memory(work, profile).largest <= 0.9 * 32 * 2**30 for _, work in wider)
 
 
 def test_more_nodes_hold_more(tmp_path):
@@ -155,6 +173,9 @@ def test_more_nodes_hold_more(tmp_path):
     [
         (["--cluster.gpu", "V100-32GB"], "training.dtype"),
         (["--tokens", "0"], "--tokens"),
+        (["--tokens", "many"], "--tokens"),
+        (["--training.seq_len", "4096"], "max_seq_len is 2048"),
+        (["--parallelism.pipeline_schedule", "gpipe"], "can not be fixed here"),
         (["--training.global_batch_size", "1", "--training.batch_size_rampup", "[2, 2, 100]"], "batch_size_rampup"),
     ],
 )

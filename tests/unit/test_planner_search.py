@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -166,6 +167,40 @@ def test_uneven_stages_that_are_fixed_stay():
 def test_no_layout_is_one_sentence(settings, gpus, named):
     with pytest.raises(ConfigError, match=named):
         search(run("--training.dtype=bfloat16", "--cluster.gpu=A100", *settings), gpus)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "problem"),
+    [
+        ({"pipeline_parallel_degree": 5}, "pipeline_parallel_degree = 5: does not divide the 64 GPUs"),
+        ({"tensor_parallel_degree": 64, "pipeline_parallel_degree": 2}, "2 × tensor_parallel_degree 64 = 128 does not"),
+        ({"tensor_parallel_degree": 4, "pipeline_parallel_degree": 4, "data_parallel_shard_degree": 2,
+          "data_parallel_replicate_degree": 1}, "= 32 does not equal the 64 GPUs"),
+        ({"tensor_parallel_degree": 64}, "= 64: does not divide the model's num_attention_heads"),
+        ({"pipeline_layers": [10, 10]}, "sum to the 36 layers"),
+        ({"pipeline_layers": [12, 12, 12]}, "divides the 64 GPUs can share 3 stages evenly"),
+        ({"data_parallel_shard_degree": 0}, "data_parallel_shard_degree = 0: must be at least 1"),
+    ],
+)  # fmt: skip
+def test_fixed_settings_that_leave_no_layout_are_named(fixed, problem):
+    keys = {f"parallelism.{key}": value for key, value in fixed.items()}
+    config = run(*(f"--{key}={value}" for key, value in keys.items()), "--model.flavor=7.5b", "--cluster.gpu=A100",
+                 "--training.global_batch_size=64", "--training.dtype=bfloat16")  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        search(config, 64, fixed=frozenset(keys))
+
+
+def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
+    config = run("--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
+                 "--training.dtype=bfloat16", "--activation_checkpoint.mode=full",
+                 "--training.micro_batch_size=8", "--parallelism.tensor_parallel_degree=1",
+                 "--parallelism.pipeline_parallel_degree=1")  # fmt: skip
+    fixed = {"activation_checkpoint.mode", "training.micro_batch_size", "parallelism.tensor_parallel_degree",
+             "parallelism.pipeline_parallel_degree"}  # fmt: skip
+    found = search(config, 8, load_profile("selene_2021").changed(fused_accumulation=False), frozenset(fixed))
+    stages = {one.work.zero_stage: one for one in found.ranked}
+    assert differences(stages[2], stages[1])["compute"] > 0
+    assert "ZeRO 1 adds up whole gradients of 4 microbatches" in why_slower(stages[2], stages[1], found.profile)
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.

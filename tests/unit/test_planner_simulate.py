@@ -163,10 +163,51 @@ def test_what_is_no_timeline_is_refused(text, tmp_path):
         read_trace(path)
 
 
-def test_a_timeline_without_a_rank_s_passes_is_refused(tmp_path):
-    trace = chrome_trace(simulated("1f1b", 2, 1, 2, unit_time))
+def about(**values):
+    return lambda trace: trace["otherData"].update(values)
+
+
+def first_pass(**values):
+    def change(trace):
+        next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 0).update(values)
+
+    return change
+
+
+def without_rank_1(trace):
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["pid"] == 0]
+
+
+def without_time(trace):
+    for event in trace["traceEvents"]:
+        event["dur"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without_rank_1, "not those of the schedule"),
+        (without_time, "take no time"),
+        (about(pipeline_degree=0), "no whole numbers"),
+        (about(pipeline_degree="2"), "no whole numbers"),
+        (about(virtual_stages=10**9), "passes are missing"),
+        (about(virtual_stages=2), "1f1b has 1 stage per rank"),
+        (about(schedule="fastest"), "not a pipeline schedule"),
+        (about(schedule=["1f1b"]), "unhashable|not a pipeline schedule"),
+        (about(clock_error_us="none"), "TypeError"),
+        (first_pass(name="F7 of stage 0"), "passes are missing"),
+        (first_pass(name="F1 of stage 1"), "not those of the schedule"),
+        (first_pass(name="X0 of stage 0"), "AttributeError"),
+        (first_pass(pid=1), "not those of the schedule"),
+        (first_pass(ts=float("nan")), "no number"),
+        (first_pass(dur=-1.0), "end before its start"),
+        (first_pass(ts="soon"), "TypeError"),
+    ],
+)  # fmt: skip
+def test_a_timeline_that_can_be_no_step_of_its_schedule_is_refused(change, problem, tmp_path):
+    trace = chrome_trace(simulated("1f1b", 2, 1, 2, unit_time))
+    change(trace)
     path = tmp_path / "step.json"
     path.write_text(json.dumps(trace))
-    with pytest.raises(ValueError, match="without a pass"):
+    with pytest.raises(ValueError, match=problem):
         read_trace(path)

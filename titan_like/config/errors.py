@@ -1,5 +1,7 @@
 """The exceptions that end a command with one sentence instead of a traceback."""
 
+from pydantic import ValidationError
+
 
 class ConfigError(ValueError):
     """A setting, file or environment that the user has to change (exit code 2).
@@ -20,6 +22,12 @@ def first_line(error: BaseException) -> str:
     """What an exception says, as a part of one sentence; its type where it says nothing."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def first_problem(error: ValidationError) -> str:
+    """What would be valid in place of the first wrong value, as a part of one sentence."""
+    message = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return message[0].lower() + message[1:]
 
 
 def _show(value: object) -> str:

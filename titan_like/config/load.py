@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, first_problem
 from titan_like.config.help import format_help
 from titan_like.config.schema import JobConfig, options_of
 
@@ -189,9 +189,7 @@ def _first_problem(error: ValidationError) -> ConfigError:
     """The first validation error as one sentence that says what would be valid."""
     first = error.errors()[0]
     dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
-    message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    wanted = message[0].lower() + message[1:]
     section, _, key = dotted.partition(".")
     fields = _section_fields(section) or {}
     meaning = f" ({fields[key].description})" if key in fields else ""
-    return ConfigError(dotted, first["input"], f"{wanted}{meaning}")
+    return ConfigError(dotted, first["input"], f"{first_problem(error)}{meaning}")

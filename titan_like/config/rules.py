@@ -20,7 +20,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     _check_rampup(config)
     _check_length(config)
     _check_batches(config, layout)
-    _check_sequence(config, model, layout)
+    check_sequence(config, model, layout)
     check_tensor_parallel(config, model, layout)
     check_pipeline(config, model, layout)
     _check_precision(config)
@@ -83,7 +83,12 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
             raise ConfigError(f"training.{key}", getattr(training, key), problem)
 
 
-def _check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Whether the model takes sequences of this length, and processes can share them.
+
+    Raises:
+        ConfigError: too long, or not divisible.
+    """
     seq_len, tensor = config.training.seq_len, layout.tensor
     if seq_len > model.max_seq_len:
         problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"

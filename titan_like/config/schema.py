@@ -280,7 +280,7 @@ class Cluster(Section):
     nodes: int | None = Field(None, gt=0, description="nodes that a dry run and the planner describe")
     node_bandwidth: float | None = Field(
         None,
-        gt=0,
+        ge=0.001,
         description="what all network cards of a node carry together in one direction, in GB/s (1e9 bytes), for the "
         "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
     )

@@ -30,6 +30,7 @@ _PEAKS: list[tuple[str, Peak]] = [
     (r"\bH[12]00\b.*NVL", Peak(835, 835, 60)),
     (r"\b(H100|H800|H200|GH200)\b", Peak(989.4, 989.4, 67)),
     (r"\bB200\b", Peak(2250, 2250, None)),
+    (r"\bGB[23]00\b", Peak(2500, 2500, 80)),
     (r"\bMI300X\b", Peak(1307.4, 1307.4, 163.4)),
 ]
 
@@ -51,7 +52,7 @@ def check_gpu_name(name: str | None) -> None:
         ConfigError: the name matches none of the table.
     """
     if name is not None and not any(re.search(pattern, name, re.IGNORECASE) for pattern, _ in _PEAKS):
-        known = "V100, A100, H100, H200, B200, MI300X"
+        known = "V100, A100, H100, H200, B200, GB200, GB300, MI300X"
         raise ConfigError("cluster.gpu", name, f"no peak is known for it; known are {known}")
 
 

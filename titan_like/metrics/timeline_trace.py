@@ -14,6 +14,7 @@ from typing import Any
 from titan_like.metrics.step_timeline import Phase, StepTimeline
 from titan_like.parallel.schedules.actions import Action, inputs, outcome
 from titan_like.parallel.schedules.simulate import Event
+from titan_like.parallel.schedules.tables import schedule_table
 
 _PASSES, _WAITS, _PHASES = range(3)  # rows of a rank
 _ROWS = {_PASSES: "passes", _WAITS: "waiting", _PHASES: "rest of the step"}
@@ -107,12 +108,35 @@ def read_trace(path: Path) -> StepTimeline:
             [Phase(e["pid"], e["name"], *_span(e)) for e in slices if e["tid"] == _PHASES],
             about["clock_error_us"] / 1e6,
         )
-        whole = {event.rank for event in timeline.passes} == set(range(timeline.pipeline_degree))
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"no timeline in {path}: {error!r}") from None
-    if not whole:
-        raise ValueError(f"no timeline in {path}: ranks without a pass")
+        raise ValueError(f"no timeline: {error!r}") from None
+    problem = _problem(timeline)
+    if problem is not None:
+        raise ValueError(f"no timeline: {problem}")
     return timeline
+
+
+def _problem(timeline: StepTimeline) -> str | None:
+    """Why this can be no step of its schedule; None if it can."""
+    degree, virtual, passes = timeline.pipeline_degree, timeline.virtual_stages, timeline.passes
+    if not (isinstance(degree, int) and isinstance(virtual, int) and degree >= 1 and virtual >= 1 and passes):
+        return "no passes, or no whole numbers of ranks and stages"
+    if degree * virtual * timeline.num_microbatches > len(passes):  # before a table is made of such numbers
+        return "passes are missing"
+    try:
+        table = schedule_table(timeline.schedule, degree, virtual, timeline.num_microbatches)
+    except ValueError as error:
+        return str(error)
+    planned = sorted((rank, action) for rank, actions in enumerate(table) for action in actions)
+    if sorted((event.rank, event.action) for event in passes) != planned:
+        return "its passes are not those of the schedule"
+    spans = [(event.start, event.end) for event in (*passes, *timeline.waits)]
+    spans += [(phase.start, phase.end) for phase in timeline.phases]
+    if not all(0 <= end - start < float("inf") for start, end in spans):
+        return "a time that is no number, or an end before its start"
+    if any(sum(event.end - event.start for event in passes if event.rank == rank) <= 0 for rank in range(degree)):
+        return "a rank whose passes take no time"
+    return None
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_problem
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -53,7 +53,7 @@ def _field_error(section: ModelSection, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     table = "model.overrides" if field.split(".")[0] in section.overrides else f"model.flavors.{section.flavor}"
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = first_problem(error)
     if first["type"] == "extra_forbidden":
         known = list(FAMILIES[section.family].model_fields)
         near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from titan_like.config.errors import ConfigError
 from titan_like.planner.accuracy import Prediction, judgement, predict_row
+from titan_like.planner.devices import find_device
 from titan_like.planner.measured import Row, adapted
-from titan_like.planner.profile import FITTED, Profile
+from titan_like.planner.profile import FITTED, Profile, is_builtin
 from titan_like.planner.step_time import step_time
 
 _NOISE = 0.03  # standard deviation of a row's logarithm
@@ -131,9 +133,26 @@ class Calibration:
         }
 
 
+def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
+    """Rows that have a time which the profile can predict, and for each of the others why not."""
+    kept, left_out = [], []
+    for row in rows:
+        try:
+            if is_builtin(profile.device):
+                find_device(row.gpu)  # refuses
+            adapted(profile, row).device.peak_flops(row.work.dtype)  # refuses
+        except ConfigError as error:
+            left_out.append(f"{row.model}: {error}")
+            continue
+        if row.out_of_memory:
+            left_out.append(f"{row.model}: ran out of memory and has no time")
+        else:
+            kept.append(row)
+    return kept, left_out
+
+
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
-    """Fit the constants that these rows can tell anything about; groups left out in turn are model sizes."""
-    rows = [row for row in rows if not row.out_of_memory]
+    """Fit the constants that `usable` rows can tell anything about; groups left out in turn are model sizes."""
     devices = {adapted(start, row).device for row in rows}
     if len(devices) == 1:
         start = start.changed(device=devices.pop())

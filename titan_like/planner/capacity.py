@@ -1,14 +1,17 @@
-"""The largest model that so many GPUs can train, and the fewest that can train a model. Memory decides.
+"""The largest model that so many GPUs can train, and the fewest that can train a model. Memory decides, of which
+a tenth is kept free as in a search.
 
 Models are GPT-3's: heads of 64 to 128, an MLP four times as wide as the model, and a depth that follows from the width
 as in arXiv 2005.14165 (table 2.1) and, beyond its 175 billion parameters, arXiv 2104.04473 (table 1). A layout is any
 that the trainer's own rules accept: tensor × pipeline × data parallelism, ZeRO 0 to 3, recomputation, and the size of a
-microbatch; pipelines run 1f1b, which holds fewest activations, and tensor parallelism goes with sequence parallelism.
+microbatch, each unless it is fixed; pipelines run 1f1b, which holds fewest activations, and tensor parallelism goes
+with sequence parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -19,7 +22,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.parallel.layout import Layout
-from titan_like.planner.memory import largest_memory
+from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import step_time
@@ -32,6 +35,15 @@ _FAMILY = (
 )
 _WIDTH_STEP = 128
 _HEAD_SIZES = range(128, 63, -8)  # the widest that does; multiples of 8 reach the fast kernels
+
+# What is chosen here, unless it is fixed.
+CHOSEN = (
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.zero_stage",
+    "training.micro_batch_size",
+    "activation_checkpoint.mode",
+)
 
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
 
@@ -75,7 +87,9 @@ def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, se
     return None
 
 
-def largest_model(config: JobConfig, profile: Profile, table: TransformerConfig, nodes: int) -> Capacity | None:
+def largest_model(
+    config: JobConfig, profile: Profile, table: TransformerConfig, nodes: int, fixed: frozenset[str] = frozenset()
+) -> Capacity | None:
     """The GPT-3-style model with most parameters that fits on the nodes; None if not even the smallest does.
 
     Args:
@@ -83,6 +97,7 @@ def largest_model(config: JobConfig, profile: Profile, table: TransformerConfig,
         profile: constants of the stack, made for the run.
         table: whose vocabulary is taken.
         nodes: how many.
+        fixed: keys of `CHOSEN` that stay as the run has them.
 
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.
@@ -96,13 +111,19 @@ def largest_model(config: JobConfig, profile: Profile, table: TransformerConfig,
     while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
         width += _WIDTH_STEP
     for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
-        if fits(config, profile, of_width(candidate), gpus):
-            return _fastest(config, profile, of_width(candidate), gpus, nodes)
+        if fits(config, profile, of_width(candidate), gpus, fixed):
+            return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
     return None
 
 
-def fewest_nodes(config: JobConfig, profile: Profile, model: TransformerConfig, most: int = 4096) -> Capacity | None:
-    """The fewest nodes on which the model fits, up to ``most``; None if it takes more.
+def fewest_nodes(
+    config: JobConfig,
+    profile: Profile,
+    model: TransformerConfig,
+    most: int = 4096,
+    fixed: frozenset[str] = frozenset(),
+) -> Capacity | None:
+    """The fewest nodes on which the model fits, up to ``most``; None if it takes more. ``fixed`` keys of `CHOSEN` stay.
 
     Raises:
         ConfigError: no layout on any number of nodes is valid for the run.
@@ -112,13 +133,13 @@ def fewest_nodes(config: JobConfig, profile: Profile, model: TransformerConfig, 
     for nodes in range(start, most + 1):
         gpus = nodes * profile.gpus_per_node
         try:
-            found = fits(config, profile, lambda _: model, gpus)
+            found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on so many; another number may
             refusal = refusal or error
             continue
         refusal = None
         if found:
-            return _fastest(config, profile, lambda _: model, gpus, nodes)
+            return _fastest(config, profile, lambda _: model, gpus, nodes, fixed)
     if refusal is not None:
         raise refusal
     return None
@@ -129,54 +150,67 @@ def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
     bytes_each = (
         16 if profile.trainer_state else profile.weight_state + profile.gradient_state + profile.optimizer_state
     )
-    return model.num_parameters() * bytes_each / (profile.device.memory_bytes - profile.overhead_bytes)
+    return model.num_parameters() * bytes_each / (usable_bytes(profile.device) - profile.overhead_bytes)
 
 
-def fits(config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int) -> bool:
+def fits(
+    config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, fixed: frozenset[str] = frozenset()
+) -> bool:
     """Whether there is a layout with enough memory.
 
-    Looked for among those with ZeRO 3 and microbatches of one sample: others never take less.
+    Unless they are fixed, looked for among those with ZeRO 3 and microbatches of one sample: others never take less.
 
     Raises:
         ConfigError: no layout is valid.
     """
-    capacity = profile.device.memory_bytes
-    found = valid_layouts(config, model_for, gpus, zero_stages=(3,), micro_batch_sizes=(1,))
-    return any(largest_memory(work, profile) <= capacity for _, work in found)
+    usable = usable_bytes(profile.device)
+    found = valid_layouts(config, model_for, gpus, fixed, zero_stages=[3], micro_batch_sizes=[1])
+    return any(largest_memory(work, profile) <= usable for _, work in found)
 
 
 def valid_layouts(
     config: JobConfig,
     model_for: ModelFor,
     gpus: int,
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3),
-    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16),
-    recompute: tuple[str, ...] = ("full", "selective", "none"),
+    fixed: frozenset[str] = frozenset(),
+    zero_stages: Sequence[int] = (0, 1, 2, 3),
+    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> Iterator[tuple[JobConfig, Workload]]:
     """Every layout on so many GPUs that the trainer's rules accept, as a configuration and as the planner's numbers.
 
     Raises:
         ConfigError: the rules accept none; the first refusal.
     """
+    training, parallelism = config.training, config.parallelism
+    tensor_degrees = pipeline_degrees = _divisors(gpus)
+    modes: Sequence[str] = ("full", "selective", "none")
+    if "parallelism.tensor_parallel_degree" in fixed:
+        tensor_degrees = [parallelism.tensor_parallel_degree]
+    if "parallelism.pipeline_parallel_degree" in fixed:
+        pipeline_degrees = [parallelism.pipeline_parallel_degree]
+    if "parallelism.zero_stage" in fixed:
+        zero_stages = [parallelism.zero_stage]
+    if "training.micro_batch_size" in fixed:
+        micro_batch_sizes = [training.micro_batch_size]
+    if "activation_checkpoint.mode" in fixed:
+        modes = [config.activation_checkpoint.mode]
     refusal, accepted = None, False
-    for tensor in _divisors(gpus):
+    for tensor, pipeline in itertools.product(tensor_degrees, pipeline_degrees):
         model = model_for(tensor)
-        if model is None:
+        if model is None or gpus % (tensor * pipeline):
             continue
-        for pipeline in _divisors(gpus // tensor):
-            layout = Layout(pipeline, 1, gpus // tensor // pipeline, 1, tensor)
-            for mode in recompute:
-                for size in micro_batch_sizes:
-                    run = _with_layout(config, layout, mode, size)
-                    try:
-                        check_rules(run, model, layout)
-                    except ConfigError as error:
-                        refusal = refusal or error
-                        continue
-                    work, accepted = workload_of(run, model, layout), True
-                    for zero in zero_stages:
-                        sections = {"parallelism": run.parallelism.model_copy(update={"zero_stage": zero})}
-                        yield run.model_copy(update=sections), work._replace(zero_stage=zero)
+        layout = Layout(pipeline, 1, gpus // tensor // pipeline, 1, tensor)
+        for mode, size in itertools.product(modes, micro_batch_sizes):
+            run = _with_layout(config, layout, mode, size)
+            try:
+                check_rules(run, model, layout)
+            except ConfigError as error:
+                refusal = refusal or error
+                continue
+            work, accepted = workload_of(run, model, layout), True
+            for zero in zero_stages:
+                sections = {"parallelism": run.parallelism.model_copy(update={"zero_stage": zero})}
+                yield run.model_copy(update=sections), work._replace(zero_stage=zero)
     if refusal is not None and not accepted:
         raise refusal
 
@@ -201,15 +235,17 @@ def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size:
     return config.model_copy(update=sections)
 
 
-def _fastest(config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int) -> Capacity:
+def _fastest(
+    config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int, fixed: frozenset[str]
+) -> Capacity:
     """Of the layouts in which the model fits, the one with the shortest step."""
     best: tuple[float, JobConfig, Workload] | None = None
     too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
-    for run, work in valid_layouts(config, model_for, gpus):
+    for run, work in valid_layouts(config, model_for, gpus, fixed):
         place = (work.tensor, work.pipeline, work.zero_stage, work.recompute)
         if place in too_large:
             continue
-        if largest_memory(work, profile) > profile.device.memory_bytes:
+        if largest_memory(work, profile) > usable_bytes(profile.device):
             too_large.add(place)
             continue
         seconds = step_time(work, profile).total

@@ -18,9 +18,11 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from titan_like.config.errors import ConfigError
+from pydantic import BaseModel, Field, ValidationError
+
+from titan_like.config.errors import ConfigError, first_problem
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
@@ -29,6 +31,36 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
 COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # without these a file is no file of rows
+
+_Count = Annotated[int, Field(ge=1, le=10**9)]
+_Size = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class _Cells(BaseModel):
+    """A row's numbers, those that are stated. The bounds are far outside of what anybody ran."""
+
+    layers: _Size | None = None
+    hidden: _Size | None = None
+    heads: _Size | None = None
+    kv_heads: _Size | None = None
+    ffn: _Count | None = None
+    seq: _Count | None = None
+    vocab: _Count | None = None
+    gpus: _Count
+    gpus_per_node: _Count = 8
+    tp: _Count | None = None
+    pp: _Count = 1
+    vp: _Count | None = None
+    dp: _Count | None = None
+    cp: _Count = 1
+    ep: _Count = 1
+    mbs: _Count | None = None
+    gbs: _Count
+    seq_parallel: bool | None = None
+    tflops_per_gpu: float | None = Field(None, gt=0, lt=1e5)
+    step_time_s: float | None = Field(None, gt=0, lt=1e6)
+    mem_gib: float | None = Field(None, gt=0, lt=1e4)
+
 
 # What a study's rows do not say: from its paper or its scripts.
 _MEGATRON_2021 = {"flash": False, "dropout": True, "dtype": "float16", "zero": 0, "recompute": "full"}
@@ -101,7 +133,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     for number, table in enumerate(tables, start=2):
         try:
             rows.append(row_from(table))
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             left_out.append(f"line {number}: {error}")
     return rows, left_out
 
@@ -118,33 +150,36 @@ def row_from(table: dict[str, str]) -> Row:
     Raises:
         ValueError: it says too little, or what it says cannot be.
     """
-    notes = table.get("notes") or ""
+    cells, notes = _cells(table), table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
-    tensor, pipeline, context = (int(table.get(key) or 1) for key in ("tp", "pp", "cp"))
-    llama = bool(table.get("ffn")) and int(table["ffn"]) != 4 * int(table.get("hidden") or 1)
-    model = _model(table, llama, tensor)
-    if not table.get("tp") or (table.get("ep") or "1") != "1":
-        raise ValueError("the layout is not stated" if not table.get("tp") else "expert parallelism")
-    gpus, batch = int(table["gpus"]), int(table["gbs"])
-    data = int(table.get("dp") or 0) or gpus // (tensor * pipeline * context)
-    micro = int(table.get("mbs") or 0) or _likely_micro_batch(batch // data, pipeline)
-    virtual = int(table.get("vp") or 0)
-    if not virtual:
-        virtual = _likely_virtual(defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro))
+    if cells.tp is None or cells.ep != 1:
+        raise ValueError("the layout is not stated" if cells.tp is None else "expert parallelism")
+    tensor, pipeline, context = cells.tp, cells.pp, cells.cp
+    model = _model(cells)
+    gpus, batch = cells.gpus, cells.gbs
+    data = _data_parallel(cells)
+    micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
+    if batch % (data * micro):
+        raise ValueError(f"gbs = {batch}: no multiple of {data} × microbatches of {micro}")
+    virtual = cells.vp or _likely_virtual(
+        defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro)
+    )
     stated = (table.get("recompute") or "").strip()
     recompute, every = {"": (defaults["recompute"], 1), "none": ("none", 1), "full": ("full", 1)}.get(
         stated, ("selective", 1) if stated == "selective" else ("full", 2)
     )
     zero_text = (table.get("zero") or "").replace("fsdp", "3").split("/")[0]
+    if zero_text not in ("", "0", "1", "2", "3"):
+        raise ValueError(f"zero = {table['zero']}: must be 0, 1, 2, 3 or fsdp")
     zero = int(zero_text) if zero_text else defaults["zero"]
-    sp_text = table.get("seq_parallel") or ""
+    sequence = cells.seq_parallel if cells.seq_parallel is not None else defaults.get("sp", False)
     stages = pipeline * virtual
     if stages > model.num_layers + 2:  # embedding and output may have stages of their own
         raise ValueError(f"{stages} stages of {model.num_layers} layers")
     work = Workload(
         model=model,
-        seq_len=int(table["seq"]),
+        seq_len=model.max_seq_len,
         micro_batch_size=micro,
         global_batch_size=batch,
         tensor=tensor,
@@ -153,7 +188,7 @@ def row_from(table: dict[str, str]) -> Row:
         context=context,
         schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
-        sequence_parallel=(sp_text == "1" if sp_text else defaults.get("sp", False)) and tensor > 1,
+        sequence_parallel=sequence and tensor > 1,
         zero_stage=zero,
         recompute=recompute,
         recompute_every=every,
@@ -163,23 +198,16 @@ def row_from(table: dict[str, str]) -> Row:
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
         causal=not table["model"].lower().startswith("bert"),
     )
-    timed = bool(table.get("step_time_s") or table.get("tflops_per_gpu"))
+    timed = cells.step_time_s is not None or cells.tflops_per_gpu is not None
     out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None
-    if out_of_memory:
-        seconds = math.nan
-    else:
-        seconds = float(table.get("step_time_s") or 0) or _seconds(work, gpus, table, notes)
-        if not 0 < seconds < float("inf"):
-            raise ValueError("the time or rate is not a positive number")
-    memory = float(table["mem_gib"]) if table.get("mem_gib") else None
     return Row(
         study,
         table["gpu"],
         gpus,
-        int(table.get("gpus_per_node") or 8),
+        cells.gpus_per_node,
         work,
-        seconds,
-        memory,
+        math.nan if out_of_memory else cells.step_time_s or _seconds(work, gpus, cells.tflops_per_gpu, notes),
+        cells.mem_gib,
         table.get("source") or "",
         table["model"],
         notes,
@@ -188,16 +216,38 @@ def row_from(table: dict[str, str]) -> Row:
     )
 
 
-def _model(table: dict[str, str], llama: bool, tensor: int) -> TransformerConfig:
-    needed = ("layers", "hidden", "seq", "vocab")
-    missing = [key for key in needed if not table.get(key)]
-    if missing:
-        raise ValueError(f"{missing[0]} is not stated")
-    layers, hidden, seq, vocab = (int(table[key]) for key in needed)
-    heads = int(table.get("heads") or 0) or _likely_heads(hidden, tensor)
-    kv = int(table.get("kv_heads") or heads)
-    ffn = int(table.get("ffn") or 4 * hidden)
-    return _shape(llama, layers, hidden, heads, kv, ffn, seq, vocab)
+def _cells(table: dict[str, str]) -> _Cells:
+    if None in table:  # where csv puts what is left over
+        raise ValueError("more cells than the file has columns")
+    try:
+        return _Cells.model_validate({name: text for name, text in table.items() if (text or "").strip()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value = first["loc"][0], "(blank)" if first["type"] == "missing" else first["input"]
+        raise ValueError(f"{name} = {value}: {first_problem(error)}") from None
+
+
+def _model(cells: _Cells) -> TransformerConfig:
+    """Its shape, as long as the row's sequences."""
+    layers, hidden, seq, vocab = cells.layers, cells.hidden, cells.seq, cells.vocab
+    if layers is None or hidden is None or seq is None or vocab is None:
+        sizes = {"layers": layers, "hidden": hidden, "seq": seq, "vocab": vocab}
+        raise ValueError(f"{next(name for name, size in sizes.items() if size is None)} is not stated")
+    heads = cells.heads or _likely_heads(hidden, cells.tp or 1)
+    ffn = cells.ffn or 4 * hidden
+    try:
+        return _shape(ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, seq, vocab)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def _data_parallel(cells: _Cells) -> int:
+    """As many as the GPUs that tensor, pipeline and context parallelism leave."""
+    others = (cells.tp or 1) * cells.pp * cells.cp
+    data = cells.dp or cells.gpus // others
+    if data * others != cells.gpus:
+        raise ValueError(f"gpus = {cells.gpus}: not the product of the degrees, {others} × data {data or 1}")
+    return data
 
 
 def _likely_heads(hidden: int, tensor: int) -> int:
@@ -248,16 +298,16 @@ def _dtype(notes: str, study: str, default: str) -> str:
     return default
 
 
-def _seconds(work: Workload, gpus: int, table: dict[str, str], notes: str) -> float:
+def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:
     """From TFLOP/s per GPU by the convention that the notes name."""
-    if not table.get("tflops_per_gpu"):
+    if tflops_per_gpu is None:
         raise ValueError("neither a time nor a rate")
     model, seq = work.model, work.seq_len
     layer = 2 * (model.attention_weights + model.mlp_weights) + 4 * seq * model.hidden_size
     logits = 2 * model.hidden_size * model.padded_vocab_size
     passes = 4 if "hw96" in notes else 3
     flops = passes * model.num_layers * layer + 3 * logits
-    return flops * work.global_batch_size * seq / (gpus * float(table["tflops_per_gpu"]) * 1e12)
+    return flops * work.global_batch_size * seq / (gpus * tflops_per_gpu * 1e12)
 
 
 def adapted(profile: Profile, row: Row) -> Profile:

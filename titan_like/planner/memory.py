@@ -17,10 +17,12 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table,
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
+from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
 from titan_like.planner.state import rank_stages, trainer_state
 from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
 
+MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
 
 
@@ -48,6 +50,11 @@ class Memory(NamedTuple):
     def fits(self) -> bool:
         """Whether every rank's total is below the device's memory."""
         return self.largest <= self.capacity
+
+
+def usable_bytes(device: Device) -> float:
+    """What a layout that is chosen by its prediction may take of a GPU."""
+    return device.memory_bytes * (1 - MEMORY_MARGIN)
 
 
 def memory(work: Workload, profile: Profile) -> Memory:

@@ -8,7 +8,6 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
-from titan_like.metrics.hardware import peak_tflops
 from titan_like.metrics.throughput import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
@@ -119,14 +118,9 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
 
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
     """Predict, and put rates and an error band beside it."""
-    time = step_time(work, profile)
-    meter = ThroughputMeter(
-        work.model,
-        work.seq_len,
-        config.activation_checkpoint,
-        work.num_gpus,
-        peak_tflops(profile.device.name, work.dtype),
-    )
+    time, device = step_time(work, profile), profile.device
+    peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
+    meter = ThroughputMeter(work.model, work.seq_len, config.activation_checkpoint, work.num_gpus, peak)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
     band = profile.error_p90
     return Forecast(

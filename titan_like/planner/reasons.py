@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from titan_like.parallel.schedules.tables import stages_per_rank
+from titan_like.planner.layers import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate
+from titan_like.planner.step_time import microbatch_of, parameters_per_gpu
 from titan_like.planner.workload import Workload, rank_layers, stages_of
 
 _NAMES = {
@@ -33,7 +35,7 @@ def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
     lost = next(iter(parts))
     if parts[lost] <= 0.0005 * best.time.total:
         return "about as fast"
-    told = [f"{_NAMES[lost]} +{parts[lost]:.3g} s ({_because(lost, best.work, other.work, profile)})"]
+    told = [f"{_NAMES[lost]} +{parts[lost]:.3g} s ({_because(lost, parts[lost], best.work, other.work, profile)})"]
     gained = min(parts, key=lambda name: parts[name])
     if parts[gained] < -_WORTH_TELLING * parts[lost]:
         told.append(f"{_NAMES[gained]} -{-parts[gained]:.3g} s")
@@ -47,8 +49,10 @@ def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
     return f"does not fit: {needed}; would be {100 * faster:.1f} % faster"
 
 
-def _because(part: str, best: Workload, work: Workload, profile: Profile) -> str:
+def _because(part: str, seconds: float, best: Workload, work: Workload, profile: Profile) -> str:
     if part == "compute":
+        if 2 * (_adding_up(work, profile) - _adding_up(best, profile)) > seconds:
+            return f"ZeRO {work.zero_stage} adds up whole gradients of {work.microbatches} microbatches"
         return _slower_products(best, work)
     if part == "recompute":
         return recomputed(work)
@@ -68,6 +72,13 @@ def _because(part: str, best: Workload, work: Workload, profile: Profile) -> str
     if part == "optimizer":
         return f"ZeRO {work.zero_stage}" if work.zero_stage == 0 else f"{work.shard} shards"
     return f"{work.microbatches} microbatches"
+
+
+def _adding_up(work: Workload, profile: Profile) -> float:
+    """Seconds of a step in which gradients are added to those of the microbatches before."""
+    counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    parameters = parameters_per_gpu(work, counts) * work.tensor
+    return work.microbatches * accumulation_time(parameters, microbatch_of(work), profile)
 
 
 def _slower_products(best: Workload, work: Workload) -> str:

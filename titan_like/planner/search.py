@@ -20,14 +20,13 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.layers import layer_cost
-from titan_like.planner.memory import in_flight, largest_memory, layer_kept
+from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import Space
 from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
 from titan_like.planner.workload import Workload, layers_of_ranks
 
-MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
 
@@ -111,7 +110,7 @@ class BestFirst:
 
     def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None] | None) -> None:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
-        self.usable = profile.device.memory_bytes * (1 - MEMORY_MARGIN)
+        self.usable = usable_bytes(profile.device)
         self.counts = Counts()
         # (bound, depth, order, what): groups at depth 0, a group's pipelines at 1, layouts at 2. Orders are unique, so
         # that nothing else is compared: plainer settings first among layouts that are as fast.
@@ -238,9 +237,7 @@ class BestFirst:
 
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:
-            fixed = ", ".join(sorted(self.space.fixed)) or "nothing"
-            problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
-            return ConfigError("number of GPUs", self.space.num_gpus, problem)
+            return self.space.no_layout()
         least = min(self.too_large.values(), key=lambda one: one.memory_bytes, default=None)
         need = f"; the smallest found needs {least.memory_bytes / 2**30:.0f} GiB" if least else ""
         problem = (

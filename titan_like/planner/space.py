@@ -8,6 +8,7 @@ and expert parallelism are left as the configuration has them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from titan_like.config.errors import ConfigError
@@ -65,14 +66,15 @@ class Space:
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._splits: dict[int, list[tuple[int, int, int]]] = {}
         self._stages: dict[int, tuple[int, ...]] = {}
-        self.refusal: ConfigError | None = None  # the first one
+        self.refusals: list[ConfigError] = []
 
     def groups(self) -> Iterator[Workload]:
         """Layouts that differ in more than the pipeline's schedule and how ZeRO splits: each stands for its group.
 
         Raises:
-            ConfigError: there is none; what the rules said of the first one tried.
+            ConfigError: there is none; what the rules said first of a setting that is not chosen here.
         """
+        self._check_fixed()
         found = False
         for tensor in self._choices("tensor", divisors(self.num_gpus)):
             for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
@@ -80,8 +82,44 @@ class Space:
                     found = True
                     yield work
         if not found:
-            refusal = self.refusal or ConfigError("parallelism", None, f"no layout for {self.num_gpus} GPUs")
-            raise refusal
+            raise self.no_layout()
+
+    def _check_fixed(self) -> None:
+        """Refuse degrees that the GPUs can not have, and stages that are not the model's layers.
+
+        Raises:
+            ConfigError: the last of the fixed degrees, or the stages.
+        """
+        degrees = {"parallelism.context_parallel_degree": self._base.context}
+        names = [name for name in ("pipeline", "replicate", "shard", "tensor") if _KEY[name] in self.fixed]
+        degrees |= {_KEY[name]: self._choices(name, [])[0] for name in names}
+        if 0 in degrees.values():
+            raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
+        product = prod(degrees.values())
+        if self.num_gpus % product or (len(names) == 4 and product != self.num_gpus):
+            key = list(degrees)[-1]
+            given = {of: degree for of, degree in degrees.items() if degree != 1 or of == key}
+            factors = " × ".join(f"{of.partition('.')[2]} {degree}" for of, degree in given.items())
+            problem = f"does not {'divide' if self.num_gpus % product else 'equal'} the {self.num_gpus} GPUs"
+            raise ConfigError(key, degrees[key], f"{factors} = {product} {problem}" if len(given) > 1 else problem)
+        counts = self.config.parallelism.pipeline_layers
+        if counts is None:
+            return
+        if min(counts, default=0) < 1 or sum(counts) != self.model.num_layers:
+            problem = f"must be numbers of at least 1 that sum to the {self.model.num_layers} layers"
+            raise ConfigError(STAGE_SIZES, counts, problem)
+        if not any(degree > 1 and len(counts) % degree == 0 for degree in divisors(self.num_gpus)):
+            problem = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
+            raise ConfigError(STAGE_SIZES, counts, problem)
+
+    def no_layout(self) -> ConfigError:
+        """Why there is none: the first refusal of a setting that is not chosen here, else what is fixed."""
+        for refusal in self.refusals:
+            if not self.fixed or refusal.key in self.fixed or refusal.key not in {*SEARCHED, STAGE_SIZES}:
+                return refusal
+        fixed = ", ".join(sorted(self.fixed))
+        problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
+        return ConfigError("number of GPUs", self.num_gpus, problem)
 
     def _with_tensor(self, tensor: int, sequence: bool) -> Iterator[Workload]:
         context = self._base.context
@@ -191,7 +229,8 @@ class Space:
         try:
             rule(self.configured(work), self.model, layout_of(work))
         except ConfigError as error:
-            self.refusal = self.refusal or error
+            if all(error.key != known.key for known in self.refusals):
+                self.refusals.append(error)
             return False
         return True
 

@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.planner.calibrate import calibrated
-from titan_like.planner.commands.outcome import Outcome
+from titan_like.planner.calibrate import calibrated, usable
+from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.measured import read_rows
 from titan_like.planner.profile import load_profile, profile_to_toml
+
+_REASONS = 5  # why rows were left out, at most
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +33,19 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         raise ConfigError("--points", None, "calibrate needs the rows")
     if options.profile is None:
         raise ConfigError("--profile", None, "say which profile to start from")
-    rows, left_out = read_rows(options.points)
+    check_toml(options.out)
+    start = load_profile(options.profile)
+    read, untold = read_rows(options.points)
+    rows, useless = usable(read, start)
+    left_out = untold + useless
     if not rows:
         reason = f"; {left_out[0]}" if left_out else ""
-        raise ConfigError("--points", options.points, f"has no row that says enough{reason}")
-    start = load_profile(options.profile)
+        raise ConfigError("--points", options.points, f"has no row to fit to{reason}")
     found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
-        f"{len(rows)} rows of {options.points}, {len(left_out)} more say too little",
+        f"{len(rows)} rows of {options.points}, {len(left_out)} more left out",
+        *(f"  {reason}" for reason in left_out[:_REASONS]),
+        *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
         f"step time of the rows fitted on: {found.inside}",
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]

@@ -6,18 +6,26 @@ import argparse
 from typing import Any
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.load import parse_overrides
+from titan_like.config.rules import check_sequence
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.planner.capacity import Capacity, fewest_nodes, largest_model
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.parallel.layout import Layout
+from titan_like.planner.capacity import CHOSEN, Capacity, fewest_nodes, largest_model
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, per_gpu
 from titan_like.planner.duration import SECONDS_PER_DAY
 from titan_like.planner.predict import for_run, profile_and_device
 from titan_like.planner.profile import Profile
+from titan_like.planner.space import SEARCHED, STAGE_SIZES
 from titan_like.train.batch_size import total_samples
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options beside the run's settings."""
+    parser.description = (
+        f"{__doc__} What the run's file says of the layout is chosen anew; on this command line these stay: "
+        f"{', '.join(f'--{key}' for key in CHOSEN)}."
+    )
     add_profile(parser)
     parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
 
@@ -29,12 +37,17 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: the run does not say of which GPUs its nodes are, or can have no layout.
     """
     above_zero(options, "tokens")
+    fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
+    for key in sorted(fixed - {*CHOSEN}):
+        problem = f"can not be fixed here; these can: {', '.join(CHOSEN)}"
+        raise ConfigError(key, parse_overrides(settings)[key], problem)
     config = load_config(settings)
     model = model_config(config.model)
+    check_sequence(config, model, Layout(1, 1, 1, 1, 1))
     profile = profile_of(config, chosen_profile(options))
     training, gpus = config.training, f"{profile.gpus_per_node} × {profile.device.name}"
     choices = dict.fromkeys((1, config.cluster.nodes or 1))
-    largest = {nodes: largest_model(config, profile, model, nodes) for nodes in choices}  # checks the run's settings
+    largest = {nodes: largest_model(config, profile, model, nodes, fixed) for nodes in choices}
     tokens = options.tokens or total_samples(training) * training.seq_len
     lines = [f"largest GPT-3-style model, sequences of {training.seq_len}, batches of {training.global_batch_size}"]
     result: dict[str, Any] = {"tokens": tokens, "largest": []}
@@ -43,7 +56,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if found is not None:
             lines += [f"    {line}" for line in layout_of(found, tokens)]
             result["largest"].append(as_dict(found, tokens))
-    fewest = fewest_nodes(config, profile, model)
+    fewest = fewest_nodes(config, profile, model, fixed=fixed)
     lines.append(f"fewest nodes for {config.model.flavor} ({model.num_parameters() / 1e9:.4g} billion parameters)")
     if fewest is None:
         lines.append("  fits on no number of nodes")
@@ -84,7 +97,7 @@ def layout_of(found: Capacity, tokens: float) -> list[str]:
     return [
         f"{degrees}, ZeRO {work.zero_stage}, recompute {work.recompute}, microbatches of {work.micro_batch_size}: "
         f"{memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
-        f"{rates.tokens_per_second:,.0f} tokens/s, {rates.tflops_per_device:.1f} TFLOP/s per GPU, "
+        f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU, "
         f"{tokens / 1e9:.4g} billion tokens in {days:,.0f} days (profile {forecast.profile.name})",
     ]
 

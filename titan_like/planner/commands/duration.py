@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from titan_like.config import ConfigError
 from titan_like.metrics.flops import hardware_flops_per_token
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, run_of
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, per_gpu, run_of
 from titan_like.planner.duration import duration
 from titan_like.planner.predict import predict
 from titan_like.train.batch_size import total_samples
@@ -28,11 +28,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: neither the command nor the run says how many tokens.
     """
     above_zero(options, "tokens", "tflops")
-    if options.price is not None and not 0 <= options.price < float("inf"):
-        raise ConfigError("--price", options.price, "must be at least 0")
+    if options.price is not None and not 0 <= options.price <= 1e9:
+        raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
     profile = chosen_profile(options)
     config = run_of(settings, profile)
     forecast = predict(config, profile)
+    device, dtype = forecast.profile.device, forecast.work.dtype
+    if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(dtype):
+        peak = f"the peak of {device.name} in {dtype} is {device.peak_flops(dtype) / 1e12:g}"
+        raise ConfigError("--tflops", options.tflops, f"{peak}; give what a GPU reaches")
     training, recompute, model = config.training, config.activation_checkpoint, forecast.work.model
     tokens = options.tokens
     if tokens is None:
@@ -45,7 +49,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{forecast.num_gpus} GPUs at {rate:.1f} TFLOP/s each ({origin})",
+        f"{forecast.num_gpus} GPUs at {per_gpu(rate)} each ({origin})",
         f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
     ]

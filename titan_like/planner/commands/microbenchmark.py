@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_like.config import ConfigError
-from titan_like.planner.commands.outcome import Outcome
+from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.profile import profile_to_toml
 
 
@@ -37,6 +37,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
     if options.out is None:
         raise ConfigError("--out", None, "say where to write the profile")
+    check_toml(options.out)
     began = time.perf_counter()
     is_first = int(os.environ.get("RANK", "0")) == 0
 

@@ -12,6 +12,8 @@ from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.space import set_keys
 
+_LARGEST = 1e18
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,12 +50,27 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:
-    """Refuse values of these options that are not above 0.
+    """Refuse values of these options that are not above 0, or larger than anything.
 
     Raises:
         ConfigError: the first of them.
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')}", value, "must be above 0")
+        if value is not None and not 0 < value <= _LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, f"must be above 0 and at most {_LARGEST:.0e}")
+
+
+def check_toml(path: str | None) -> None:
+    """Refuse another name for a file that `--out` is to write.
+
+    Raises:
+        ConfigError: it does not end in .toml, by which it is told from the names of shipped profiles.
+    """
+    if path is not None and Path(path).suffix != ".toml":
+        raise ConfigError("--out", path, "must be a TOML file; give it a name that ends with .toml")
+
+
+def per_gpu(rate: float) -> str:
+    """TFLOP/s of one GPU in words, with a decimal or with three digits if it is slow."""
+    return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"

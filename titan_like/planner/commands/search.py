@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config import JobConfig, load_config
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile
+from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, check_toml, chosen_profile, per_gpu
+from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.reasons import described, differences, why_slower, why_too_large
-from titan_like.planner.search import MEMORY_MARGIN, Candidate, Counts, Found, search
+from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.space import SEARCHED, STAGE_SIZES, changed, set_keys
 
 _SECONDS_OF_SILENCE = 2.0
@@ -40,8 +41,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: an option that makes no sense, or no layout is valid, or none fits.
     """
     above_zero(options, "gpus", "top")
-    if options.out and Path(options.out).suffix != ".toml":
-        raise ConfigError("--out", options.out, "must be a TOML file; give it a name that ends with .toml")
+    check_toml(options.out)
     config = load_config(settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
@@ -71,7 +71,7 @@ def summary(found: Found) -> list[str]:
     """The best layout, what is expected of it, and of how many it is the best."""
     best, counts = found.best, found.counts
     ahead = forecast(best.work, found.profile, found.config)
-    tflops = f", {ahead.rates.tflops_per_device:.0f} TFLOP/s per GPU"
+    tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
     return [
         described(best.work),
         f"predicted: {best.time.total:.3f} s a step (between {ahead.seconds_low:.3f} and {ahead.seconds_high:.3f} in "

@@ -86,8 +86,9 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
         step = read_trace(Path(path))
     except OSError as error:
         raise ConfigError("--measured", path, f"cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError("--measured", path, "is no timeline; give a step-N.json that the trainer wrote") from None
+    except ValueError as error:
+        problem = f"give a step-N.json that the trainer wrote; {error}"
+        raise ConfigError("--measured", path, problem) from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
         raise ConfigError("--measured", path, f"is of {theirs}; the run has {ours}")
