@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import threading
@@ -118,6 +119,23 @@ def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
     large = open_corpus(section, LargeTokenizer(), tmp_path / "other_cache")
     assert large.tokens.dtype == np.uint32
     assert large.tokens[-1] == 99_999
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("earth")
+    section = Data(dataset="text", paths=[str(tmp_path / "text.txt")])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"dump_folder.*No space left.*make room"),
+    ):
+        patch.setattr(np, "save", full)
+        open_corpus(section, ByteTokenizer(), tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache")) == [[*b"earth", EOD]]
 
 
 def test_windows_tile_the_stream_and_labels_are_inputs_shifted():

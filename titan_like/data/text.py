@@ -40,14 +40,27 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
     """The corpus that [data] names, tokenized into the cache if it is not there yet.
 
     Raises:
-        ConfigError: no file matches, a file is empty, unreadable or not UTF-8, or a JSONL line holds no text.
+        ConfigError: no file matches, a file is empty, unreadable or not UTF-8, a JSONL line holds no text, or the cache
+            can not be written, as on a full disk.
     """
     files = corpus_files(section)
     folder = cache_folder / fingerprint(section, files)
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            _build(section, files, tokenizer, folder)
+    unfinished = folder.with_suffix(".unfinished")
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                try:
+                    _build(section, files, tokenizer, unfinished)
+                    os.replace(unfinished, folder)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        problem = (
+            f"the tokens cannot be written to {cache_folder} ({error.strerror}); make room, or name another folder"
+        )
+        raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
     dtype = np.dtype(json.loads((folder / "info.json").read_text())["dtype"])
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
     return TokenFile(tokens, np.load(folder / "document_ends.npy"))
@@ -92,14 +105,12 @@ def fingerprint(section: Data, files: list[Path]) -> str:
 
 
 def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenize all files into ``folder``, which appears complete or not at all."""
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    """Tokenize all files into ``folder``, which is new."""
+    folder.mkdir()
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     ends: list[int] = []
     total, started, last_shown = 0, time.monotonic(), time.monotonic()
-    with open(unfinished / "tokens.bin", "wb") as output:
+    with open(folder / "tokens.bin", "wb") as output:
         for number, path in enumerate(files, start=1):
             for document in _documents(path, section):
                 tokens = np.append(tokenizer.encode(document), tokenizer.eod_id).astype(dtype)
@@ -111,9 +122,8 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
                 print(f"tokenizing: {number} of {len(files)} files, {total:,} tokens", file=sys.stderr, flush=True)
     if total == 0:
         raise ConfigError("data.paths", section.paths, "the files hold no document; give some with text")
-    np.save(unfinished / "document_ends.npy", np.asarray(ends, dtype=np.int64))
-    (unfinished / "info.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
-    os.replace(unfinished, folder)
+    np.save(folder / "document_ends.npy", np.asarray(ends, dtype=np.int64))
+    (folder / "info.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
     seconds = time.monotonic() - started
     print(f"tokenized {len(files)} files into {total:,} tokens in {seconds:.1f} s", file=sys.stderr, flush=True)
 
