@@ -49,6 +49,7 @@ _LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
 _LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
 _TINY = (1, 8, 16, 2)
 
+_ALTERNATIONS = 10  # of a product and a collective
 _COLLECTIVE_BYTES = (1 << 12, 1 << 20, 1 << 24)  # 4 KiB for latency, 16 MiB for bandwidth
 _COLLECTIVE_BYTES_GPU = (1 << 12, 1 << 24, 1 << 28)
 
@@ -92,17 +93,26 @@ class Machine:
             times.append(time.perf_counter() - start)
         return self.mean(min(times))
 
-    def collective_seconds(self, run: Callable[[], object]) -> float:
-        """The same where every process has to run equally often."""
-        run()
-        times = []
-        for _ in range(7):
+    def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
+        """What one run adds to products before and after it, on every process alike.
+
+        As in training: on a CPU the threads that carry a message find the cores taken, and in between the others of
+        the machine come in, for which everybody waits.
+        """
+
+        def several(*steps: Callable[[], object]) -> float:
             dist.barrier()
             start = time.perf_counter()
-            run()
+            for _ in range(_ALTERNATIONS):
+                for step in steps:
+                    step()
             self._finish()
-            times.append(time.perf_counter() - start)
-        return self.mean(min(times))
+            return time.perf_counter() - start
+
+        several(product, run)
+        rounds = [(several(product, run), several(product)) for _ in range(7)]
+        together, alone = (min(times) for times in zip(*rounds, strict=True))
+        return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
 
     def host_seconds(self, run: Callable[[], object]) -> float:
         """Shortest time until the host has started one run's operators; the device may still work."""
@@ -275,17 +285,22 @@ def _links(machine: Machine) -> Links:
     """Collectives over all processes, and messages between neighbours, all at once."""
     n, rank = machine.processes, dist.get_rank()
     sizes = _COLLECTIVE_BYTES if machine.is_cpu else _COLLECTIVE_BYTES_GPU
+    tokens, inputs, outputs = (_PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU)[-1]
+    x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
+
+    def product() -> torch.Tensor:
+        return x @ weight
 
     def reduced(nbytes: int) -> float:
         tensor = torch.ones(nbytes // 4, device=machine.device)
-        return machine.collective_seconds(lambda: dist.all_reduce(tensor))
+        return machine.seconds_between(lambda: dist.all_reduce(tensor), product)
 
     def gathered(nbytes: int) -> float:
         part = torch.ones(nbytes // 4 // n, device=machine.device)
         whole = torch.empty(part.numel() * n, device=machine.device)
         with warnings.catch_warnings():  # later versions have another name for it
             warnings.simplefilter("ignore", FutureWarning)
-            return machine.collective_seconds(lambda: dist.all_gather_into_tensor(whole, part))
+            return machine.seconds_between(lambda: dist.all_gather_into_tensor(whole, part), product)
 
     def sent(nbytes: int) -> float:
         tensor, into = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
@@ -295,7 +310,7 @@ def _links(machine: Machine) -> Links:
             for work in dist.batch_isend_irecv(list(sends)):
                 work.wait()
 
-        return machine.collective_seconds(run)
+        return machine.seconds_between(run, product)
 
     smallest, *_, largest = sizes
     latency = reduced(smallest) / (2 * (n - 1))
@@ -345,11 +360,11 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
     if links is None:
         return profile.changed(node_bandwidth=0.0)
     # Collectives and messages over the slowest link that there is: between machines where there are several.
-    node = links.all_reduce * machine.here
+    fastest = max(links.all_reduce, links.message)
     network = {
-        "node_bandwidth": node,
-        "network_efficiency": 1.0,
-        "message_efficiency": links.message * machine.here / node,
+        "node_bandwidth": fastest * machine.here,
+        "network_efficiency": links.all_reduce / fastest,
+        "message_efficiency": links.message / fastest,
         "network_latency": links.latency,
     }
     if several:
