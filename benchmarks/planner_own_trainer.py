@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {  # processes, settings
         1,
         ["--model.family=llama", "--activation_checkpoint.mode=full", *VOCABULARY, *BATCH],
     ),
-    "gpt, data 2": (2, ["--model.family=gpt", *BATCH]),
+    "gpt, data 2": (2, ["--model.family=gpt", "--parallelism.data_parallel_shard_degree=2", *BATCH]),
     "gpt, hidden size 512, tensor 2": (
         2,
         ["--model.family=gpt", "--parallelism.tensor_parallel_degree=2", *WIDE, *BATCH],
