@@ -31,7 +31,7 @@ PRELOADED = (
     "titan_like.verify.observe",
 )
 _SECONDS_TO_FOLLOW = 2.0  # that the others get, after a job failed, to fail for their own reasons
-_IDLE_SHARE = 0.005  # of one processor: a process that computes less waits for others
+_IDLE_SHARE = 0.05  # of one processor: a process that computes less waits for others; threads of gloo take 0.02
 
 
 @dataclass(frozen=True)
