@@ -31,6 +31,18 @@ def slower(profile, factor):
     assert device is profile.device
 
 
+def test_dtensor_weights_take_the_host_s_time_under_tensor_parallelism_unless_compiled():
+    profile = SELENE.changed(tensor_host_forward=0.003, tensor_host_backward=0.005)
+    work = next(work for work in WORKLOADS if work.tensor > 1 and work.recompute == "full")._replace(compiled=False)
+    for tensor, compiled, more in ((work.tensor, False, 0.003), (work.tensor, True, 0.0), (1, False, 0.0)):
+        mb = microbatch_of(work._replace(tensor=tensor, compiled=compiled, sequence_parallel=False))
+        found, plain = (layer_cost(work.model, mb, of) for of in (profile, SELENE))
+        assert found.forward_host - plain.forward_host == pytest.approx(more, abs=1e-12)
+        again = more  # the forward pass is repeated
+        expected = again + (0.005 if more else 0.0)
+        assert found.backward_host - plain.backward_host == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
     for work in WORKLOADS:

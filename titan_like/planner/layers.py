@@ -174,11 +174,11 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     if not mb.flash and not softmax_is_fused(model, mb, profile):
         operators_forward += _UNFUSED_SOFTMAX[0]
         operators_backward += _UNFUSED_SOFTMAX[1]
-    if t > 1 and not mb.compiled:
-        operators_forward += profile.tensor_operators[0]
-        operators_backward += profile.tensor_operators[1]
     host_forward = (operators_forward + messages) * profile.operator_time
     host_backward = (operators_backward + messages) * profile.operator_time
+    if t > 1 and not mb.compiled:
+        host_forward += profile.tensor_host_forward
+        host_backward += profile.tensor_host_backward
     if mb.recompute == "full":
         host_backward += host_forward
     return Cost(forward, backward, again, forward_tensor, backward_tensor, again_tensor, host_forward, host_backward)

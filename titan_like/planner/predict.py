@@ -166,9 +166,10 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
         gpus_per_node=config.cluster.gpus_per_node or profile.gpus_per_node,
         node_bandwidth=config.cluster.node_bandwidth * 1e9 if config.cluster.node_bandwidth else profile.node_bandwidth,
         trainer_state=True,
-        # Weights are DTensors, whose local parts are taken and given gradients one by one: a layer of 12 takes the host
-        # 375 and 880 µs in place of 90 and 150 (PyTorch 2.13).
-        tensor_operators=(75, 190),
+        # Weights are DTensors, whose local parts are taken and given gradients one by one: a GPT's layer of 12 takes
+        # the host 375 and 880 µs in place of 90 and 150 (PyTorch 2.13, a server's CPU).
+        tensor_host_forward=285e-6,
+        tensor_host_backward=730e-6,
         fused_loss=False,  # PyTorch's, in float32
         logit_state=8.0,
         recompute_whole=False,  # torch stops recomputing where nothing more is needed

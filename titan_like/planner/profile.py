@@ -116,7 +116,8 @@ class Profile:
     optimizer_traffic: float = 52.0  # bytes of memory per parameter that clipping and the update read and write
     blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
     host_operators: tuple[int, int] = (24, 40)  # of a layer's forward and backward pass
-    tensor_operators: tuple[int, int] = (0, 0)  # what the host does more for it under tensor parallelism, uncompiled
+    tensor_host_forward: float = 0.0  # what the host needs more for a layer under tensor parallelism, uncompiled
+    tensor_host_backward: float = 0.0
     weight_state: float = 2.0  # resident bytes per parameter: weights
     gradient_state: float = 4.0  # gradients
     optimizer_state: float = 12.0  # master weights and moments
@@ -145,7 +146,7 @@ class Profile:
         return replace(self, **values)
 
 
-_TUPLES = ("groups", "fitted_on", "host_operators", "tensor_operators")
+_TUPLES = ("groups", "fitted_on", "host_operators")
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8", "float4")
