@@ -29,6 +29,7 @@ def settings(family: str, optimizer: str, **more: object) -> dict[str, object]:
         "optimizer.name": optimizer,
         "optimizer.lr": LEARNING_RATE[optimizer],
         "training.seq_len": 32,
+        "training.steps": 12,
         **{key.replace("__", "."): value for key, value in more.items()},
     }
 
