@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the co
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
 
+CONFIG_FILE = "--job.config_file"
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
 
 
@@ -61,10 +62,7 @@ def main(argv: list[str]) -> int:
     command.add_options(parser)
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])
-    if options.json and options.json == getattr(options, "out", None):
-        raise ConfigError("--json", options.json, "is what --out is to be written to; name another file")
-    for name in ("json", "out", "picture"):
-        check_target(f"--{name}", getattr(options, name, None))
+    check_files(options, settings)
 
     outcome = command.run(options, settings)
     if outcome.text:  # of several processes one has something to say
@@ -74,6 +72,29 @@ def main(argv: list[str]) -> int:
     if options.json:
         write("--json", Path(options.json), json.dumps(outcome.json, indent=2))
     return int(outcome.status)
+
+
+def check_files(options: argparse.Namespace, settings: list[str]) -> None:
+    """Refuse files that would overwrite each other, or what is read, and such as can not be written.
+
+    Raises:
+        ConfigError: the first of them, or an empty name.
+    """
+    inputs = {name: getattr(options, name, None) for name in ("profile", "points", "measured")}
+    targets = {name: getattr(options, name, None) for name in ("out", "picture", "json")}
+    for name, path in (inputs | targets).items():
+        if path == "":
+            raise ConfigError(f"--{name}", path, "name a file")
+    known = {Path(path).resolve(): f"--{name} is read from" for name, path in inputs.items() if path}
+    if CONFIG_FILE in settings[:-1]:
+        known[Path(settings[settings.index(CONFIG_FILE) + 1]).resolve()] = f"{CONFIG_FILE} is read from"
+    for name, path in targets.items():
+        check_target(f"--{name}", path)
+        if path is None:
+            continue
+        use = known.setdefault(Path(path).resolve(), f"--{name} is written to")
+        if use != f"--{name} is written to":
+            raise ConfigError(f"--{name}", path, f"is what {use}; name another file")
 
 
 def check_target(option: str, path: str | None) -> None:

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from tests.unit.planner_cases import flavor
-from titan_like.config import ConfigError
+from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors, usable
 from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.duration import days_by_formula, duration
-from titan_like.planner.measured import adapted, published_rows, read_rows, row_from, study_of
-from titan_like.planner.predict import for_run
-from titan_like.planner.profile import builtin_profiles, profile_for_group, profile_from, profile_to_toml
+from titan_like.planner.measured import Row, adapted, published_rows, read_rows, row_from, study_of
+from titan_like.planner.predict import for_run, predict
+from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +331,7 @@ def test_rows_that_say_too_little_are_named(tmp_path):
         ({"heads": "17"}, "num_attention_heads 17 does not divide"),
         ({"zero": "9"}, "zero = 9: must be 0, 1, 2, 3 or fsdp"),
         ({"seq_parallel": "perhaps"}, "seq_parallel = perhaps"),
+        ({"recompute": "banana"}, "recompute = banana: must be one of none, full"),
         ({"step_time_s": "1e300"}, "step_time_s = 1e300"),
         ({"mem_gib": "nan"}, "mem_gib = nan"),
         ({None: ["left over"]}, "more cells than the file has columns"),
@@ -346,6 +347,43 @@ def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
         row_from(good | change)
 
 
+@pytest.mark.parametrize(
+    ("words", "mode", "every"), [("None", "none", 1), (" FULL", "full", 1), ("selective-AC", "full", 2)]
+)
+def test_recomputation_is_read_whatever_its_case(words, mode, every):
+    table = {
+        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
+        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;", "recompute": words,
+    }  # fmt: skip
+    assert (row_from(table).work.recompute, row_from(table).work.recompute_every) == (mode, every)
+
+
+def test_own_rows_are_fitted_as_runs_are_predicted():
+    """A profile fitted on what predictions of runs are gives those predictions back."""
+    words = ["--training.steps=1", "--model.flavor=7.5b", "--training.global_batch_size=128", "--cluster.gpu=A100",
+             "--cluster.nodes=8", "--cluster.gpus_per_node=8", "--training.dtype=bfloat16"]  # fmt: skip
+    truth = builtin_profiles()["fsdp_a100"].changed(gemm_efficiency=0.7, nvlink_efficiency=0.5)
+    rows, runs = [], []
+    for tensor, zero, micro in ((8, 1, 4), (4, 3, 2), (2, 3, 1), (8, 0, 2)):
+        run = load_config([*words, f"--parallelism.tensor_parallel_degree={tensor}", f"--parallelism.zero_stage={zero}",
+                           f"--training.micro_batch_size={micro}"])  # fmt: skip
+        found = predict(run, truth)
+        rows.append(Row("mine", "A100-80GB", 64, 8, found.work, found.time.total, None, "", f"m{tensor}", "mine"))
+        runs.append((run, found.time.total))
+    fitted = calibrated(rows, builtin_profiles()["fsdp_a100"], "mine").profile
+    for run, seconds in runs:
+        assert predict(run, fitted).time.total == pytest.approx(seconds, rel=0.01)
+
+
+def test_own_rows_are_of_the_type_that_their_notes_or_the_profile_name():
+    good = next(row for row in ROWS if row.study == "korthikanti_t5")
+    half = good.work._replace(dtype="bfloat16")
+    rows = [replace(good, study="mine", notes=notes, work=half) for notes in ("mine", "mine bf16")]
+    kept, left_out = usable(rows, builtin_profiles()["jean_zay_v100"].changed(dtype="float16", gpus_per_node=8))
+    assert [row.work.dtype for row in kept] == ["float16", "bfloat16"]
+    assert not left_out
+
+
 def test_rows_that_a_profile_cannot_predict_are_named():
     good = next(row for row in ROWS if row.study == "korthikanti_t5")
     other = replace(good, work=good.work._replace(dtype="float8"))
@@ -353,6 +391,15 @@ def test_rows_that_a_profile_cannot_predict_are_named():
     kept, left_out = usable(rows, builtin_profiles()["selene_2021"])
     assert kept == [good]
     assert ["Tesla P4" in left_out[0], "float8" in left_out[1], "out of memory" in left_out[2]] == [True] * 3
+
+
+def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
+    text = 'two\nlines, "quoted", a \\ and \x7f'
+    profile = builtin_profiles()["selene_2021"].changed(description=text, judged={"a key": 1.0})
+    path = tmp_path / "mine.toml"
+    path.write_text(profile_to_toml(profile))
+    assert load_profile(str(path)).description == text
+    assert load_profile(str(path)).judged == {"a key": 1.0}
 
 
 def test_rate_becomes_time_by_the_convention_that_the_notes_name():

@@ -126,6 +126,13 @@ def test_what_is_fixed_stays_and_the_largest_model_is_then_smaller():
     assert memory(work._replace(model=wider), profile).largest > 0.9 * 32 * 2**30
 
 
+def test_no_model_fits_where_the_software_takes_all_memory():
+    config, profile = run_of(*V100, *SMALL)
+    full = profile.changed(overhead_bytes=31e9)
+    assert largest_model(config, full, flavor("gpt", "gpt3_13b"), 1) is None
+    assert fewest_nodes(config, full, flavor("gpt", "gpt3_13b")) is None
+
+
 def test_fewest_nodes_are_the_first_that_do():
     config, profile = run_of(*V100, *SMALL)
     model = flavor("gpt", "gpt3_13b")
@@ -176,6 +183,7 @@ def test_more_nodes_hold_more(tmp_path):
         (["--tokens", "many"], "--tokens"),
         (["--training.seq_len", "4096"], "max_seq_len is 2048"),
         (["--parallelism.pipeline_schedule", "gpipe"], "can not be fixed here"),
+        (["--parallelism.context_parallel_degree", "2"], "context_parallel_degree"),
         (["--training.global_batch_size", "1", "--training.batch_size_rampup", "[2, 2, 100]"], "batch_size_rampup"),
     ],
 )

@@ -174,6 +174,26 @@ def first_pass(**values):
     return change
 
 
+def shifted(microseconds):
+    def change(trace):
+        for event in trace["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += microseconds
+
+    return change
+
+
+def reversed_in_time(trace):
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 0]
+    end = max(event["ts"] + event["dur"] for event in slices)
+    for event in slices:
+        event["ts"] = end - event["ts"] - event["dur"]
+
+
+def wait_of_rank(rank):
+    return lambda trace: next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] == 1).update(pid=rank)
+
+
 def without_rank_1(trace):
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["pid"] == 0]
 
@@ -202,6 +222,10 @@ def without_time(trace):
         (first_pass(ts=float("nan")), "no number"),
         (first_pass(dur=-1.0), "end before its start"),
         (first_pass(ts="soon"), "TypeError"),
+        (about(clock_error_us=-1.0), "no number"),
+        (shifted(-1e9), "does not start at 0"),
+        (reversed_in_time, "not in the schedule's order"),
+        (wait_of_rank(99), "a rank that there is not"),
     ],
 )  # fmt: skip
 def test_a_timeline_that_can_be_no_step_of_its_schedule_is_refused(change, problem, tmp_path):

@@ -208,7 +208,8 @@ def test_gradients_of_later_microbatches_are_added_in_memory(tensor):
     )
     fused = SELENE.changed(fused_accumulation=True)
     assert layer_cost(work.model, microbatch_of(work), fused).backward == pytest.approx(alone.backward)
-    assert not microbatch_of(work._replace(zero_stage=2)).accumulates
+    assert microbatch_of(work._replace(zero_stage=2)).accumulates  # one shard is all of it
+    assert not microbatch_of(work._replace(zero_stage=2, shard=2, global_batch_size=16)).accumulates
 
 
 def test_softmax_is_fused_for_multiples_of_four_matrices():

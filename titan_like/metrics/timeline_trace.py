@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from titan_like.parallel.schedules.tables import schedule_table
 
 _PASSES, _WAITS, _PHASES = range(3)  # rows of a rank
 _ROWS = {_PASSES: "passes", _WAITS: "waiting", _PHASES: "rest of the step"}
+_LATEST_START = 1e-3  # seconds
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
@@ -105,7 +107,7 @@ def read_trace(path: Path) -> StepTimeline:
             about["virtual_stages"],
             [_event(event) for event in slices if event["tid"] == _PASSES],
             [_event(event) for event in slices if event["tid"] == _WAITS],
-            [Phase(e["pid"], e["name"], *_span(e)) for e in slices if e["tid"] == _PHASES],
+            [Phase(e["pid"], str(e["name"]), *_span(e)) for e in slices if e["tid"] == _PHASES],
             about["clock_error_us"] / 1e6,
         )
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -130,10 +132,18 @@ def _problem(timeline: StepTimeline) -> str | None:
     planned = sorted((rank, action) for rank, actions in enumerate(table) for action in actions)
     if sorted((event.rank, event.action) for event in passes) != planned:
         return "its passes are not those of the schedule"
-    spans = [(event.start, event.end) for event in (*passes, *timeline.waits)]
-    spans += [(phase.start, phase.end) for phase in timeline.phases]
-    if not all(0 <= end - start < float("inf") for start, end in spans):
+    spans = [(event.rank, event.start, event.end) for event in (*passes, *timeline.waits)]
+    spans += [(phase.rank, phase.start, phase.end) for phase in timeline.phases]
+    if not all(0 <= end - start < float("inf") for _, start, end in spans) or not timeline.clock_error >= 0:
         return "a time that is no number, or an end before its start"
+    if not {rank for rank, _, _ in spans} <= set(range(degree)):
+        return "a wait or a phase of a rank that there is not"
+    if abs(min(event.start for event in passes)) > _LATEST_START:
+        return "its first pass does not start at 0"
+    for rank, actions in enumerate(table):
+        begin = {event.action: event.start for event in passes if event.rank == rank}
+        if any(begin[later] < begin[earlier] for earlier, later in pairwise(actions)):
+            return f"the passes of rank {rank} are not in the schedule's order"
     if any(sum(event.end - event.start for event in passes if event.rank == rank) <= 0 for rank in range(degree)):
         return "a rank whose passes take no time"
     return None

@@ -8,15 +8,17 @@ data has to insist before a constant leaves its physical value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError
+from titan_like.parallel.traffic import BYTES
 from titan_like.planner.accuracy import Prediction, judgement, predict_row
 from titan_like.planner.devices import find_device
-from titan_like.planner.measured import Row, adapted
+from titan_like.planner.measured import STUDIES, Row, adapted, stated_dtype
+from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin
 from titan_like.planner.step_time import step_time
 
@@ -134,13 +136,21 @@ class Calibration:
 
 
 def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
-    """Rows that have a time which the profile can predict, and for each of the others why not."""
+    """Rows that have a time which the profile can predict, and for each of the others why not.
+
+    A user's own row is of the profile's type, unless its notes name another.
+    """
     kept, left_out = [], []
     for row in rows:
+        if is_own(row) and stated_dtype(row.notes) is None and row.work.dtype == "bfloat16":
+            row = replace(row, work=row.work._replace(dtype=profile.dtype))
         try:
             if is_builtin(profile.device):
                 find_device(row.gpu)  # refuses
-            adapted(profile, row).device.peak_flops(row.work.dtype)  # refuses
+            own = adapted(profile, row)
+            own.device.peak_flops(row.work.dtype)  # refuses
+            if row.gpus > 1 and not own.node_bandwidth:
+                raise ConfigError("gpus", row.gpus, f"{profile.name} knows nothing of links between processes")
         except ConfigError as error:
             left_out.append(f"{row.model}: {error}")
             continue
@@ -151,11 +161,19 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
     return kept, left_out
 
 
+def is_own(row: Row) -> bool:
+    """Whether it is of no study that is known, but of our own trainer."""
+    return row.study not in STUDIES
+
+
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     """Fit the constants that `usable` rows can tell anything about; groups left out in turn are model sizes."""
     devices = {adapted(start, row).device for row in rows}
     if len(devices) == 1:
         start = start.changed(device=devices.pop())
+    if all(is_own(row) for row in rows):  # what the fit assumes is what predictions will assume
+        dtype = rows[0].work.dtype
+        start = of_own_trainer(start, dtype if dtype in BYTES else start.dtype)
     names = informed(rows, start)
     profile = fit(rows, start, names)
     groups = leave_one_group_out(rows, start, names, lambda row: row.model)

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
@@ -128,19 +128,19 @@ def fewest_nodes(
     Raises:
         ConfigError: no layout on any number of nodes is valid for the run.
     """
-    start = ceil(_least_gpus(model, profile) / profile.gpus_per_node)
-    refusal = None
-    for nodes in range(start, most + 1):
+    least = _least_gpus(model, profile) / profile.gpus_per_node
+    refusal, accepted = None, False
+    for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on so many; another number may
             refusal = refusal or error
             continue
-        refusal = None
+        accepted = True
         if found:
             return _fastest(config, profile, lambda _: model, gpus, nodes, fixed)
-    if refusal is not None:
+    if refusal is not None and not accepted:
         raise refusal
     return None
 
@@ -150,7 +150,8 @@ def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
     bytes_each = (
         16 if profile.trainer_state else profile.weight_state + profile.gradient_state + profile.optimizer_state
     )
-    return model.num_parameters() * bytes_each / (usable_bytes(profile.device) - profile.overhead_bytes)
+    room = usable_bytes(profile.device) - profile.overhead_bytes
+    return model.num_parameters() * bytes_each / room if room > 0 else inf
 
 
 def fits(
@@ -174,7 +175,7 @@ def valid_layouts(
     gpus: int,
     fixed: frozenset[str] = frozenset(),
     zero_stages: Sequence[int] = (0, 1, 2, 3),
-    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    micro_batch_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
 ) -> Iterator[tuple[JobConfig, Workload]]:
     """Every layout on so many GPUs that the trainer's rules accept, as a configuration and as the planner's numbers.
 

@@ -32,6 +32,14 @@ from titan_like.planner.workload import Workload
 
 COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # without these a file is no file of rows
 
+_RECOMPUTE = {  # mode, and every how many layers
+    "none": ("none", 1),
+    "full": ("full", 1),
+    "selective": ("selective", 1),
+    "selective-ac": ("full", 2),  # torchtitan's, of every second layer
+    "selective-ac(per-op)": ("full", 2),
+}
+
 _Count = Annotated[int, Field(ge=1, le=10**9)]
 _Size = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -121,7 +129,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
         ConfigError: no such file, or columns are missing.
     """
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
             if missing:
@@ -132,7 +140,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     rows, left_out = [], []
     for number, table in enumerate(tables, start=2):
         try:
-            rows.append(row_from(table))
+            rows.append(row_from({name: "" if text is None else text for name, text in table.items()}))
         except ValueError as error:
             left_out.append(f"line {number}: {error}")
     return rows, left_out
@@ -165,11 +173,11 @@ def row_from(table: dict[str, str]) -> Row:
     virtual = cells.vp or _likely_virtual(
         defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro)
     )
-    stated = (table.get("recompute") or "").strip()
-    recompute, every = {"": (defaults["recompute"], 1), "none": ("none", 1), "full": ("full", 1)}.get(
-        stated, ("selective", 1) if stated == "selective" else ("full", 2)
-    )
-    zero_text = (table.get("zero") or "").replace("fsdp", "3").split("/")[0]
+    stated = (table.get("recompute") or defaults["recompute"]).strip().lower()
+    if stated not in _RECOMPUTE:
+        raise ValueError(f"recompute = {stated}: must be one of {', '.join(_RECOMPUTE)}")
+    recompute, every = _RECOMPUTE[stated]
+    zero_text = (table.get("zero") or "").strip().lower().replace("fsdp", "3").split("/")[0]
     if zero_text not in ("", "0", "1", "2", "3"):
         raise ValueError(f"zero = {table['zero']}: must be 0, 1, 2, 3 or fsdp")
     zero = int(zero_text) if zero_text else defaults["zero"]
@@ -295,7 +303,14 @@ def _dtype(notes: str, study: str, default: str) -> str:
         return "float8"
     if study == "bloom" and "bf16" in words:
         return "bfloat16"
-    return default
+    return default if study in STUDIES else stated_dtype(notes) or default
+
+
+def stated_dtype(notes: str) -> str | None:
+    """The type that the notes of a user's own row name."""
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    names |= {name: name for name in names.values()}
+    return next((dtype for word, dtype in names.items() if re.search(rf"\b{word}\b", notes.lower())), None)
 
 
 def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:
@@ -322,7 +337,7 @@ def adapted(profile: Profile, row: Row) -> Profile:
                 changes["device"] = device
     words = row.notes.replace(";", " ").split()
     for number, unit in pairwise(words):
-        if unit == "Gbps" and number.isdigit():
+        if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
             changes["node_bandwidth"] = float(number) * 1e9 / 8
     if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
         # The bf16 optimizer of 28 February sums gradients in float32 too, and does not shard them.

@@ -8,6 +8,7 @@ grouped-query attention, gated MLPs and fused attention; how many are alive at o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
 
     Not ``exact``: where a schedule splits backward passes, an upper bound of the trainer's state, much faster.
     """
-    ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    ranks: Iterable[int] = range(work.pipeline)  # of split backward passes any may hold most
+    if not exact or work.schedule not in SPLIT_BACKWARD:
+        ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
     return max([rank_memory(work, profile, rank, exact).total for rank in ranks])
 
 

@@ -353,6 +353,7 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
     profile = profile.changed(
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         fitted_on=(),
+        judged={},
         causal_half=True,
         error_median=0.15,
         error_p90=0.3,

@@ -160,11 +160,17 @@ def default_profile(device: Device) -> Profile:
 
 def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
     """A stack's constants, with what is known of our own trainer and of the run's cluster in their place."""
-    training = config.training
-    return profile.changed(
+    training, cluster = config.training, config.cluster
+    return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
         device=device,
-        gpus_per_node=config.cluster.gpus_per_node or profile.gpus_per_node,
-        node_bandwidth=config.cluster.node_bandwidth * 1e9 if config.cluster.node_bandwidth else profile.node_bandwidth,
+        gpus_per_node=cluster.gpus_per_node or profile.gpus_per_node,
+        node_bandwidth=cluster.node_bandwidth * 1e9 if cluster.node_bandwidth else profile.node_bandwidth,
+    )
+
+
+def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
+    """A stack's constants with how our own trainer works in the place of how that stack does."""
+    return profile.changed(
         trainer_state=True,
         # Weights are DTensors, whose local parts are taken and given gradients one by one: a GPT's layer of 12 takes
         # the host 375 and 880 µs in place of 90 and 150 (PyTorch 2.13, a server's CPU).
@@ -174,9 +180,9 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
         logit_state=8.0,
         recompute_whole=False,  # torch stops recomputing where nothing more is needed
         optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; the norm before it
-        gradient_bytes=BYTES[training.reduce_dtype],
-        parameter_bytes=BYTES[training.dtype],
-        dtype=training.dtype,
+        gradient_bytes=BYTES[reduce_dtype],
+        parameter_bytes=BYTES[dtype],
+        dtype=dtype,
     )
 
 

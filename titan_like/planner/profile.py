@@ -6,7 +6,9 @@ value means that the model is wrong; the others follow from how the software wor
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -266,9 +268,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+        keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key) for key in value}
+        return "{ " + ", ".join(f"{keys[key]} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

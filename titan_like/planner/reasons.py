@@ -66,7 +66,7 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
     if part == "data":
         over = f"over {work.data_parallel} GPUs"
         if work.zero_stage == 3:
-            return f"ZeRO 3 gathers weights for each of {work.microbatches} microbatches {over}"
+            return f"ZeRO 3 gathers weights for each of {work.microbatches} microbatches over {work.shard} GPUs"
         often = f"after each of {work.microbatches} microbatches " if work.zero_stage == 2 else ""
         return f"sums of gradients {often}{over}"
     if part == "optimizer":

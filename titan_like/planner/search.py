@@ -29,6 +29,7 @@ from titan_like.planner.workload import Workload, layers_of_ranks
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
+_BOUND = 1.25  # how far the bound of split backward passes' memory may be above it: state that is there for a while
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class BestFirst:
         """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
 
         Most sharded first: with fewer shards, and for whole backward passes with a lower ZeRO stage, memory only grows.
-        The bound of the memory of split ones may fall with the stage.
+        Split ones are judged when their turn comes: exactly, which takes long, where a bound does not say.
         """
         if self._done(group):
             return
@@ -200,14 +201,16 @@ class BestFirst:
                     self.counts.too_large += 1
                 elif not known:
                     work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
-                    if zero == 3:
+                    if zero == 3 and choice[0] not in SPLIT_BACKWARD:
                         fits = self._fits(work)
-                        nothing_lower_fits = not fits and index == 0 and choice[0] not in SPLIT_BACKWARD
+                        nothing_lower_fits = not fits and index == 0
                     if fits:
                         self._add_layout(work)
 
-    def _fits(self, work: Workload) -> bool:
+    def _fits(self, work: Workload, exact: bool = False) -> bool:
         used = largest_memory(work, self.profile, exact=False)
+        if exact and self.usable < used < _BOUND * self.usable and work.schedule in SPLIT_BACKWARD:
+            used = largest_memory(work, self.profile)
         if used > self.usable:
             self._remember(work, used)
         return used <= self.usable
@@ -231,7 +234,8 @@ class BestFirst:
 
     def _take(self, work: Workload, time: StepTime) -> None:
         """The next layout in the order of time: one of the ranked, if it is the first of its kind and fits."""
-        if _cell(work) not in self.cells and (work.zero_stage == 3 or self._fits(work)):
+        is_known_to_fit = work.zero_stage == 3 and work.schedule not in SPLIT_BACKWARD
+        if _cell(work) not in self.cells and (is_known_to_fit or self._fits(work, exact=True)):
             self.cells.add(_cell(work))
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 

@@ -182,9 +182,7 @@ class Space:
                 (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
             ]
             return [(zero, *shape) for zero in stages for shape in chosen]
-        if size == 1:
-            return [(stages[-1], 1, 1)]
-        return [(zero, *shape) for zero in stages for shape in (shapes[:-1] if zero == 3 else shapes[:1])]
+        return [(zero, *shape) for zero in stages for shape in (shapes if zero == 3 else shapes[:1])]
 
     def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:
         """One layout of a group."""

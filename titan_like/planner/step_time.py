@@ -80,7 +80,7 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
 
 def passes(work: Workload, profile: Profile) -> Passes:
     """The forward and backward passes of a step, without what data parallelism adds."""
-    zero = 2 if work.zero_stage >= 2 else 0  # what is the same is found once
+    zero = 0 if _gradients_are_whole(work) else 2  # what is the same is found once
     return _passes(work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard), profile)
 
 
@@ -135,9 +135,14 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dropout,
         work.dtype,
         work.compiled,
-        work.zero_stage < 2 and work.microbatches > 1,  # else there is nothing to add to, or only a shard
+        work.microbatches > 1 and _gradients_are_whole(work),  # else there is nothing to add to, or only a shard
         work.causal,
     )
+
+
+def _gradients_are_whole(work: Workload) -> bool:
+    """Whether a rank adds up all gradients of its layers: below ZeRO 2, and where there is one shard."""
+    return work.zero_stage < 2 or work.shard * work.context == 1
 
 
 def host_and_device(host: float, device: float, profile: Profile) -> float:

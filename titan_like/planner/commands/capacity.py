@@ -14,7 +14,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.capacity import CHOSEN, Capacity, fewest_nodes, largest_model
 from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, per_gpu
 from titan_like.planner.duration import SECONDS_PER_DAY
-from titan_like.planner.predict import for_run, profile_and_device
+from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.space import SEARCHED, STAGE_SIZES
 from titan_like.train.batch_size import total_samples
@@ -42,6 +42,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         problem = f"can not be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
     config = load_config(settings)
+    context = config.parallelism.context_parallel_degree
+    if context != 1:
+        raise ConfigError("parallelism.context_parallel_degree", context, "must be 1 here")
     model = model_config(config.model)
     check_sequence(config, model, Layout(1, 1, 1, 1, 1))
     profile = profile_of(config, chosen_profile(options))
@@ -71,14 +74,12 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
     """The constants for the run's nodes.
 
     Raises:
-        ConfigError: GPU or nodes are not stated, or the GPU lacks the precision.
+        ConfigError: GPU or nodes are not stated, the GPU lacks the precision, or nothing is known of links.
     """
-    if config.cluster.gpus_per_node is None:
+    if config.cluster.gpus_per_node is None and profile is None and config.cluster.profile is None:
         raise ConfigError("cluster.gpus_per_node", None, "say how many GPUs a node has")
     profile, device = profile_and_device(config, profile)
-    made = for_run(profile, config, device)
-    device.peak_flops("float32" if made.dtype == "float64" else made.dtype)  # refuses
-    return made
+    return checked_profile(config, config.cluster.gpus_per_node or profile.gpus_per_node, profile, device)
 
 
 def sized(found: Capacity) -> str:

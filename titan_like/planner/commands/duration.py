@@ -7,7 +7,15 @@ from dataclasses import asdict
 
 from titan_like.config import ConfigError
 from titan_like.metrics.flops import hardware_flops_per_token
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, per_gpu, run_of
+from titan_like.planner.commands.outcome import (
+    Outcome,
+    above_zero,
+    add_profile,
+    chosen_profile,
+    does_not_fit,
+    per_gpu,
+    run_of,
+)
 from titan_like.planner.duration import duration
 from titan_like.planner.predict import predict
 from titan_like.train.batch_size import total_samples
@@ -55,5 +63,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     ]
     if took.cost is not None:
         lines.append(f"  cost                       {took.cost:,.0f}")
+    lines += does_not_fit(forecast.memory)
     result = {**asdict(took), "tokens": tokens, "tflops_per_gpu": rate}
     return Outcome("\n".join(lines), {"predict": forecast.as_dict(), "duration": result})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.planner.memory import Memory
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.space import set_keys
@@ -69,6 +70,13 @@ def check_toml(path: str | None) -> None:
     """
     if path is not None and Path(path).suffix != ".toml":
         raise ConfigError("--out", path, "must be a TOML file; give it a name that ends with .toml")
+
+
+def does_not_fit(memory: Memory) -> list[str]:
+    """A line where the run is predicted not to fit, of which the command says other things."""
+    if memory.fits:
+        return []
+    return [f"the run DOES NOT FIT: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU"]
 
 
 def per_gpu(rate: float) -> str:

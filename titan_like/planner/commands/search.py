@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import JobConfig, load_config
+from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
 from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, check_toml, chosen_profile, per_gpu
@@ -21,6 +21,7 @@ from titan_like.planner.space import SEARCHED, STAGE_SIZES, changed, set_keys
 
 _SECONDS_OF_SILENCE = 2.0
 _TOO_LARGE_SHOWN = 3
+_MOST_GPUS = 1_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: an option that makes no sense, or no layout is valid, or none fits.
     """
     above_zero(options, "gpus", "top")
+    if options.gpus is not None and options.gpus > _MOST_GPUS:
+        raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
     check_toml(options.out)
     config = load_config(settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}

@@ -13,7 +13,7 @@ from titan_like.metrics.timeline_report import TimelineFigures, figures
 from titan_like.metrics.timeline_text import LEGEND, Part, differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
-from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, run_of
+from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, run_of
 from titan_like.planner.predict import predict
 from titan_like.planner.simulator import timeline
 
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     lines = [origin, *drawn(steps, options.width), LEGEND, *sentences(summary, parts)]
     if found:
         lines += table(found)
+    lines += does_not_fit(forecast.memory)
     result = {
         "seconds": predicted.seconds,
         "bubble_fraction": summary.bubble,
