@@ -177,6 +177,7 @@ def test_no_layout_is_one_sentence(settings, gpus, named):
         ({"tensor_parallel_degree": 64}, "= 64: does not divide the model's num_attention_heads"),
         ({"pipeline_layers": [10, 10]}, "sum to the 36 layers"),
         ({"pipeline_layers": [12, 12, 12]}, "divides the 64 GPUs can share 3 stages evenly"),
+        ({"pipeline_schedule": "1f1b", "virtual_stages_per_rank": 3}, "virtual_stages_per_rank = 3: needs"),
         ({"data_parallel_shard_degree": 0}, "data_parallel_shard_degree = 0: must be at least 1"),
     ],
 )  # fmt: skip

@@ -45,6 +45,7 @@ CHOSEN = (
     "activation_checkpoint.mode",
 )
 
+Show = Callable[[str], None]  # is told how far the search is
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
 
 
@@ -88,7 +89,12 @@ def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, se
 
 
 def largest_model(
-    config: JobConfig, profile: Profile, table: TransformerConfig, nodes: int, fixed: frozenset[str] = frozenset()
+    config: JobConfig,
+    profile: Profile,
+    table: TransformerConfig,
+    nodes: int,
+    fixed: frozenset[str] = frozenset(),
+    show: Show | None = None,
 ) -> Capacity | None:
     """The GPT-3-style model with most parameters that fits on the nodes; None if not even the smallest does.
 
@@ -98,6 +104,7 @@ def largest_model(
         table: whose vocabulary is taken.
         nodes: how many.
         fixed: keys of `CHOSEN` that stay as the run has them.
+        show: receives progress.
 
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.
@@ -111,6 +118,8 @@ def largest_model(
     while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
         width += _WIDTH_STEP
     for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
+        if show is not None:
+            show(f"{nodes} nodes: does a width of {candidate} fit?")
         if fits(config, profile, of_width(candidate), gpus, fixed):
             return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
     return None
@@ -122,6 +131,7 @@ def fewest_nodes(
     model: TransformerConfig,
     most: int = 4096,
     fixed: frozenset[str] = frozenset(),
+    show: Show | None = None,
 ) -> Capacity | None:
     """The fewest nodes on which the model fits, up to ``most``; None if it takes more. ``fixed`` keys of `CHOSEN` stay.
 
@@ -132,6 +142,8 @@ def fewest_nodes(
     refusal, accepted = None, False
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
+        if show is not None:
+            show(f"do {nodes} nodes hold it?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on so many; another number may

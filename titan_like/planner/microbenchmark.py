@@ -329,7 +329,8 @@ def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: 
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
     known = _known(properties.name)
-    link = links.all_reduce if links else known.nvlink_bandwidth if known else bandwidth
+    inside = links is not None and machine.processes == machine.here  # else links are those between machines
+    link = links.all_reduce if links and inside else known.nvlink_bandwidth if known else bandwidth
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 

@@ -113,10 +113,12 @@ class Space:
             raise ConfigError(STAGE_SIZES, counts, problem)
 
     def no_layout(self) -> ConfigError:
-        """Why there is none: the first refusal of a setting that is not chosen here, else what is fixed."""
-        for refusal in self.refusals:
-            if not self.fixed or refusal.key in self.fixed or refusal.key not in {*SEARCHED, STAGE_SIZES}:
-                return refusal
+        """Why there is none: the first refusal of a fixed setting, else of one that is not chosen here."""
+        chosen = {*SEARCHED, STAGE_SIZES} if self.fixed else set()
+        own = [refusal for refusal in self.refusals if refusal.key in self.fixed]
+        others = [refusal for refusal in self.refusals if refusal.key not in chosen]
+        for refusal in (*own, *others):
+            return refusal
         fixed = ", ".join(sorted(self.fixed))
         problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
         return ConfigError("number of GPUs", self.num_gpus, problem)

@@ -12,7 +12,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.planner.capacity import CHOSEN, Capacity, fewest_nodes, largest_model
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, chosen_profile, per_gpu
+from titan_like.planner.commands.outcome import Outcome, Progress, above_zero, add_profile, chosen_profile, per_gpu
 from titan_like.planner.duration import SECONDS_PER_DAY
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
@@ -48,9 +48,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     model = model_config(config.model)
     check_sequence(config, model, Layout(1, 1, 1, 1, 1))
     profile = profile_of(config, chosen_profile(options))
+    show = Progress()
     training, gpus = config.training, f"{profile.gpus_per_node} × {profile.device.name}"
     choices = dict.fromkeys((1, config.cluster.nodes or 1))
-    largest = {nodes: largest_model(config, profile, model, nodes, fixed) for nodes in choices}
+    largest = {nodes: largest_model(config, profile, model, nodes, fixed, show) for nodes in choices}
     tokens = options.tokens or total_samples(training) * training.seq_len
     lines = [f"largest GPT-3-style model, sequences of {training.seq_len}, batches of {training.global_batch_size}"]
     result: dict[str, Any] = {"tokens": tokens, "largest": []}
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if found is not None:
             lines += [f"    {line}" for line in layout_of(found, tokens)]
             result["largest"].append(as_dict(found, tokens))
-    fewest = fewest_nodes(config, profile, model, fixed=fixed)
+    fewest = fewest_nodes(config, profile, model, fixed=fixed, show=show)
     lines.append(f"fewest nodes for {config.model.flavor} ({model.num_parameters() / 1e9:.4g} billion parameters)")
     if fewest is None:
         lines.append("  fits on no number of nodes")

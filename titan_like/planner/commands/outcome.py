@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from titan_like.planner.search import search
 from titan_like.planner.space import set_keys
 
 _LARGEST = 1e18
+_SECONDS_OF_SILENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,20 @@ class Outcome:
     json: dict[str, Any]  # what --json writes
     status: int = 0  # the exit status
     files: dict[Path, str] = field(default_factory=dict)  # texts to write
+
+
+class Progress:
+    """Says on stderr how far something is, once it takes longer than a moment."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        """Say it, if the last word was some time ago."""
+        now = time.monotonic()
+        if now - self._said > _SECONDS_OF_SILENCE:
+            self._said = now
+            print(what, file=sys.stderr, flush=True)
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

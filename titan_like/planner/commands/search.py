@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
-from titan_like.planner.commands.outcome import Outcome, above_zero, add_profile, check_toml, chosen_profile, per_gpu
+from titan_like.planner.commands.outcome import (
+    Outcome,
+    Progress,
+    above_zero,
+    add_profile,
+    check_toml,
+    chosen_profile,
+    per_gpu,
+)
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.reasons import described, differences, why_slower, why_too_large
 from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.space import SEARCHED, STAGE_SIZES, changed, set_keys
 
-_SECONDS_OF_SILENCE = 2.0
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000
 
@@ -52,22 +57,14 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.profile:  # what is written is then predicted, and watched while it trains, with the same profile
         own = Path(options.profile)
         config = changed(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
-    found = search(config, options.gpus, chosen_profile(options), fixed, options.top, _Progress())
+    show = Progress()
+
+    def told(counts: Counts) -> None:
+        show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
+
+    found = search(config, options.gpus, chosen_profile(options), fixed, options.top, told)
     files = {Path(options.out): as_toml(found, Path(options.out))} if options.out else {}
     return Outcome(describe(found), {"search": as_dict(found)}, files=files)
-
-
-class _Progress:
-    """Says on stderr how far it is, once it takes longer than a moment."""
-
-    def __init__(self) -> None:
-        self.said = time.monotonic()
-
-    def __call__(self, counts: Counts) -> None:
-        now = time.monotonic()
-        if now - self.said > _SECONDS_OF_SILENCE:
-            self.said = now
-            print(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …", file=sys.stderr, flush=True)
 
 
 def summary(found: Found) -> list[str]:
