@@ -1,6 +1,4 @@
-import csv
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +12,10 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
-from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors, usable
+from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.duration import days_by_formula, duration
-from titan_like.planner.measured import Row, adapted, published_rows, read_rows, row_from, study_of
+from titan_like.planner.measured import Row, adapted, published_rows
 from titan_like.planner.predict import for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.step_time import step_time
@@ -164,18 +162,6 @@ def test_rows_are_predicted_on_their_own_gpu():
     assert adapted(profile, replace(row, notes="torchtitan; fp8 rowwise asyncTP")).tensor_exposed == 0.7
 
 
-def test_heads_that_are_not_stated_are_about_128_wide_and_divide_all():
-    table = {
-        "model": "m", "layers": "80", "hidden": "13824", "seq": "2048", "vocab": "250880", "gpu": "A100-80GB",
-        "gpus": "320", "tp": "8", "pp": "10", "gbs": "2048", "step_time_s": "160", "notes": "bloom 02-20",
-    }  # fmt: skip
-    assert row_from(table).work.model.num_attention_heads == 96  # 108 would not divide by 8
-    failed = row_from(table | {"step_time_s": "", "notes": "bloom; OOM"})
-    assert failed.out_of_memory
-    with pytest.raises(ValueError, match="neither a time nor a rate"):
-        row_from(table | {"step_time_s": ""})
-
-
 def test_fit_finds_constants_that_made_the_rows():
     start = builtin_profiles()["selene_2021"]
     truth = start.changed(gemm_efficiency=start.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
@@ -285,79 +271,6 @@ def test_peaks_are_those_that_utilisation_is_measured_against(dtype):
             assert device.peak_flops(dtype) == known * 1e12
 
 
-@pytest.mark.parametrize(
-    ("notes", "study"),
-    [("ptdp_table2; tf=hw96", "ptdp_table2"), ("bloom 02-17; fp16", "bloom"), ("tokens/s/gpu=4850; x", "tokens/s/gpu"),
-     ("tf=hw96; y", "tf=hw96"), ("", "")],
-)  # fmt: skip
-def test_study_is_the_first_word(notes, study):
-    assert study_of(notes) == study
-
-
-def test_rows_that_say_too_little_are_named(tmp_path):
-    path = tmp_path / "points.csv"
-    columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "gbs", "step_time_s", "notes"]
-    good = dict(zip(columns, ["m", 24, 1024, 16, 1024, 50257, "A100-80GB", 8, 1, 64, 1.0, "foundry;"], strict=True))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        bad = [{"layers": ""}, {"step_time_s": ""}, {"gbs": "many"}, {"step_time_s": "nan"}, {"layers": "-3"}]
-        writer.writerows([good, *({**good, **change} for change in bad)])
-    rows, left_out = read_rows(path)
-    assert len(rows) == 1
-    assert rows[0].work.zero_stage == 3
-    assert [line.split(":")[0] for line in left_out] == [f"line {number}" for number in range(3, 8)]
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="has no column model"):
-        read_rows(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"gpus": "0"}, "gpus = 0: should be greater than or equal to 1"),
-        ({"gpus": ""}, "gpus = (blank)"),
-        ({"gpus": "12", "tp": "8"}, "gpus = 12: not the product of the degrees, 8 × data 1"),
-        ({"gpus": "4", "tp": "8"}, "gpus = 4: not the product"),
-        ({"dp": "4"}, "gpus = 8: not the product of the degrees, 1 × data 4"),
-        ({"tp": "0"}, "tp = 0"),
-        ({"tp": "-1"}, "tp = -1"),
-        ({"pp": "1.5"}, "pp = 1.5"),
-        ({"gpus_per_node": "-8"}, "gpus_per_node = -8"),
-        ({"gbs": "0"}, "gbs = 0"),
-        ({"gbs": "63"}, "gbs = 63: no multiple of 8"),
-        ({"mbs": "16"}, "gbs = 64: no multiple of 8 × microbatches of 16"),
-        ({"hidden": "1000000000", "heads": ""}, "hidden = 1000000000"),
-        ({"heads": "17"}, "num_attention_heads 17 does not divide"),
-        ({"zero": "9"}, "zero = 9: must be 0, 1, 2, 3 or fsdp"),
-        ({"seq_parallel": "perhaps"}, "seq_parallel = perhaps"),
-        ({"recompute": "banana"}, "recompute = banana: must be one of none, full"),
-        ({"step_time_s": "1e300"}, "step_time_s = 1e300"),
-        ({"mem_gib": "nan"}, "mem_gib = nan"),
-        ({None: ["left over"]}, "more cells than the file has columns"),
-    ],
-)
-def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
-    good = {
-        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
-        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;",
-    }  # fmt: skip
-    assert row_from(good).work.data_parallel == 8
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        row_from(good | change)
-
-
-@pytest.mark.parametrize(
-    ("words", "mode", "every"), [("None", "none", 1), (" FULL", "full", 1), ("selective-AC", "full", 2)]
-)
-def test_recomputation_is_read_whatever_its_case(words, mode, every):
-    table = {
-        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
-        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;", "recompute": words,
-    }  # fmt: skip
-    assert (row_from(table).work.recompute, row_from(table).work.recompute_every) == (mode, every)
-
-
 def test_own_rows_are_fitted_as_runs_are_predicted():
     """A profile fitted on what predictions of runs are gives those predictions back."""
     words = ["--training.steps=1", "--model.flavor=7.5b", "--training.global_batch_size=128", "--cluster.gpu=A100",
@@ -375,24 +288,6 @@ def test_own_rows_are_fitted_as_runs_are_predicted():
         assert predict(run, fitted).time.total == pytest.approx(seconds, rel=0.01)
 
 
-def test_own_rows_are_of_the_type_that_their_notes_or_the_profile_name():
-    good = next(row for row in ROWS if row.study == "korthikanti_t5")
-    half = good.work._replace(dtype="bfloat16")
-    rows = [replace(good, study="mine", notes=notes, work=half) for notes in ("mine", "mine bf16")]
-    kept, left_out = usable(rows, builtin_profiles()["jean_zay_v100"].changed(dtype="float16", gpus_per_node=8))
-    assert [row.work.dtype for row in kept] == ["float16", "bfloat16"]
-    assert not left_out
-
-
-def test_rows_that_a_profile_cannot_predict_are_named():
-    good = next(row for row in ROWS if row.study == "korthikanti_t5")
-    other = replace(good, work=good.work._replace(dtype="float8"))
-    rows = [good, replace(good, gpu="Tesla P4"), other, replace(good, out_of_memory=True)]
-    kept, left_out = usable(rows, builtin_profiles()["selene_2021"])
-    assert kept == [good]
-    assert ["Tesla P4" in left_out[0], "float8" in left_out[1], "out of memory" in left_out[2]] == [True] * 3
-
-
 def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
     text = 'two\nlines, "quoted", a \\ and \x7f'
     profile = builtin_profiles()["selene_2021"].changed(description=text, judged={"a key": 1.0})
@@ -400,16 +295,6 @@ def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
     path.write_text(profile_to_toml(profile))
     assert load_profile(str(path)).description == text
     assert load_profile(str(path)).judged == {"a key": 1.0}
-
-
-def test_rate_becomes_time_by_the_convention_that_the_notes_name():
-    table = {
-        "model": "GPT-145.6B", "layers": "80", "hidden": "12288", "heads": "96", "seq": "2048", "vocab": "51200",
-        "gpu": "A100-80GB", "gpus": "1536", "tp": "8", "pp": "8", "vp": "2", "mbs": "2", "gbs": "2304",
-        "tflops_per_gpu": "148", "notes": "ptdp_table1; tf=hw96",
-    }  # fmt: skip
-    flops = 96 * 2304 * 2048 * 80 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 80 * 12288))
-    assert row_from(table).seconds == pytest.approx(flops / (1536 * 148e12), rel=1e-9)
 
 
 def test_command_reports_groups_and_writes_json(tmp_path):
