@@ -8,7 +8,6 @@ waits for, and that of its weight.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -188,10 +187,8 @@ def launch(function: Callable[..., None], world_size: int, realtime: bool, *argu
     ``realtime`` gives the processes precedence over all others, which needs the right to. They are awake for a moment
     per pass, and then at once, whatever else the machine does.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = (world_size, port, realtime, function, arguments)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers = (world_size, store.port, realtime, function, arguments)
     mp.start_processes(_worker, workers, nprocs=world_size, start_method="spawn")
 
 
@@ -199,7 +196,7 @@ def _worker(
     rank: int, world_size: int, port: int, realtime: bool, function: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     if realtime:  # threads that start from here on, such as gloo's, have it too
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

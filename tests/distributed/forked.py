@@ -5,12 +5,16 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tests.distributed.launch import meet_at, meeting_store
+from titan_like.train.job import process_group
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.distributed.crash_worker"])
@@ -22,11 +26,9 @@ class Job:
     def __init__(self, function: Callable[..., None], world_size: int, log: Path, *args: Any) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.log = log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self.store = meeting_store()
         self.processes = [
-            CONTEXT.Process(target=_worker, args=(rank, world_size, port, log, function, args))
+            CONTEXT.Process(target=_worker, args=(rank, world_size, self.store.port, log, function, args))
             for rank in range(world_size)
         ]
         for process in self.processes:
@@ -68,13 +70,7 @@ def _worker(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-
-    import torch
-
-    from titan_like.train.job import process_group
-
+    meet_at(port, rank, world_size)
     torch.set_num_threads(1)
     with process_group(torch.device("cpu")):
         function(rank, *args)

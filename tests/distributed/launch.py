@@ -6,7 +6,6 @@ Starting processes costs seconds, so one launch runs many cases one after the ot
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -129,20 +128,25 @@ def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
 
 def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
     """Call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
-    mp.start_processes(_worker, (world_size, _free_port(), function, args), nprocs=world_size, start_method="spawn")
+    store = meeting_store()
+    mp.start_processes(_worker, (world_size, store.port, function, args), nprocs=world_size, start_method="spawn")
+
+
+def meeting_store() -> dist.TCPStore:
+    """Where processes meet that are told its port by `meet_at`. A port that is only probed may be taken by then."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet_at(port: int, rank: int, world_size: int) -> None:
+    """Be a rank of the processes that meet at this port, as torchrun would have it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    meet_at(port, rank, world_size)
     sys.stderr = open(os.devnull, "w") if rank else sys.stderr
     torch.set_num_threads(1)
     with process_group(torch.device("cpu")):
         function(rank, *args)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +79,15 @@ class TorchrunJob:
             assert time.monotonic() < deadline, f"{what} does not come\n{self.output}"
             assert self.process.poll() is None or condition(), f"the job ended before {what}\n{self.output}"
             time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port below those that systems hand out themselves, so that it is still free when a job comes to use it."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def kill(pid: int, number: int) -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.e2e.jobs import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that every machine can resolve
 
@@ -70,7 +72,7 @@ class SlurmCluster:
             host=socket.gethostname().partition(".")[0],
             user=self.call("id", "--user", "--name"),
             nodes=NODES,
-            ports=_free_ports(3),
+            ports=[free_port() for _ in range(3)],
         )
         (self.folder / "slurm.conf").write_text(settings)
         try:
@@ -149,11 +151,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds:.0f} s")
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, TorchrunJob, kill, records, steps
+from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, steps
 
 LAST = 40
 SETTINGS = [
@@ -26,12 +25,6 @@ SETTINGS = [
     "--evaluation.interval=0",
     "--parallelism.zero_stage=3",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.e2e.jobs import free_port
 
 REPO = Path(__file__).parents[2]
 STEPS = 40
@@ -34,8 +35,6 @@ class Pods:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.all: list[subprocess.Popen[bytes]] = []
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         self.environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPO),
@@ -44,7 +43,7 @@ class Pods:
             "PET_NNODES": "2:2",
             "PET_MAX_RESTARTS": "0",
             "PET_RDZV_BACKEND": "c10d",
-            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
             "PET_RDZV_ID": "test",
         }
 
