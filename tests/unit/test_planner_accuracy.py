@@ -18,7 +18,7 @@ from titan_like.planner.duration import days_by_formula, duration
 from titan_like.planner.measured import Row, adapted, published_rows
 from titan_like.planner.predict import for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
-from titan_like.planner.step_time import step_time
+from titan_like.planner.simulator import simulated_step_time
 
 ROOT = Path(__file__).parents[2]
 ROWS = published_rows()
@@ -166,7 +166,7 @@ def test_fit_finds_constants_that_made_the_rows():
     start = builtin_profiles()["selene_2021"]
     truth = start.changed(gemm_efficiency=start.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
-    made = [type(row)(**{**row.__dict__, "seconds": step_time(row.work, truth).total}) for row in rows]
+    made = [type(row)(**{**row.__dict__, "seconds": simulated_step_time(row.work, truth).total}) for row in rows]
     names = ("gemm_efficiency", "nvlink_efficiency")
     found = fit(made, start, names)
     # The priors hold it back a little.
@@ -190,7 +190,7 @@ def test_a_calibrated_profile_is_of_the_rows_gpu():
 def test_one_bad_row_does_not_lead_the_fit():
     start = builtin_profiles()["selene_2021"]
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
-    made = [type(row)(**{**row.__dict__, "seconds": step_time(row.work, start).total}) for row in rows]
+    made = [type(row)(**{**row.__dict__, "seconds": simulated_step_time(row.work, start).total}) for row in rows]
     made[0] = type(made[0])(**{**made[0].__dict__, "seconds": 3 * made[0].seconds})
     found = fit(made, start, ("gemm_efficiency",))
     assert found.gemm_efficiency == pytest.approx(start.gemm_efficiency, rel=0.03)

@@ -99,9 +99,10 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
     sums_early = storage.wrapped and storage.zero_stage >= 2
-    peak = 0
+    peak = kept = 0  # kept: what all stages hold between this pass and the next
     for kind, stage, _ in actions:
         size, mine = sizes[stage], held[stage]
+        before = mine.total
         if kind != "W":
             mine.gathered = size.kept_gathered
         if kind == "F":
@@ -114,7 +115,7 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
             transient = size.matrices if kind == "W" else whole
             if kind == "B" or not sums_early:
                 mine.summed = size.added_up if stage in several else size.gradients
-        peak = max(peak, transient + sum(h.gathered + h.summed + h.waiting for h in held.values()))
+        peak = max(peak, transient + kept - before + mine.total)
         if kind == "W":
             mine.waiting, mine.summed = 0, max(mine.summed, size.gradients)
         if kind != "F" and storage.zero_stage == 3:
@@ -122,6 +123,7 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
         left[stage] -= kind in ("B", "W")
         if left[stage] == 0:
             mine.gathered, mine.summed = 0, size.gradients
+        kept += mine.total - before
     peak = max(peak, sum(h.summed for h in held.values()))
     return peak + sum(size.shards for size in sizes.values())
 
@@ -133,6 +135,10 @@ class _Held:
     gathered: int = 0
     summed: int = 0  # gradients of earlier microbatches
     waiting: int = 0  # gradients that first parts of split passes made, until a second part sums them
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.summed + self.waiting
 
 
 class StageSizes(NamedTuple):

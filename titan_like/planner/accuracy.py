@@ -16,7 +16,7 @@ import numpy as np
 from titan_like.planner.measured import Row, adapted
 from titan_like.planner.memory import memory
 from titan_like.planner.profile import Profile, profile_for_group
-from titan_like.planner.step_time import step_time
+from titan_like.planner.simulator import simulated_step_time
 
 SMALL_REGRET = 0.02
 
@@ -111,7 +111,7 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
         return None
     used = memory(row.work, profile)
     compared = used.ranks[0].total if row.memory_of_first else used.largest
-    seconds = step_time(row.work, profile).total
+    seconds = simulated_step_time(row.work, profile).total
     gib = 2**30
     return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
 

@@ -25,7 +25,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.step_time import step_time
+from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
 
 # (width, layers), GPT-3's and then PTD-P's.
@@ -261,7 +261,7 @@ def _fastest(
         if largest_memory(work, profile) > usable_bytes(profile.device):
             too_large.add(place)
             continue
-        seconds = step_time(work, profile).total
+        seconds = simulated_step_time(work, profile).total
         if best is None or seconds < best[0]:
             best = seconds, run, work
     assert best is not None, "fits() found a layout"

@@ -18,7 +18,8 @@ from titan_like.parallel.traffic import BYTES
 from titan_like.planner.devices import Device, find_device
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
-from titan_like.planner.step_time import StepTime, step_time
+from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_time import StepTime
 from titan_like.planner.workload import Workload
 
 # Whose constants our own trainer is predicted with, until it has been measured itself: PyTorch's FSDP with fused
@@ -118,7 +119,7 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
 
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
     """Predict, and put rates and an error band beside it."""
-    time, device = step_time(work, profile), profile.device
+    time, device = simulated_step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
     meter = ThroughputMeter(work.model, work.seq_len, config.activation_checkpoint, work.num_gpus, peak)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
@@ -172,6 +173,7 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
     """A stack's constants with how our own trainer works in the place of how that stack does."""
     return profile.changed(
         trainer_state=True,
+        message_exposed=1.0 if profile.device.is_cpu else 0.0,  # waited for where a pass needs it, and not before
         # Weights are DTensors, whose local parts are taken and given gradients one by one: a GPT's layer of 12 takes
         # the host 375 and 880 µs in place of 90 and 150 (PyTorch 2.13, a server's CPU).
         tensor_host_forward=285e-6,

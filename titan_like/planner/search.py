@@ -1,8 +1,9 @@
 """The fastest layout that fits, among all that the trainer accepts, and the best of other kinds.
 
 Best first: groups of layouts wait in the order of a lower bound of their step time, and a layout's own time is found
-when nothing that waits can be faster. So layouts come out in the exact order of their predicted times, and the many
-that can not be among the first are never computed; none is left out by guess.
+when nothing that waits can be faster. So layouts come out in the exact order of their times by closed forms, and the
+many that can not be among the first are never computed. Of every kind, the first few of each schedule are then
+simulated pass by pass, and ranked by what that gives.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -23,12 +25,15 @@ from titan_like.planner.layers import layer_cost
 from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
 from titan_like.planner.profile import Profile
+from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.space import Space
 from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
 from titan_like.planner.workload import Workload, layers_of_ranks
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
+_CLOSED_FORMS = 0.97  # the least part of a layout's time by closed forms that its simulation is taken to give
+_SIMULATED = 3  # layouts of a kind and schedule
 _BOUND = 1.25  # how far the bound of split backward passes' memory may be above it: state that is there for a while
 
 
@@ -48,6 +53,7 @@ class Counts:
     valid: int = 0
     too_large: int = 0  # known not to fit; of those passed over nobody asked
     computed: int = 0  # layouts, and pipelines of a group, whose step time was computed
+    simulated: int = 0  # layouts whose pipeline was simulated
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,14 @@ class BestFirst:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what): groups at depth 0, a group's pipelines at 1, layouts at 2. Orders are unique, so
-        # that nothing else is compared: plainer settings first among layouts that are as fast.
+        # (bound, depth, order, what): groups at depth 0, a group's pipelines at 1, layouts at 2, simulated ones at 3.
+        # Orders are unique, so that nothing else is compared: plainer settings first among layouts that are as fast.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
         self.cells: set[tuple[int, int, int]] = set()
         self.too_large: dict[tuple[int, int], Candidate] = {}
+        self.tried: Counter[tuple[tuple[int, int, int], str]] = Counter()
         self._held: dict[tuple[int, int], float] = {}
 
     def run(self) -> Found:
@@ -136,10 +143,12 @@ class BestFirst:
             if self.progress is not None and turn % 256 == 0:
                 self.progress(self.counts)
             _, depth, _, what = heapq.heappop(self.heap)
-            (self._add_pipelines, self._add_layouts, self._take)[depth](*what)
+            (self._add_pipelines, self._add_layouts, self._simulate, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
-        too_large = [one for one in self.too_large.values() if one.time.total < self.ranked[0].time.total]
+        self.ranked.sort(key=lambda one: one.time.total)  # where a bound was above what it bounds
+        too_large = [self._simulated(one) for one in self.too_large.values() if self._may_be_best(one)]
+        too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
         too_large.sort(key=lambda one: one.memory_bytes)
         return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
 
@@ -153,7 +162,8 @@ class BestFirst:
         self._push(least_group_time(group, self.profile), 0, (group,))
 
     def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
-        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
+        bound *= _ROUNDING * _CLOSED_FORMS
+        heapq.heappush(self.heap, (bound, depth, (next(self.numbers),), what))
 
     def least_memory(self, group: Workload) -> float:
         """Bytes below which no layout of a group stays: activations, and its part of weights and gradients."""
@@ -218,7 +228,7 @@ class BestFirst:
     def _add_layout(self, work: Workload) -> None:
         time = step_time(work, self.profile)
         self.counts.computed += 1
-        heapq.heappush(self.heap, (time.total, 2, _order(work), (work, time)))
+        heapq.heappush(self.heap, (time.total * _CLOSED_FORMS, 2, _order(work), (work,)))
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
@@ -232,12 +242,29 @@ class BestFirst:
         zeros = {zero for zero, _, _ in self.space.splits(group)}
         return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
 
-    def _take(self, work: Workload, time: StepTime) -> None:
-        """The next layout in the order of time: one of the ranked, if it is the first of its kind and fits."""
+    def _simulate(self, work: Workload) -> None:
+        """Of a layout that may be the first of its kind, and fits, find the time that it is ranked by."""
         is_known_to_fit = work.zero_stage == 3 and work.schedule not in SPLIT_BACKWARD
-        if _cell(work) not in self.cells and (is_known_to_fit or self._fits(work, exact=True)):
+        tried = self.tried[_cell(work), work.schedule]
+        if _cell(work) in self.cells or tried == _SIMULATED or (tried and work.pipeline == 1):
+            return
+        if is_known_to_fit or self._fits(work, exact=True):
+            self.counts.simulated += 1
+            self.tried[_cell(work), work.schedule] += 1
+            time = simulated_step_time(work, self.profile)
+            heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time)))
+
+    def _take(self, work: Workload, time: StepTime) -> None:
+        """The next layout in the order of time: one of the ranked, if it is the first of its kind."""
+        if _cell(work) not in self.cells:
             self.cells.add(_cell(work))
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
+
+    def _may_be_best(self, one: Candidate) -> bool:
+        return one.time.total * _CLOSED_FORMS < self.ranked[0].time.total
+
+    def _simulated(self, one: Candidate) -> Candidate:
+        return Candidate(one.work, simulated_step_time(one.work, self.profile), one.memory_bytes)
 
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:

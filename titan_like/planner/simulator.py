@@ -1,74 +1,135 @@
-"""The pipeline of one step, event by event, in the order of the trainer's own schedule tables. Seconds.
+"""The pipeline of one step, pass by pass, in the order of the trainer's own schedule tables. Seconds.
 
-`step_time` uses closed forms, which are fast and exact for equal stages. Here every pass has its own time, so that
-uneven stages, the ends of the model and the messages between ranks show where and when ranks wait.
+`step_time` uses closed forms, which are fast and exact for equal stages: a search goes by them. Here every pass has its
+own time, so that uneven stages, the ends of the model and the messages between ranks show where and when ranks wait.
+This is what predictions of pipelines are made of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
-from titan_like.parallel.schedules import Action, Event
+from titan_like.parallel.schedules import Action, schedule_table, stage_ranks
 from titan_like.planner.layers import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (
     StepTime,
+    exposed,
+    gather_and_scatter,
     host_and_device,
     message_time,
     microbatch_of,
     microbatch_overhead,
+    passes,
+    sharding,
     step_time,
 )
-from titan_like.planner.workload import Workload, stages_of
+from titan_like.planner.workload import Workload, ranks_of_stages, stages_of
+
+_KINDS = "FBIW"
 
 
-def pass_times(work: Workload, profile: Profile) -> list[dict[str, float]]:
-    """Of every stage, the time of F, B, I and W, as the host and the device have it.
+class StagePasses(NamedTuple):
+    """One microbatch in one stage: its passes, as the host and the device have them, and what is in F and B of these.
 
-    Computation, what is repeated, exposed tensor communication, delays of the host. Of a split backward pass, the first
-    part repeats the forward pass and communicates; the products' two halves take equally long. A third of what a
-    microbatch costs besides (`microbatch_overhead`) is the forward pass's.
+    B is I and W. What is left of F and B are the host's delays.
     """
-    mb = microbatch_of(work)
-    layer = layer_cost(work.model, mb, profile)
-    entry, head = ends_cost(work.model, mb, profile)
+
+    F: float
+    B: float
+    I: float  # noqa: E741 - the schedules' name
+    W: float
+    compute: float
+    recompute: float
+    tensor: float
+    messages: float  # pipeline messages that the rank itself waits for
+    gathered: float  # ZeRO 3
+
+
+def stage_passes(work: Workload, profile: Profile) -> list[StagePasses]:
+    """Of every stage, the time of its passes."""
     counts = stages_of(work)
-    besides = microbatch_overhead(work, profile) * work.pipeline / len(counts)  # of a rank, shared by its stages
-    times = []
-    for stage, layers in enumerate(counts):
-        parts: list[tuple[Cost, float, float]] = [(layer, layers, layers / work.recompute_every)]
-        if stage == 0:
-            parts.append((entry, 1, 1))
-        if stage == len(counts) - 1:
-            parts.append((head, 1, 1))
-        forward = sum(n * (cost.forward + cost.forward_tensor) for cost, n, _ in parts)
-        products = sum(n * cost.backward for cost, n, _ in parts)
-        rest = sum(n * cost.backward_tensor + again * (cost.again + cost.again_tensor) for cost, n, again in parts)
-        forward = host_and_device(sum(n * cost.forward_host for cost, n, _ in parts), forward, profile) + besides / 3
-        backward = host_and_device(sum(n * cost.backward_host for cost, n, _ in parts), products + rest, profile)
-        backward += 2 * besides / 3
-        times.append({"F": forward, "B": backward, "I": backward - products / 2, "W": products / 2})
-    return times
+    last = len(counts) - 1
+    kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(counts)]
+    found = {kind: _passes_of(work, profile, len(counts), *kind) for kind in set(kinds)}
+    return [found[kind] for kind in kinds]
+
+
+def _passes_of(
+    work: Workload, profile: Profile, num_stages: int, layers: int, is_first: bool, is_last: bool
+) -> StagePasses:
+    """Of a split backward pass, the first part repeats the forward pass, communicates and gathers; the products' two
+    halves take equally long. Where layers are compiled the trainer does not split. A third of what a microbatch costs
+    besides (`microbatch_overhead`, of a rank, shared by its stages) is the forward pass's."""
+    mb = microbatch_of(work)
+    entry, head = ends_cost(work.model, mb, profile)
+    layer = layer_cost(work.model, mb, profile)
+    parts: list[tuple[Cost, float, float]] = [(layer, layers, layers / work.recompute_every)]
+    parameters = layers * work.model.layer_parameters
+    if is_first:
+        parts.append((entry, 1, 1))
+        parameters += work.model.entry_parameters
+    if is_last:
+        parts.append((head, 1, 1))
+        parameters += work.model.head_parameters
+    forward = sum(n * cost.forward for cost, n, _ in parts)
+    products = sum(n * cost.backward for cost, n, _ in parts)
+    repeated = sum(again * cost.again for cost, _, again in parts)
+    tensor_forward = sum(n * cost.forward_tensor for cost, n, _ in parts)
+    tensor_backward = sum(n * cost.backward_tensor + again * cost.again_tensor for cost, n, again in parts)
+    host_forward = sum(n * cost.forward_host for cost, n, _ in parts)
+    host_backward = sum(n * cost.backward_host for cost, n, _ in parts)
+
+    besides = microbatch_overhead(work, profile) * work.pipeline / num_stages
+    first = host_and_device(host_forward, forward + tensor_forward, profile) + besides / 3
+    second = host_and_device(host_backward, products + repeated + tensor_backward, profile) + 2 * besides / 3
+    weights = 0.0 if work.compiled else products / 2
+    message = message_time(work, profile) * profile.message_exposed if work.pipeline > 1 else 0.0
+    sent, returned = (0.0 if is_last else message), (0.0 if is_first else message)
+    gathered = scattered = 0.0
+    if work.zero_stage == 3:
+        gather, scatter = gather_and_scatter(parameters / work.tensor, layers, work, profile)
+        gathered = exposed(gather, profile.overlap * first, profile)
+        scattered = exposed(gather + scatter, profile.overlap * second, profile)
+    return StagePasses(
+        F=first + sent + gathered,
+        B=second + returned + scattered,
+        I=second - weights + returned + scattered,
+        W=weights,
+        compute=forward + products,
+        recompute=repeated,
+        tensor=tensor_forward + tensor_backward,
+        messages=sent + returned,
+        gathered=gathered + scattered,
+    )
+
+
+def transfer_time(work: Workload, profile: Profile) -> float:
+    """Time of a message in which its sender and its receiver may compute."""
+    return message_time(work, profile) * (1 - profile.message_exposed) if work.pipeline > 1 else 0.0
 
 
 def timeline(work: Workload, profile: Profile) -> StepTimeline:
     """Every pass of one step, the waits between them, and after the last pass what `step_time` has for it.
 
-    What ZeRO 3 gathers for every microbatch is put there too.
-
     Raises:
         ValueError: the schedule can not run with so many microbatches.
     """
-    times = pass_times(work, profile)
+    times = stage_passes(work, profile)
 
     def duration(action: Action) -> float:
-        return times[action.stage][action.kind]
+        return getattr(times[action.stage], action.kind)
 
-    transfer = message_time(work, profile) if work.pipeline > 1 else 0.0
-    step = simulated(work.schedule, work.pipeline, work.virtual_stages, work.microbatches, duration, transfer)
-    closed, end = step_time(work, profile), step.seconds
+    shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
+    step = simulated(*shape, duration, transfer_time(work, profile))
+    end = step.seconds
+    data, update = _after_passes(work, profile)
     for name, seconds in (
-        ("gradient reduction", closed.data),
-        ("optimizer", closed.optimizer),
+        ("gradient reduction", data),
+        ("optimizer", update),
         ("rest of the step", profile.step_time),
     ):
         step.phases.extend(Phase(rank, name, end, end + seconds) for rank in range(work.pipeline))
@@ -76,24 +137,107 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     return step
 
 
-def pipeline_events(work: Workload, profile: Profile) -> list[Event]:
-    """Every pass of one step with its start and end, by start.
-
-    Raises:
-        ValueError: the schedule can not run with so many microbatches.
-    """
-    return timeline(work, profile).passes
+def _after_passes(work: Workload, profile: Profile) -> tuple[float, float]:
+    """Data-parallel sums that passes do not hide, and the update."""
+    found = passes(work, profile)
+    added = sharding(work, profile, found.counts, found.rank)
+    return added.data, added.update
 
 
 def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
-    """`step_time` with the bubble, and what messages add to it, as the simulation finds them."""
-    closed = step_time(work, profile)
+    """`step_time` with the passes of a pipeline, and when ranks wait for each other, as the simulation finds them."""
     if work.pipeline == 1:
-        return closed
-    step = timeline(work, profile)
+        return step_time(work, profile)
+    times, ranks = stage_passes(work, profile), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
     busy = [0.0] * work.pipeline
-    for event in step.passes:
-        busy[event.rank] += event.end - event.start
-    delays = max(busy) - closed.compute - closed.recompute - closed.tensor
-    parts = closed._replace(messages=0.0, bubble=step.seconds - max(busy), other=delays + profile.step_time)
-    return parts._replace(total=sum(parts[:-1]))
+    for stage, rank in zip(times, ranks, strict=True):
+        busy[rank] += stage.F + stage.B
+    busiest = max(range(work.pipeline), key=busy.__getitem__)
+    m = work.microbatches
+    here = [stage for stage, rank in zip(times, ranks, strict=True) if rank == busiest]
+    compute, recompute, tensor, messages, gathered = (m * sum(parts) for parts in list(zip(*here, strict=True))[4:])
+    delays = m * busy[busiest] - compute - recompute - tensor - messages - gathered
+    durations = [getattr(stage, kind) for stage in times for kind in _KINDS]
+    shape = work.schedule, work.pipeline, work.virtual_stages
+    span = span_of(*shape, m, durations, transfer_time(work, profile))
+    data, update = _after_passes(work, profile)
+    bubble, other = span - m * busy[busiest], delays + profile.step_time
+    total = span + data + update + profile.step_time
+    return StepTime(compute, recompute, tensor, messages, bubble, gathered + data, update, other, total)
+
+
+def span_of(
+    schedule: str, pipeline: int, virtual: int, microbatches: int, durations: Sequence[float], transfer: float
+) -> float:
+    """From the start of the first pass to the end of the last.
+
+    Of many microbatches, those of two rounds through the ranks (of a V: three, and then within a hundredth) are
+    simulated, and of one round more: each further round takes as long as that one, and no less than the busiest rank
+    computes.
+
+    Args:
+        durations: of F, B, I and W of the first stage, then of the next.
+        transfer: time from a pass's end until another rank has its result.
+    """
+    ranks = ranks_of_stages(schedule, pipeline, virtual)
+    rounds = max(0, microbatches // pipeline - (3 if ranks[0] == ranks[-1] else 2))
+    few = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
+    seconds = _run(few, pipeline, durations, transfer)
+    if rounds:
+        more = _program(schedule, pipeline, virtual, microbatches - (rounds - 1) * pipeline)
+        round_ = _run(more, pipeline, durations, transfer) - seconds
+        busy = [0.0] * pipeline
+        for stage, rank in enumerate(ranks):
+            busy[rank] += durations[4 * stage] + durations[4 * stage + 1]
+        seconds += rounds * max(round_, pipeline * max(busy))
+    return seconds
+
+
+Program = list[tuple[int, int, int]]
+"""Passes in an order in which each comes after those it needs: rank, index of the duration, and the pass of another
+rank that it waits for, or -1. Those of its own rank come before it anyway."""
+
+
+@lru_cache(maxsize=256)
+def _program(schedule: str, pipeline: int, virtual: int, microbatches: int) -> Program:
+    table, ranks = schedule_table(schedule, pipeline, virtual, microbatches), stage_ranks(schedule, pipeline, virtual)
+    num_stages, position, ready = len(ranks), [0] * pipeline, list(range(pipeline))
+    backward = num_stages * microbatches  # places of what forward passes give, by stage and microbatch, before these
+    numbers = [-1] * (2 * backward)
+    waiting: dict[int, int] = {}  # a place, and the rank that waits for it
+    program: Program = []
+    while ready:
+        rank = ready.pop()
+        for kind, stage, microbatch in table[rank][position[rank] :]:
+            needed, place = -1, stage * microbatches + microbatch
+            if kind == "F":
+                if stage > 0 and ranks[stage - 1] != rank:
+                    needed = place - microbatches
+            elif kind != "W":
+                place += backward
+                if stage + 1 < num_stages and ranks[stage + 1] != rank:
+                    needed = place + microbatches
+            if needed >= 0:
+                if numbers[needed] < 0:
+                    waiting[needed] = rank
+                    break
+                needed = numbers[needed]
+            if kind != "W":
+                numbers[place] = len(program)
+                if place in waiting:
+                    ready.append(waiting.pop(place))
+            program.append((rank, 4 * stage + _KINDS.index(kind), needed))
+            position[rank] += 1
+    return program
+
+
+def _run(program: Program, num_ranks: int, durations: Sequence[float], transfer: float) -> float:
+    ends: list[float] = []
+    free = [0.0] * num_ranks
+    for rank, duration, needed in program:
+        start = free[rank]
+        if needed >= 0 and ends[needed] + transfer > start:
+            start = ends[needed] + transfer
+        free[rank] = start = start + durations[duration]
+        ends.append(start)
+    return max(free)

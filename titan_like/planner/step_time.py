@@ -2,7 +2,8 @@
 
 The pipeline: with equal stages, a rank computes for m microbatches and waits for the schedule's bubble, the closed
 forms of `titan_like.parallel.schedules.ideal_bubble`. With unequal ones the slowest rank sets the pace and the others
-are passed once on the way in and out.
+are passed once on the way in and out. That is quick, and what a search goes by; predictions come from
+`titan_like.planner.simulator`, which has every pass.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Rank(NamedTuple):
     forward: float  # from the first operator to the last, the host's delays and all communication included
     backward: float
     others: float  # both passes of the other ranks, in the mean
-    split: float  # 3 (F + I - W) of these, where the backward pass has two parts; else 0
+    others_late: float  # of these W, where the backward pass has two parts; else 0
 
 
 class Passes(NamedTuple):
@@ -93,25 +94,43 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + overhead
     bubble = messages = again = 0.0
     if p > 1:
-        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        bubble = (
-            again * max(rank.others + overhead, rank.split + 3 * overhead if rank.split else 0.0)
-            + 2 * (p - 1) * message
-        )
+        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
+        bubble = again * (rank.others + overhead)
+        if work.schedule in SPLIT_BACKWARD:
+            again, bubble = _split_bubble(p, stages, m, rank.others + overhead, rank.others_late)
+        hops = p - 1 if m >= p else stages * p - 1
+        bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
     other = m * waits + profile.step_time
     return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
+
+
+def _split_bubble(p: int, stages: int, m: int, both: float, late: float) -> tuple[float, float]:
+    """How often the passes but W are waited for, and the bubble, of ``both`` passes of which W takes ``late``.
+
+    ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W), where W fills the time. I also repeats the
+    forward pass and waits for tensor-parallel communication. With few microbatches it is the last stage that all wait
+    for, as `ideal_bubble` tells.
+    """
+    needed = both - late
+    filled = (p - 1) / stages, (p - 1) * (needed - late) / stages
+    of_last = (stages * p - 1 + m) / stages - m, ((stages * p - 1 + m) * needed + late) / stages - m * both
+    return max(filled, of_last, (0.0, (p - 1) * both / 3 / stages), key=lambda found: found[1])
 
 
 def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> Sharding:
     """What data parallelism adds to the passes; of the pipeline it depends on its slowest rank alone."""
     gathered = elsewhere = 0.0
     if work.zero_stage == 3:
-        waited_for = _sharded_parameters(work, profile, counts)
-        gathered = exposed(waited_for, profile.overlap * (rank.forward + rank.backward), profile)
-        elsewhere = exposed(waited_for, profile.overlap * rank.others, profile)
+        most = parameters_per_gpu(work, counts)
+        gather, scatter = gather_and_scatter(most, counts.largest, work, profile)
+        gathered = exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
+        if work.pipeline > 1:
+            left = max(0.0, work.model.num_parameters() / work.tensor - most) / (work.pipeline - 1)
+            gather, scatter = gather_and_scatter(left, work.model.num_layers // work.pipeline, work, profile)
+            elsewhere = exposed(2 * gather + scatter, profile.overlap * rank.others, profile)
     return Sharding(gathered, elsewhere, *_after_backward(work, profile, counts, rank))
 
 
@@ -173,16 +192,12 @@ class _Load(NamedTuple):
             host_and_device(self.host_backward, self.backward, profile),
         )
 
-    def split_bubble(self, profile: Profile) -> float:
-        """What stands for F + I + W in the bubble of a split backward pass: 3 (F + I - W).
-
-        ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W), a third of F + I + W where they are equal.
-        I also repeats the forward pass and waits for tensor-parallel communication.
-        """
+    def late(self, profile: Profile) -> float:
+        """Of the backward pass what may be put off, as the host and the device have it."""
         half = self.host_backward / 2
         inputs = host_and_device(half, self.backward - self.weights, profile)
         weights = host_and_device(half, self.weights, profile)
-        return 3 * (host_and_device(self.host_forward, self.forward, profile) + inputs - weights)
+        return self.seconds(profile)[1] * weights / (inputs + weights)
 
 
 def _load(layers: int, layer: Cost, again: float, ends: tuple[Cost, ...]) -> _Load:
@@ -223,16 +238,15 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
     for end in ends:
         compute += end.forward + end.backward
         tensor += end.forward_tensor + end.backward_tensor
-    others = split = 0.0
+    others = late = 0.0
     if work.pipeline > 1:
         whole = _load(work.model.num_layers, layer, again + again_tensor, (entry, head))
         ranks = work.pipeline - 1
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others = sum(mean.seconds(profile))
-        if work.schedule in SPLIT_BACKWARD:
-            # Where layers are compiled the trainer does not split: W is then part of I.
-            split = 3 * others if work.compiled else mean.split_bubble(profile)
-    return _Rank(compute, layers * again, tensor, *passes, others, split)
+        if work.schedule in SPLIT_BACKWARD and not work.compiled:  # where layers are compiled the trainer does not
+            late = mean.late(profile)
+    return _Rank(compute, layers * again, tensor, *passes, others, late)
 
 
 def message_time(work: Workload, profile: Profile) -> float:
@@ -262,16 +276,16 @@ def _most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
     return max(counts.largest * layer, counts.first * layer + table)
 
 
-def _sharded_parameters(work: Workload, profile: Profile, counts: RankLayers) -> float:
-    """ZeRO 3: communication of a microbatch's parameters and sums of gradients (arXiv 1910.02054; FSDP, 2304.11277).
+def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:
+    """ZeRO 3: communication that gathers a microbatch's parameters once, and that sums and scatters their gradients.
 
-    Gathered layer by layer in the forward and in the backward pass, gradients scattered in the backward pass.
+    Gathered layer by layer in the forward and again in the backward pass (arXiv 1910.02054; FSDP, 2304.11277).
     """
-    size, parts = work.shard * work.context, max(1, counts.largest * profile.gathers_per_layer)
-    part = parameters_per_gpu(work, counts) / parts
+    size, parts = work.shard * work.context, max(1, layers * profile.gathers_per_layer)
+    part = parameters / parts
     gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
     scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
-    return 2 * gather + scatter
+    return gather, scatter
 
 
 def exposed(communication: float, hides: float, profile: Profile) -> float:

@@ -6,10 +6,6 @@ import argparse
 
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, per_gpu, run_of
 from titan_like.planner.predict import Forecast, predict
-from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.workload import stages_of
-
-_MOST_PASSES = 200_000  # forward ones; simulated within some seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,21 +17,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Ends with 1 if the run does not fit into memory."""
     profile = chosen_profile(options)
     forecast = predict(run_of(settings, profile), profile)
-    seconds = pass_by_pass(forecast)
-    found = forecast.as_dict() | {"pass_by_pass_seconds": seconds}
-    return Outcome(describe(forecast, seconds), {"predict": found}, 0 if forecast.memory.fits else 1)
+    return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 
-def pass_by_pass(forecast: Forecast) -> float | None:
-    """Seconds of the step by simulating its pipeline; None without one, or with too many passes to wait for."""
-    work = forecast.work
-    passes = len(stages_of(work)) * work.microbatches
-    if work.pipeline == 1 or passes > _MOST_PASSES:
-        return None
-    return simulated_step_time(work, forecast.profile).total
-
-
-def describe(forecast: Forecast, simulated: float | None) -> str:
+def describe(forecast: Forecast) -> str:
     """Step time and memory as a table."""
     time, rates, profile = forecast.time, forecast.rates, forecast.profile
     lines = [
@@ -45,8 +30,6 @@ def describe(forecast: Forecast, simulated: float | None) -> str:
     for name, seconds in time._asdict().items():
         if name != "total" and seconds:
             lines.append(f"  {name:12s} {seconds:10.4f} s  {100 * seconds / time.total:5.1f} %")
-    if simulated is not None:
-        lines.append(f"  pass by pass {simulated:8.3f} s  (plan.py simulate; the above is by closed forms)")
     lines.append(
         f"rates      {rates.tokens_per_second:,.0f} tokens/s on {forecast.num_gpus} GPUs, "
         f"{per_gpu(rates.tflops_per_device)} each"
