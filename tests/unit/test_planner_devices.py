@@ -187,9 +187,10 @@ def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("gemm_efficiency = nan", "above 0 and at most 1"),
-        ("gemm_efficiency = 0", "above 0 and at most 1"),
-        ('memory_efficiency = "fast"', "above 0 and at most 1"),
+        ("gemm_efficiency = nan", "of at least 1e-06 and at most 1"),
+        ("gemm_efficiency = 1e-300", "of at least 1e-06 and at most 1"),
+        ("gemm_efficiency = 0", "of at least 1e-06 and at most 1"),
+        ('memory_efficiency = "fast"', "of at least 1e-06 and at most 1"),
         ("overlap = 2", "at least 0 and at most 1"),
         ("step_time = -1", "at least 0"),
         ("error_p90 = inf", "at least 0"),

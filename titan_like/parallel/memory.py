@@ -95,7 +95,12 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     the place of what was added up and gathered.
     """
     sizes = {index: stage_sizes(units, storage) for index, units in stages.items()}
-    held = {index: _Held() for index in stages}
+    return peak_of(sizes, actions, storage)
+
+
+def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage: Storage) -> int:
+    """`peak_state` of stages whose sizes are known."""
+    held = {index: _Held() for index in sizes}
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
     sums_early = storage.wrapped and storage.zero_stage >= 2

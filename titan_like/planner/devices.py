@@ -86,8 +86,8 @@ def check_device_table(key: str, table: Any) -> None:
         )
     numbers = {name: table[name] for name in _ENTRIES} | {f"peak.{name}": x for name, x in table["peak"].items()}
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"{key}.{name}", value, "must be a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e12:
+            raise ConfigError(f"{key}.{name}", value, "must be a number of at least 1e-06 and at most 1e+12")
 
 
 def device_to_table(device: Device) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import Storage, peak_state, rank_state
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stages_per_rank
+from titan_like.parallel.memory import Storage, rank_state
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
-from titan_like.planner.state import rank_stages, trainer_state
+from titan_like.planner.state import exact_state, rank_stages, trainer_state
 from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
@@ -64,15 +64,27 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
+def fits(work: Workload, profile: Profile) -> bool:
+    """Whether a choice by prediction may take the layout: its largest rank leaves the margin free.
+
+    Most layouts that do not fit are known by the first rank that is looked at.
+    """
+    usable = usable_bytes(profile.device)
+    return all(rank_memory(work, profile, rank).total <= usable for rank in _ranks_to_judge(work, exact=True))
+
+
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
     """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each.
 
     Not ``exact``: where a schedule splits backward passes, an upper bound of the trainer's state, much faster.
     """
-    ranks: Iterable[int] = range(work.pipeline)  # of split backward passes any may hold most
-    if not exact or work.schedule not in SPLIT_BACKWARD:
-        ranks = _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
-    return max([rank_memory(work, profile, rank, exact).total for rank in ranks])
+    return max([rank_memory(work, profile, rank, exact).total for rank in _ranks_to_judge(work, exact)])
+
+
+def _ranks_to_judge(work: Workload, exact: bool) -> Iterable[int]:
+    if exact and work.schedule in SPLIT_BACKWARD:
+        return range(work.pipeline)  # any may hold most
+    return _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
 
 
 @lru_cache(maxsize=4096)
@@ -166,7 +178,7 @@ def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True)
         storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
         place = (stages_of(work), work.schedule, work.pipeline, work.virtual_stages, rank)
         if exact and work.schedule in SPLIT_BACKWARD:
-            return _exact_state(work.model, *place, microbatches, *storage)
+            return exact_state(work.model, *place, microbatches, *storage)
         here = rank_stages(*place)
         return trainer_state(work.model, here, work.schedule, work.pipeline, microbatches, *storage)
     stages, ranks = stages_of(work), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
@@ -197,32 +209,3 @@ def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_la
     split = Split(tensor=Part(tensor))
     units = stage_units(model, type(stage)(stage.layers, is_first, is_last))
     return rank_state(units, Storage(0, split)).num_parameters
-
-
-_table = lru_cache(maxsize=64)(schedule_table)
-
-
-@lru_cache(maxsize=4096)
-def _exact_state(
-    model: TransformerConfig,
-    stages: tuple[int, ...],
-    schedule: str,
-    pipeline: int,
-    virtual: int,
-    rank: int,
-    microbatches: int,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
-) -> tuple[int, int, int, int]:
-    """`trainer_state`, by going through the rank's passes."""
-    splits = split_layers(list(stages))
-    ranks = ranks_of_stages(schedule, pipeline, virtual)
-    units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
-    storage = Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
-    state = rank_state((unit for stage in units.values() for unit in stage), storage)
-    peak = peak_state(units, _table(schedule, pipeline, virtual, microbatches)[rank], storage)
-    extra = max(0, peak - state.parameters - state.gradients - state.optimizer)
-    return state.parameters, state.gradients, state.optimizer, extra

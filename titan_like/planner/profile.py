@@ -154,7 +154,8 @@ _TUPLES = ("groups", "fitted_on", "host_operators")
 _DTYPES = ("float32", "bfloat16", "float16", "float8", "float4")
 _PARTS = {"overlap", "contention", "compiled_traffic", "ring_part", "message_exposed", "tensor_exposed"}
 _PARTS |= {"tensor_async_exposed", "float8_relative", "float8_rowwise", "float4_relative"}
-_ABOVE_ZERO = {"misaligned_rate", "ring_part", "float8_relative", "float8_rowwise", "float4_relative"}
+_LEAST = 1e-6  # of what time is divided by
+_ABOVE_ZERO = {"node_bandwidth", "misaligned_rate", "ring_part", "float8_relative", "float8_rowwise", "float4_relative"}
 
 
 def problem_of(key: str, kind: str, value: Any) -> str | None:
@@ -162,10 +163,11 @@ def problem_of(key: str, kind: str, value: Any) -> str | None:
     if kind == "float":
         is_part = key in _PARTS or key.endswith("_efficiency")
         above_zero = key in _ABOVE_ZERO or key.endswith("_efficiency")
-        high = 1.0 if is_part else math.inf
-        if _is_number(value) and value <= high and (value > 0 if above_zero else value >= 0):
+        high = 1.0 if is_part else 1e18
+        least = _LEAST if above_zero else 0
+        if _is_number(value) and (least <= value <= high or (key == "node_bandwidth" and value == 0)):
             return None
-        return f"must be a number {'above' if above_zero else 'of at least'} 0" + (" and at most 1" if is_part else "")
+        return f"must be a number of at least {least:g}" + (" and at most 1" if is_part else "")
     simple = {
         "bool": (lambda: isinstance(value, bool), "must be true or false"),
         "str": (lambda: isinstance(value, str), "must be a text"),

@@ -20,9 +20,9 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, stages_per_rank
+from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
 from titan_like.planner.layers import layer_cost
-from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, layer_kept, usable_bytes
+from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.simulator import simulated_step_time
@@ -32,7 +32,7 @@ from titan_like.planner.workload import Workload, layers_of_ranks
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
-_CLOSED_FORMS = 0.97  # the least part of a layout's time by closed forms that its simulation is taken to give
+_CLOSED_FORMS = {True: 0.95, False: 0.985}  # of a layout's time, what simulation may give less; True: in a V
 _SIMULATED = 3  # layouts of a kind and schedule
 _BOUND = 1.25  # how far the bound of split backward passes' memory may be above it: state that is there for a while
 
@@ -147,7 +147,7 @@ class BestFirst:
         if not self.ranked:
             raise self._nothing_fits()
         self.ranked.sort(key=lambda one: one.time.total)  # where a bound was above what it bounds
-        too_large = [self._simulated(one) for one in self.too_large.values() if self._may_be_best(one)]
+        too_large = [self._predicted(one.work) for one in self.too_large.values() if self._may_be_best(one)]
         too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
         too_large.sort(key=lambda one: one.memory_bytes)
         return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
@@ -162,8 +162,7 @@ class BestFirst:
         self._push(least_group_time(group, self.profile), 0, (group,))
 
     def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
-        bound *= _ROUNDING * _CLOSED_FORMS
-        heapq.heappush(self.heap, (bound, depth, (next(self.numbers),), what))
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
 
     def least_memory(self, group: Workload) -> float:
         """Bytes below which no layout of a group stays: activations, and its part of weights and gradients."""
@@ -191,7 +190,7 @@ class BestFirst:
         for schedule, virtual in self.space.pipelines(group):
             work = self.space.member(group, schedule, virtual, 0, group.replicate, group.shard)
             self.counts.computed += 1
-            self._push(bounds.least_time(work), 1, (group, (schedule, virtual)))
+            self._push(bounds.least_time(work) * _least_part(work), 1, (group, (schedule, virtual)))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
@@ -219,16 +218,17 @@ class BestFirst:
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
         used = largest_memory(work, self.profile, exact=False)
-        if exact and self.usable < used < _BOUND * self.usable and work.schedule in SPLIT_BACKWARD:
-            used = largest_memory(work, self.profile)
-        if used > self.usable:
-            self._remember(work, used)
-        return used <= self.usable
+        if used <= self.usable:
+            return True
+        if exact and used < _BOUND * self.usable and work.schedule in SPLIT_BACKWARD and fits(work, self.profile):
+            return True
+        self._remember(work, used)
+        return False
 
     def _add_layout(self, work: Workload) -> None:
         time = step_time(work, self.profile)
         self.counts.computed += 1
-        heapq.heappush(self.heap, (time.total * _CLOSED_FORMS, 2, _order(work), (work,)))
+        heapq.heappush(self.heap, (time.total * _least_part(work), 2, _order(work), (work,)))
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
@@ -261,10 +261,10 @@ class BestFirst:
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 
     def _may_be_best(self, one: Candidate) -> bool:
-        return one.time.total * _CLOSED_FORMS < self.ranked[0].time.total
+        return one.time.total * _least_part(one.work) < self.ranked[0].time.total
 
-    def _simulated(self, one: Candidate) -> Candidate:
-        return Candidate(one.work, simulated_step_time(one.work, self.profile), one.memory_bytes)
+    def _predicted(self, work: Workload) -> Candidate:
+        return Candidate(work, simulated_step_time(work, self.profile), largest_memory(work, self.profile))
 
     def _nothing_fits(self) -> ConfigError:
         if not self.counts.valid:
@@ -322,6 +322,10 @@ def _least_of_zero(work: Workload) -> Workload:
 def _cell(work: Workload) -> tuple[int, int, int]:
     """Its kind: tensor and pipeline degree, and ZeRO stage."""
     return work.tensor, work.pipeline, work.zero_stage
+
+
+def _least_part(work: Workload) -> float:
+    return _CLOSED_FORMS[work.pipeline > 1 and work.schedule in V_SHAPED]
 
 
 _MODES = {"none": 0, "selective": 1, "full": 2}

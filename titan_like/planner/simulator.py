@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules import Action, schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import V_SHAPED
 from titan_like.planner.layers import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (
@@ -180,7 +181,7 @@ def span_of(
         transfer: time from a pass's end until another rank has its result.
     """
     ranks = ranks_of_stages(schedule, pipeline, virtual)
-    rounds = max(0, microbatches // pipeline - (3 if ranks[0] == ranks[-1] else 2))
+    rounds = max(0, microbatches // pipeline - (3 if schedule in V_SHAPED else 2))
     few = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
     seconds = _run(few, pipeline, durations, transfer)
     if rounds:

@@ -1,7 +1,7 @@
-"""Training state of our own trainer on one pipeline rank, without going through its passes. Bytes.
+"""Training state of our own trainer on one pipeline rank. Bytes.
 
-`titan_like.parallel.memory.peak_state` follows every pass of a step, which is exact and slow. Here the fullest moment
-is found from the order of the schedule alone.
+`titan_like.parallel.memory.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
+fullest moment from the order of the schedule alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import StageSizes, Storage, stage_sizes
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.memory import StageSizes, Storage, peak_of, stage_sizes
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
 from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.workload import ranks_of_stages
@@ -55,19 +55,60 @@ def trainer_state(
     ``shard``: processes that ZeRO shards over, 1 for stage 0; ``several``: whether there is data parallelism;
     ``compute``: bytes of the type that is computed in.
     """
-    last = len(here.layers) - 1
+    sizes = _sizes(model, here, tensor, shard, several, zero, compute)
+    return _state(sizes, fullest(sizes, schedule, pipeline, microbatches, zero))
+
+
+@lru_cache(maxsize=4096)
+def exact_state(
+    model: TransformerConfig,
+    stages: tuple[int, ...],
+    schedule: str,
+    pipeline: int,
+    virtual: int,
+    rank: int,
+    microbatches: int,
+    tensor: int,
+    shard: int,
+    several: bool,
+    zero: int,
+    compute: int,
+) -> tuple[int, int, int, int]:
+    """`trainer_state`, by going through the rank's passes."""
     ends = (tensor, shard, several, zero, compute)
+    sizes = _sizes(model, rank_stages(stages, schedule, pipeline, virtual, rank), *ends)
+    owners = ranks_of_stages(schedule, pipeline, virtual)
+    here = [stage for stage, owner in enumerate(owners) if owner == rank]
+    passes = _table(schedule, pipeline, virtual, microbatches)[rank]
+    return _state(sizes, peak_of(dict(zip(here, sizes, strict=True)), passes, _storage(*ends)))
+
+
+_table = lru_cache(maxsize=64)(schedule_table)
+
+
+def _state(sizes: Sequence[StageSizes], peak: int) -> tuple[int, int, int, int]:
+    weights = gradients = sum([size.gradients for size in sizes])  # both in float32
+    shards = sum([size.shards for size in sizes])
+    return weights, gradients, shards - weights, max(0, peak - shards - gradients)
+
+
+def _sizes(
+    model: TransformerConfig, here: RankStages, tensor: int, shard: int, several: bool, zero: int, compute: int
+) -> list[StageSizes]:
+    """Of each of a rank's stages."""
+    last = len(here.layers) - 1
     known: dict[tuple[int, bool, bool], StageSizes] = {}
     sizes = []
     for index, layers in enumerate(here.layers):
         kind = layers, here.first and index == 0, here.last and index == last
         if kind not in known:
-            known[kind] = _stage(model, *kind, *ends)
+            known[kind] = _stage(model, *kind, tensor, shard, several, zero, compute)
         sizes.append(known[kind])
-    peak = fullest(sizes, schedule, pipeline, microbatches, zero)
-    weights = gradients = sum([size.gradients for size in sizes])  # both in float32
-    shards = sum([size.shards for size in sizes])
-    return weights, gradients, shards - weights, max(0, peak - shards - gradients)
+    return sizes
+
+
+def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
+    return Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
 
 
 def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatches: int, zero: int) -> int:
@@ -121,7 +162,7 @@ def _stage(
         ends = (is_first, is_last, tensor, shard, several, zero, compute)
         one, two = _stage(model, 1, *ends), _stage(model, 2, *ends)
         return StageSizes(*[a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)])
-    storage = Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
+    storage = _storage(tensor, shard, several, zero, compute)
     return stage_sizes(_units(model, layers, is_first, is_last), storage)
 
 

@@ -42,7 +42,8 @@ class _Rank(NamedTuple):
     forward: float  # from the first operator to the last, the host's delays and all communication included
     backward: float
     others: float  # both passes of the other ranks, in the mean
-    others_late: float  # of these W, where the backward pass has two parts; else 0
+    others_forward: float  # of these F
+    others_weights: float  # of these W, where the backward pass has two parts; else 0
 
 
 class Passes(NamedTuple):
@@ -99,7 +100,9 @@ def _passes(work: Workload, profile: Profile) -> Passes:
         again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
         bubble = again * (rank.others + overhead)
         if work.schedule in SPLIT_BACKWARD:
-            again, bubble = _split_bubble(p, stages, m, rank.others + overhead, rank.others_late)
+            parts = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
+            bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in parts])
+            again = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
         hops = p - 1 if m >= p else stages * p - 1
         bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
@@ -107,17 +110,25 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
 
 
-def _split_bubble(p: int, stages: int, m: int, both: float, late: float) -> tuple[float, float]:
-    """How often the passes but W are waited for, and the bubble, of ``both`` passes of which W takes ``late``.
+def _split_bubble(
+    schedule: str, p: int, stages: int, m: int, forward: float, both: float, weights: float
+) -> tuple[float, bool]:
+    """Of equal stages, of the passes of one: F, F + I + W, and W. And whether the last stage is what all wait for.
 
-    ZB-H1 of arXiv 2401.10241, table 2: ranks wait for (p-1)(F + I - W), where W fills the time. I also repeats the
-    forward pass and waits for tensor-parallel communication. With few microbatches it is the last stage that all wait
-    for, as `ideal_bubble` tells.
+    Ranks wait for (p-1)(F + I - W), where W fills the time (ZB-H1 of arXiv 2401.10241, table 2); I also repeats the
+    forward pass and waits for tensor-parallel communication. In a V it is (p-1) I, while I is not much longer than F
+    and W together; of DualPipeV what is found with the trainer's tables. With few microbatches the last stage sets the
+    pace, as `ideal_bubble` tells.
     """
-    needed = both - late
-    filled = (p - 1) / stages, (p - 1) * (needed - late) / stages
-    of_last = (stages * p - 1 + m) / stages - m, ((stages * p - 1 + m) * needed + late) / stages - m * both
-    return max(filled, of_last, (0.0, (p - 1) * both / 3 / stages), key=lambda found: found[1])
+    inputs = both - forward - weights
+    of_last = (stages * p - 1 + m) * (forward + inputs) + weights - m * stages * both
+    if schedule == "zbv_zero_bubble":
+        filled = (p - 1) * max(forward, inputs) + (p - 2) * max(0.0, forward - inputs)
+    else:
+        filled = (p - 1) * max(forward, forward + inputs - weights)
+    if schedule == "dualpipe_v":
+        filled += max(0.0, (p - 1) * (inputs - forward) - forward)
+    return max(of_last, filled), of_last > filled
 
 
 def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> Sharding:
@@ -238,15 +249,16 @@ def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank
     for end in ends:
         compute += end.forward + end.backward
         tensor += end.forward_tensor + end.backward_tensor
-    others = late = 0.0
+    others = others_forward = weights = 0.0
     if work.pipeline > 1:
         whole = _load(work.model.num_layers, layer, again + again_tensor, (entry, head))
         ranks = work.pipeline - 1
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
-        others = sum(mean.seconds(profile))
+        others_forward, others = mean.seconds(profile)
+        others += others_forward
         if work.schedule in SPLIT_BACKWARD and not work.compiled:  # where layers are compiled the trainer does not
-            late = mean.late(profile)
-    return _Rank(compute, layers * again, tensor, *passes, others, late)
+            weights = mean.late(profile)
+    return _Rank(compute, layers * again, tensor, *passes, others, others_forward, weights)
 
 
 def message_time(work: Workload, profile: Profile) -> float:

@@ -35,7 +35,7 @@ SCHEDULES = (
 )
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")  # their tables hold I and W
 _SINGLE = ("gpipe", "1f1b")  # one stage per rank
-_V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")  # two stages per rank
+V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")  # two stages per rank
 _IN_GROUPS = ("interleaved_1f1b", "interleaved_zero_bubble")  # p microbatches pass a rank's stages together
 
 
@@ -43,7 +43,7 @@ def stages_per_rank(schedule: str, virtual_stages: int) -> int:
     """Stages on each rank: what the schedule prescribes, else ``virtual_stages``."""
     if schedule in _SINGLE:
         return 1
-    return 2 if schedule in _V_SHAPED else virtual_stages
+    return 2 if schedule in V_SHAPED else virtual_stages
 
 
 def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> list[int]:
@@ -52,7 +52,7 @@ def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> lis
     In a V the last rank's two stages are neighbours, and rank 0 holds the first and the last stage.
     """
     num_stages = pipeline_degree * stages_per_rank(schedule, virtual_stages)
-    if schedule in _V_SHAPED:
+    if schedule in V_SHAPED:
         return [min(stage, num_stages - 1 - stage) for stage in range(num_stages)]
     return [stage % pipeline_degree for stage in range(num_stages)]
 
@@ -65,7 +65,7 @@ def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num
         return f"{schedule} needs at least 1 microbatch per step, not {num_microbatches}"
     if schedule in _SINGLE and virtual_stages != 1:
         return f"{schedule} has 1 stage per rank, not {virtual_stages}; use 1, or interleaved_1f1b"
-    if schedule in _V_SHAPED and virtual_stages not in (1, 2):  # 1 is the setting's default
+    if schedule in V_SHAPED and virtual_stages not in (1, 2):  # 1 is the setting's default
         return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
     if virtual_stages < 1:
         return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"

@@ -96,11 +96,12 @@ def layout_of(found: Capacity, tokens: float) -> list[str]:
     memory, rates = forecast.memory, forecast.rates
     degrees = f"tensor {work.tensor} × pipeline {work.pipeline} × data {work.shard}"
     days = tokens / rates.tokens_per_second / SECONDS_PER_DAY
+    told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
     return [
         f"{degrees}, ZeRO {work.zero_stage}, recompute {work.recompute}, microbatches of {work.micro_batch_size}: "
         f"{memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB",
         f"{rates.tokens_per_second:,.0f} tokens/s, {per_gpu(rates.tflops_per_device)} per GPU, "
-        f"{tokens / 1e9:.4g} billion tokens in {days:,.0f} days (profile {forecast.profile.name})",
+        f"{tokens / 1e9:.4g} billion tokens in {told} days (profile {forecast.profile.name})",
     ]
 
 

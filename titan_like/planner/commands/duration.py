@@ -13,6 +13,7 @@ from titan_like.planner.commands.outcome import (
     add_profile,
     chosen_profile,
     does_not_fit,
+    gpus,
     per_gpu,
     run_of,
 )
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{forecast.num_gpus} GPUs at {per_gpu(rate)} each ({origin})",
+        f"{gpus(forecast.num_gpus)} at {per_gpu(rate)} each, what is recomputed counted too ({origin})",
         f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
     ]

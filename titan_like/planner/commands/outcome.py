@@ -99,3 +99,8 @@ def does_not_fit(memory: Memory) -> list[str]:
 def per_gpu(rate: float) -> str:
     """TFLOP/s of one GPU in words, with a decimal or with three digits if it is slow."""
     return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"
+
+
+def gpus(count: int) -> str:
+    """So many in words."""
+    return f"{count} GPU" + ("s" if count != 1 else "")

@@ -17,6 +17,7 @@ from titan_like.planner.commands.outcome import (
     add_profile,
     check_toml,
     chosen_profile,
+    gpus,
     per_gpu,
 )
 from titan_like.planner.memory import MEMORY_MARGIN
@@ -78,7 +79,7 @@ def summary(found: Found) -> list[str]:
         f"nine of ten cases){tflops}, {best.memory_bytes / 2**30:.1f} of "
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
-        f"fastest of {counts.valid:,} valid layouts on {found.space.num_gpus} GPUs; {counts.too_large:,} of them are "
+        f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), the others to be slower",
     ]
 
@@ -151,7 +152,7 @@ def as_toml(found: Found, path: Path) -> str:
     tree["cluster"] = _cluster(config, found.space.num_gpus)
     schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
     given = config.job.config_file
-    head = [f"{given or 'A run'} in the layout that scripts/plan.py search found for {found.space.num_gpus} GPUs:"]
+    head = [f"{given or 'A run'} in the layout that scripts/plan.py search found for {gpus(found.space.num_gpus)}:"]
     for line in summary(found):
         head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
     return schema + to_toml(tree, head)
