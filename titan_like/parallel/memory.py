@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
-from titan_like.parallel.shapes import ParameterShape, Part, Split, Unit, stage_units
+from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
 
 _FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
@@ -167,17 +167,18 @@ def stage_sizes(units: list[Unit], storage: Storage) -> StageSizes:
     if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
         return StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0, 0, 0)
 
-    whole = [_whole(unit.parameters, storage) for unit in units]
+    before = storage.split.before_sharding
+    parameters = [[(parameter, prod(before(parameter))) for parameter in unit.parameters] for unit in units]
+    whole = [sum([size for _, size in of_unit]) for of_unit in parameters]
     total, in_root = sum(whole), whole[-1]
     layers = [size for unit, size in zip(units, whole, strict=True) if unit.name.startswith("layers.")]
     layer, entry = max(layers), total - in_root - sum(layers)
     # The head's gradients come first and are reduced last, with the root; a layer's are reduced when complete. A tied
     # table's gradient is stored only when its second use, the embedding, has added to it.
-    early = _whole((parameter for parameter in units[-1].parameters if not parameter.at_entry), storage)
+    early = sum([size for parameter, size in parameters[-1] if not parameter.at_entry])
     fresh = storage.compute * max(early + layer, in_root + entry)
-    parameters = [parameter for unit in units for parameter in unit.parameters]
-    vectors = storage.reduce * _whole((parameter for parameter in parameters if not parameter.can_wait), storage)
-    matrices = storage.compute * _whole((parameter for parameter in parameters if parameter.can_wait), storage)
+    late = sum([size for of_unit in parameters for parameter, size in of_unit if parameter.can_wait])
+    vectors, matrices = storage.reduce * (total - late), storage.compute * late
     if storage.zero_stage == 3:
         kept, gathered_layer = storage.compute * in_root, storage.compute * layer
         in_backward = storage.compute * max(layer + early + layer, in_root + 2 * entry)
@@ -192,7 +193,3 @@ def stage_sizes(units: list[Unit], storage: Storage) -> StageSizes:
     if in_place:
         return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, 0, 0, 0)
     return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)
-
-
-def _whole(parameters: Iterable[ParameterShape], storage: Storage) -> int:
-    return sum(prod(storage.split.before_sharding(parameter)) for parameter in parameters)
