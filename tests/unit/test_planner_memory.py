@@ -8,13 +8,13 @@ import pytest
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
 from titan_like.parallel.memory import Storage, peak_state, rank_state, state_bytes
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import balanced_layers, split_layers
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.state import rank_stages, trainer_state
-from titan_like.planner.workload import Workload, ranks_of_stages
+from titan_like.planner.state import trainer_state
+from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
 TRAINER = builtin_profiles()["fsdp_a100"].changed(trainer_state=True)
@@ -167,9 +167,10 @@ def random_ranks(count):
         layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
         rank = generator.randrange(degree)
         storage = (tensor, shard if zero else 1, shard > 1, zero, compute)
-        here = rank_stages(layers, schedule, degree, virtual, rank)
+        splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
+        counts = tuple(count for count, owner in zip(layers, ranks, strict=True) if owner == rank)
+        here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
         found = trainer_state(model, here, schedule, degree, microbatches, *storage)
-        splits, ranks = split_layers(list(layers)), ranks_of_stages(schedule, degree, virtual)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
         split = Split(Part(tensor), Part(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]

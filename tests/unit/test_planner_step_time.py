@@ -11,7 +11,7 @@ from titan_like.planner.layers import ends_cost, gemm_time, layer_cost, softmax_
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import exposed, microbatch_of, step_time
-from titan_like.planner.workload import Workload, equal_stages, stages_of
+from titan_like.planner.workload import Workload, equal_stages, pipeline_of
 
 PROFILES = list(builtin_profiles().values())
 SELENE = builtin_profiles()["selene_2021"]
@@ -108,7 +108,7 @@ def test_closed_form_agrees_with_the_event_driven_simulation(schedule, virtual, 
     found = step_time(work, quiet)
     layer = layer_cost(work.model, microbatch_of(work), quiet)
     entry, head = ends_cost(work.model, microbatch_of(work), quiet)
-    counts = stages_of(work)
+    counts = pipeline_of(work).stages
 
     def duration(action):
         first, last = action.stage == 0, action.stage == len(counts) - 1

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import Storage, rank_state
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
-from titan_like.planner.state import exact_state, rank_stages, trainer_state
-from titan_like.planner.workload import Workload, layers_of_ranks, ranks_of_stages, stages_of
+from titan_like.planner.state import exact_state, trainer_state
+from titan_like.planner.workload import Workload, pipeline_of
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
@@ -84,25 +84,17 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
 def _ranks_to_judge(work: Workload, exact: bool) -> Iterable[int]:
     if exact and work.schedule in SPLIT_BACKWARD:
         return range(work.pipeline)  # any may hold most
-    return _candidates(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
-
-
-@lru_cache(maxsize=4096)
-def _candidates(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
-    """The ends, and for every number of layers the first rank that has it: later ones hold no more chunks."""
-    layers = layers_of_ranks(stages, schedule, pipeline, virtual)
-    return tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))})
+    return pipeline_of(work).largest
 
 
 def rank_memory(work: Workload, profile: Profile, rank: int, exact: bool = True) -> RankMemory:
     """Memory of one pipeline rank; ``exact`` as for `largest_memory`."""
-    stages = stages_of(work)
-    ranks = ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
-    layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
-    per_rank = stages_per_rank(work.schedule, work.virtual_stages)
+    pipeline = pipeline_of(work)
+    here, layers = pipeline.here[rank], pipeline.layers[rank]
+    per_rank = len(here.layers)
     parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank, exact)
     held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
-    ends = ranks[0] == rank, ranks[-1] == rank
+    ends = here.first, here.last
     if profile.trainer_state:
         moment = fullest_moment(work, profile.device, layers, held, per_rank, ends, gradients)
         gradients, activations, logits = moment
@@ -176,14 +168,14 @@ def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True)
         microbatches = min(work.microbatches, 3 * work.pipeline)
         shard = work.shard if work.zero_stage else 1
         storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
-        place = (stages_of(work), work.schedule, work.pipeline, work.virtual_stages, rank)
+        here = pipeline_of(work).here[rank]
         if exact and work.schedule in SPLIT_BACKWARD:
-            return exact_state(work.model, *place, microbatches, *storage)
-        here = rank_stages(*place)
+            shape = work.schedule, work.pipeline, work.virtual_stages, rank
+            return exact_state(work.model, here, *shape, microbatches, *storage)
         return trainer_state(work.model, here, work.schedule, work.pipeline, microbatches, *storage)
-    stages, ranks = stages_of(work), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
-    layers = layers_of_ranks(stages, work.schedule, work.pipeline, work.virtual_stages)[rank]
-    count = rank_parameters(work.model, layers, ranks[0] == rank, ranks[-1] == rank, work.tensor)
+    pipeline = pipeline_of(work)
+    here = pipeline.here[rank]
+    count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
     zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too
     weights = profile.weight_state * count
     gradients = profile.gradient_state * count

@@ -7,7 +7,7 @@ from titan_like.planner.layers import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate
 from titan_like.planner.step_time import microbatch_of, parameters_per_gpu
-from titan_like.planner.workload import Workload, rank_layers, stages_of
+from titan_like.planner.workload import Workload, pipeline_of
 
 _NAMES = {
     "compute": "computation",
@@ -76,14 +76,14 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 
 def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds of a step in which gradients are added to those of the microbatches before."""
-    counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    counts = pipeline_of(work).counts
     parameters = parameters_per_gpu(work, counts) * work.tensor
     return work.microbatches * accumulation_time(parameters, microbatch_of(work), profile)
 
 
 def _slower_products(best: Workload, work: Workload) -> str:
-    fullest = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages).largest
-    theirs = rank_layers(stages_of(best), best.schedule, best.pipeline, best.virtual_stages).largest
+    fullest = pipeline_of(work).counts.largest
+    theirs = pipeline_of(best).counts.largest
     if fullest * work.pipeline > theirs * best.pipeline:
         return f"uneven stages: {fullest} of {work.model.num_layers} layers on one of {work.pipeline} ranks"
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"

@@ -28,7 +28,7 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.space import Space
 from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
-from titan_like.planner.workload import Workload, layers_of_ranks
+from titan_like.planner.workload import Workload, pipeline_of
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
@@ -175,11 +175,8 @@ class BestFirst:
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
         """Most layers times microbatches whose activations a rank holds."""
-        stages = self.space.member(group, schedule, virtual, 0, 1, group.shard).stage_layers
-        if stages is None:
-            return group.model.num_layers
-        p, per_rank = group.pipeline, stages_per_rank(schedule, virtual)
-        layers = layers_of_ranks(stages, schedule, p, virtual)
+        work = self.space.member(group, schedule, virtual, 0, 1, group.shard)
+        p, per_rank, layers = group.pipeline, stages_per_rank(schedule, virtual), pipeline_of(work).layers
         held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * layers[rank] for rank in range(p))
         return max(held) / per_rank
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
@@ -28,7 +29,7 @@ from titan_like.planner.step_time import (
     sharding,
     step_time,
 )
-from titan_like.planner.workload import Workload, ranks_of_stages, stages_of
+from titan_like.planner.workload import Workload, pipeline_of
 
 _KINDS = "FBIW"
 
@@ -52,19 +53,26 @@ class StagePasses(NamedTuple):
 
 def stage_passes(work: Workload, profile: Profile) -> list[StagePasses]:
     """Of every stage, the time of its passes."""
-    counts = stages_of(work)
+    counts, ranks = pipeline_of(work)[:2]
+    # Messages between a stage and the one before it, from before the first to behind the last.
+    messages = [0, *(int(one != other) for one, other in pairwise(ranks)), 0]
     last = len(counts) - 1
-    kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(counts)]
+    kinds = [
+        (layers, stage == 0, stage == last, messages[stage], messages[stage + 1]) for stage, layers in enumerate(counts)
+    ]
     found = {kind: _passes_of(work, profile, len(counts), *kind) for kind in set(kinds)}
     return [found[kind] for kind in kinds]
 
 
 def _passes_of(
-    work: Workload, profile: Profile, num_stages: int, layers: int, is_first: bool, is_last: bool
+    work: Workload, profile: Profile, num_stages: int, layers: int, is_first: bool, is_last: bool, back: int, on: int
 ) -> StagePasses:
-    """Of a split backward pass, the first part repeats the forward pass, communicates and gathers; the products' two
+    """Of a stage with so many layers, which sends ``on`` messages in its forward and ``back`` in its backward pass.
+
+    Of a split backward pass, the first part repeats the forward pass, communicates and gathers; the products' two
     halves take equally long. Where layers are compiled the trainer does not split. A third of what a microbatch costs
-    besides (`microbatch_overhead`, of a rank, shared by its stages) is the forward pass's."""
+    besides (`microbatch_overhead`, of a rank, shared by its stages) is the forward pass's.
+    """
     mb = microbatch_of(work)
     entry, head = ends_cost(work.model, mb, profile)
     layer = layer_cost(work.model, mb, profile)
@@ -88,8 +96,8 @@ def _passes_of(
     first = host_and_device(host_forward, forward + tensor_forward, profile) + besides / 3
     second = host_and_device(host_backward, products + repeated + tensor_backward, profile) + 2 * besides / 3
     weights = 0.0 if work.compiled else products / 2
-    message = message_time(work, profile) * profile.message_exposed if work.pipeline > 1 else 0.0
-    sent, returned = (0.0 if is_last else message), (0.0 if is_first else message)
+    message = message_time(work, profile) * profile.message_exposed if back + on else 0.0
+    sent, returned = on * message, back * message
     gathered = scattered = 0.0
     if work.zero_stage == 3:
         gather, scatter = gather_and_scatter(parameters / work.tensor, layers, work, profile)
@@ -149,7 +157,7 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     """`step_time` with the passes of a pipeline, and when ranks wait for each other, as the simulation finds them."""
     if work.pipeline == 1:
         return step_time(work, profile)
-    times, ranks = stage_passes(work, profile), ranks_of_stages(work.schedule, work.pipeline, work.virtual_stages)
+    times, ranks = stage_passes(work, profile), pipeline_of(work).ranks
     busy = [0.0] * work.pipeline
     for stage, rank in zip(times, ranks, strict=True):
         busy[rank] += stage.F + stage.B
@@ -160,7 +168,9 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     delays = m * busy[busiest] - compute - recompute - tensor - messages - gathered
     durations = [getattr(stage, kind) for stage in times for kind in _KINDS]
     shape = work.schedule, work.pipeline, work.virtual_stages
-    span = span_of(*shape, m, durations, transfer_time(work, profile))
+    transfer = transfer_time(work, profile)
+    # No faster than the link carries what a rank sends.
+    span = max(span_of(*shape, m, durations, transfer), 2 * m * len(here) * transfer)
     data, update = _after_passes(work, profile)
     bubble, other = span - m * busy[busiest], delays + profile.step_time
     total = span + data + update + profile.step_time
@@ -180,7 +190,7 @@ def span_of(
         durations: of F, B, I and W of the first stage, then of the next.
         transfer: time from a pass's end until another rank has its result.
     """
-    ranks = ranks_of_stages(schedule, pipeline, virtual)
+    ranks = stage_ranks(schedule, pipeline, virtual)
     rounds = max(0, microbatches // pipeline - (3 if schedule in V_SHAPED else 2))
     few = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
     seconds = _run(few, pipeline, durations, transfer)

@@ -8,30 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import StageSizes, Storage, peak_of, stage_sizes
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
 from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
-from titan_like.planner.workload import ranks_of_stages
-
-
-class RankStages(NamedTuple):
-    """A rank's stages in the order of the forward pass: layers, whether the first and whether the last of all."""
-
-    layers: tuple[int, ...]
-    first: bool
-    last: bool
-
-
-@lru_cache(maxsize=65536)
-def rank_stages(stages: tuple[int, ...], schedule: str, pipeline: int, virtual: int, rank: int) -> RankStages:
-    """What a rank holds of a pipeline."""
-    ranks = ranks_of_stages(schedule, pipeline, virtual)
-    here = tuple(layers for layers, owner in zip(stages, ranks, strict=True) if owner == rank)
-    return RankStages(here, ranks[0] == rank, ranks[-1] == rank)
+from titan_like.planner.workload import RankStages
 
 
 @lru_cache(maxsize=65536)
@@ -62,7 +45,7 @@ def trainer_state(
 @lru_cache(maxsize=4096)
 def exact_state(
     model: TransformerConfig,
-    stages: tuple[int, ...],
+    here: RankStages,
     schedule: str,
     pipeline: int,
     virtual: int,
@@ -76,11 +59,10 @@ def exact_state(
 ) -> tuple[int, int, int, int]:
     """`trainer_state`, by going through the rank's passes."""
     ends = (tensor, shard, several, zero, compute)
-    sizes = _sizes(model, rank_stages(stages, schedule, pipeline, virtual, rank), *ends)
-    owners = ranks_of_stages(schedule, pipeline, virtual)
-    here = [stage for stage, owner in enumerate(owners) if owner == rank]
+    sizes = _sizes(model, here, *ends)
+    stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
-    return _state(sizes, peak_of(dict(zip(here, sizes, strict=True)), passes, _storage(*ends)))
+    return _state(sizes, peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends)))
 
 
 _table = lru_cache(maxsize=64)(schedule_table)

@@ -16,7 +16,7 @@ from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.layers import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
-from titan_like.planner.workload import RankLayers, Workload, rank_layers, stages_of
+from titan_like.planner.workload import RankLayers, Workload, pipeline_of
 
 
 class StepTime(NamedTuple):
@@ -88,7 +88,7 @@ def passes(work: Workload, profile: Profile) -> Passes:
 
 @lru_cache(maxsize=4096)
 def _passes(work: Workload, profile: Profile) -> Passes:
-    counts = rank_layers(stages_of(work), work.schedule, work.pipeline, work.virtual_stages)
+    counts = pipeline_of(work).counts
     rank = _slowest_rank(counts, work, profile)
     m, p = work.microbatches, work.pipeline
     overhead = microbatch_overhead(work, profile)
@@ -106,6 +106,8 @@ def _passes(work: Workload, profile: Profile) -> Passes:
         hops = p - 1 if m >= p else stages * p - 1
         bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
+        # No faster than the link carries what a rank sends.
+        messages += max(0.0, 2 * m * stages * message - messages - m * (rank.forward + rank.backward))
     other = m * waits + profile.step_time
     return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
 

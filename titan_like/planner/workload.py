@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.schedules.tables import stage_ranks, stages_per_rank
+from titan_like.parallel.schedules.tables import stage_ranks
 
 
 class Workload(NamedTuple):
@@ -59,39 +59,53 @@ class RankLayers(NamedTuple):
     ends_together: bool  # one rank holds both ends
 
 
+class RankStages(NamedTuple):
+    """A rank's stages in the order of the forward pass: layers, whether the first and whether the last of all."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+class Pipeline(NamedTuple):
+    """How a pipeline's ranks share the model's layers."""
+
+    stages: tuple[int, ...]  # layers of each stage
+    ranks: tuple[int, ...]  # rank of each stage
+    layers: tuple[int, ...]  # of each rank, all its stages together
+    here: tuple[RankStages, ...]  # of each rank
+    counts: RankLayers
+    largest: tuple[int, ...]  # ranks among which those with most memory are: ends, and the first with so many layers
+
+
+def pipeline_of(work: Workload) -> Pipeline:
+    """Of a run."""
+    return _pipeline(work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages)
+
+
 @cache
+def _pipeline(
+    stage_layers: tuple[int, ...] | None, num_layers: int, schedule: str, pipeline: int, virtual: int
+) -> Pipeline:
+    ranks = tuple(stage_ranks(schedule, pipeline, virtual))
+    stages = stage_layers or equal_stages(num_layers, len(ranks))
+    of_rank: list[list[int]] = [[] for _ in range(pipeline)]
+    for rank, count in zip(ranks, stages, strict=True):
+        of_rank[rank].append(count)
+    layers = tuple(map(sum, of_rank))
+    first, last = ranks[0], ranks[-1]
+    return Pipeline(
+        stages,
+        ranks,
+        layers,
+        tuple(RankStages(tuple(counts), rank == first, rank == last) for rank, counts in enumerate(of_rank)),
+        RankLayers(layers[first], layers[last], max(layers), first == last),
+        tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))}),
+    )
+
+
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers in equal stages; where they do not divide, the middle ones take one more."""
     base, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
     return tuple(base + (first <= stage < first + more) for stage in range(num_stages))
-
-
-@cache
-def ranks_of_stages(schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
-    """Pipeline rank of each stage."""
-    return tuple(stage_ranks(schedule, pipeline, virtual))
-
-
-@cache
-def layers_of_ranks(stage_layers: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> tuple[int, ...]:
-    """Layers of each pipeline rank, all its stages together."""
-    counts = [0] * pipeline
-    for rank, layers in zip(ranks_of_stages(schedule, pipeline, virtual), stage_layers, strict=True):
-        counts[rank] += layers
-    return tuple(counts)
-
-
-@cache
-def rank_layers(stage_layers: tuple[int, ...], schedule: str, pipeline: int, virtual: int) -> RankLayers:
-    """The summary of `layers_of_ranks`."""
-    counts = layers_of_ranks(stage_layers, schedule, pipeline, virtual)
-    ranks = ranks_of_stages(schedule, pipeline, virtual)
-    return RankLayers(counts[ranks[0]], counts[ranks[-1]], max(counts), ranks[0] == ranks[-1])
-
-
-def stages_of(work: Workload) -> tuple[int, ...]:
-    """Layers of every stage."""
-    if work.stage_layers is not None:
-        return work.stage_layers
-    return equal_stages(work.model.num_layers, work.pipeline * stages_per_rank(work.schedule, work.virtual_stages))
