@@ -70,7 +70,7 @@ class Sharding(NamedTuple):
 
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
-    """Predict one step."""
+    """Estimate one step by closed forms."""
     found = passes(work, profile)
     gathered, elsewhere, data, update = sharding(work, profile, found.counts, found.rank)
     compute, again, tensor, messages, bubble, other = found.parts
