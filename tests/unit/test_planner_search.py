@@ -11,11 +11,12 @@ from titan_like.config.rules import check_rules
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.devices import find_device
-from titan_like.planner.memory import largest_memory
+from titan_like.planner.memory import fits, largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
 from titan_like.planner.reasons import differences, why_slower
 from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, least_group_time, search
+from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.step_time import step_time
 
@@ -96,6 +97,30 @@ def test_search_finds_what_trying_everything_finds():
     for one in found.too_large:
         assert one.memory_bytes > found.usable_bytes
         assert one.time.total < found.best.time.total
+
+
+SLOW_LINKS = {
+    "gpt": ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--cluster.gpu=H100",
+            "--training.global_batch_size=8", "--cluster.gpus_per_node=4", "--cluster.node_bandwidth=1"],
+    "llama": ["--model.family=llama", "--model.flavor=llama3.1_8b", "--model.overrides.num_layers=24",
+              "--training.seq_len=512", "--cluster.gpu=H200", "--training.global_batch_size=16",
+              "--cluster.gpus_per_node=2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "gpus"), [("gpt", 6), ("llama", 12)])
+def test_slow_links_do_not_hide_the_best_layout(family, gpus):
+    """Where closed forms are furthest from what the passes take."""
+    config = run(*SLOW_LINKS[family], "--training.dtype=float32")
+    found = search(config, gpus, kinds=3)
+    space, profile, best = found.space, found.profile, float("inf")
+    for group in space.groups():
+        for (schedule, virtual), split in itertools.product(space.pipelines(group), space.splits(group)):
+            work = space.member(group, schedule, virtual, *split)
+            if step_time(work, profile).total < 1.3 * found.best.time.total and fits(work, profile):
+                best = min(best, simulated_step_time(work, profile).total)
+    assert found.best.time.total == pytest.approx(best, rel=1e-3)
+    assert all(fits(one.work, profile) for one in found.ranked)
 
 
 CASES = [

@@ -281,6 +281,7 @@ class Cluster(Section):
     node_bandwidth: float | None = Field(
         None,
         ge=0.001,
+        le=1e5,
         description="what all network cards of a node carry together in one direction, in GB/s (1e9 bytes), for the "
         "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
     )

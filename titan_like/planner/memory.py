@@ -76,7 +76,7 @@ def fits(work: Workload, profile: Profile) -> bool:
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
     """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each.
 
-    Not ``exact``: where a schedule splits backward passes, an upper bound of the trainer's state, much faster.
+    Not ``exact``: where a schedule splits backward passes, an estimate of the trainer's state, much faster.
     """
     return max([rank_memory(work, profile, rank, exact).total for rank in _ranks_to_judge(work, exact)])
 

@@ -32,9 +32,9 @@ from titan_like.planner.workload import Workload, pipeline_of
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
 _FLOAT32 = 4
-_CLOSED_FORMS = {True: 0.95, False: 0.985}  # of a layout's time, what simulation may give less; True: in a V
-_SIMULATED = 3  # layouts of a kind and schedule
-_BOUND = 1.25  # how far the bound of split backward passes' memory may be above it: state that is there for a while
+_CLOSED_FORMS = {True: 0.95, False: 0.98}  # of a layout's time, what simulation may give less; True: in a V
+_SIMULATED = 6  # layouts of a kind and schedule
+_UNSURE = (0.9, 1.25)  # between these the estimate of split backward passes' memory does not tell what fits
 
 
 @dataclass(frozen=True)
@@ -209,18 +209,20 @@ class BestFirst:
                     work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
                     if zero == 3 and choice[0] not in SPLIT_BACKWARD:
                         fits = self._fits(work)
-                        nothing_lower_fits = not fits and index == 0
+                        # In float32 gathered weights are as large as those that ZeRO 0 has once.
+                        nothing_lower_fits = not fits and index == 0 and work.dtype != "float32"
                     if fits:
                         self._add_layout(work)
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
         used = largest_memory(work, self.profile, exact=False)
-        if used <= self.usable:
-            return True
-        if exact and used < _BOUND * self.usable and work.schedule in SPLIT_BACKWARD and fits(work, self.profile):
-            return True
-        self._remember(work, used)
-        return False
+        if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
+            enough = fits(work, self.profile)
+        else:
+            enough = used <= self.usable
+        if not enough:
+            self._remember(work, used)
+        return enough
 
     def _add_layout(self, work: Workload) -> None:
         time = step_time(work, self.profile)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules import Action, schedule_table, stage_ranks
-from titan_like.parallel.schedules.tables import V_SHAPED
 from titan_like.planner.layers import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (
@@ -135,22 +134,16 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
     step = simulated(*shape, duration, transfer_time(work, profile))
     end = step.seconds
-    data, update = _after_passes(work, profile)
+    found = passes(work, profile)
+    added = sharding(work, profile, found.counts, found.rank)
     for name, seconds in (
-        ("gradient reduction", data),
-        ("optimizer", update),
+        ("gradient reduction", added.data),
+        ("optimizer", added.update),
         ("rest of the step", profile.step_time),
     ):
         step.phases.extend(Phase(rank, name, end, end + seconds) for rank in range(work.pipeline))
         end += seconds
     return step
-
-
-def _after_passes(work: Workload, profile: Profile) -> tuple[float, float]:
-    """Data-parallel sums that passes do not hide, and the update."""
-    found = passes(work, profile)
-    added = sharding(work, profile, found.counts, found.rank)
-    return added.data, added.update
 
 
 def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
@@ -168,13 +161,14 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     delays = m * busy[busiest] - compute - recompute - tensor - messages - gathered
     durations = [getattr(stage, kind) for stage in times for kind in _KINDS]
     shape = work.schedule, work.pipeline, work.virtual_stages
-    transfer = transfer_time(work, profile)
-    # No faster than the link carries what a rank sends.
-    span = max(span_of(*shape, m, durations, transfer), 2 * m * len(here) * transfer)
-    data, update = _after_passes(work, profile)
-    bubble, other = span - m * busy[busiest], delays + profile.step_time
-    total = span + data + update + profile.step_time
-    return StepTime(compute, recompute, tensor, messages, bubble, gathered + data, update, other, total)
+    span = span_of(*shape, m, durations, transfer_time(work, profile))
+    found = passes(work, profile)
+    added = sharding(work, profile, found.counts, found.rank)
+    bubble, other = max(0.0, span - m * busy[busiest]), delays + profile.step_time
+    total = span + added.data + added.update + profile.step_time
+    late = max(0.0, found.link + added.update + profile.step_time - total)
+    data = gathered + added.data
+    return StepTime(compute, recompute, tensor, messages + late, bubble, data, added.update, other, total + late)
 
 
 def span_of(
@@ -182,16 +176,16 @@ def span_of(
 ) -> float:
     """From the start of the first pass to the end of the last.
 
-    Of many microbatches, those of two rounds through the ranks (of a V: three, and then within a hundredth) are
-    simulated, and of one round more: each further round takes as long as that one, and no less than the busiest rank
-    computes.
+    Of many microbatches, those of three rounds through the ranks are simulated, and of one round more: each further
+    round takes as long as that one, and no less than the busiest rank computes. Mostly that is exact, with uneven
+    stages and slow messages within a few hundredths.
 
     Args:
         durations: of F, B, I and W of the first stage, then of the next.
         transfer: time from a pass's end until another rank has its result.
     """
     ranks = stage_ranks(schedule, pipeline, virtual)
-    rounds = max(0, microbatches // pipeline - (3 if schedule in V_SHAPED else 2))
+    rounds = max(0, microbatches // pipeline - 3)
     few = _program(schedule, pipeline, virtual, microbatches - rounds * pipeline)
     seconds = _run(few, pipeline, durations, transfer)
     if rounds:

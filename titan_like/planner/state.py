@@ -33,7 +33,8 @@ def trainer_state(
     """Parameters, gradients and optimizer state between passes, and what exists beside them at the fullest moment.
 
     float32 master weights, gradients and two moments. The last figure is exact where backward passes are whole. Of
-    split ones it is a bound: no more than 0.3 % below, and up to half as much again with ZeRO 3 and few microbatches.
+    split ones it is an estimate: up to half as much again with ZeRO 3 and few microbatches, and in float32, with no
+    more microbatches than ranks, up to a tenth of the rank's memory too little.
 
     ``shard``: processes that ZeRO shards over, 1 for stage 0; ``several``: whether there is data parallelism;
     ``compute``: bytes of the type that is computed in.

@@ -53,6 +53,7 @@ class Passes(NamedTuple):
     rank: _Rank
     parts: tuple[float, float, float, float, float, float]  # of `StepTime`: compute to bubble, other
     bubble: float  # how often what every microbatch waits for is waited for again in the bubble
+    link: float  # that a rank's messages keep its link busy
 
     @property
     def seconds(self) -> float:
@@ -77,7 +78,8 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
     data += work.microbatches * gathered
     bubble += found.bubble * elsewhere
     total = found.seconds + found.bubble * elsewhere + data + update
-    return StepTime(compute, again, tensor, messages, bubble, data, update, other, total)
+    late = max(0.0, found.link + update + profile.step_time - total)
+    return StepTime(compute, again, tensor, messages + late, bubble, data, update, other, total + late)
 
 
 def passes(work: Workload, profile: Profile) -> Passes:
@@ -93,23 +95,23 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     m, p = work.microbatches, work.pipeline
     overhead = microbatch_overhead(work, profile)
     waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + overhead
-    bubble = messages = again = 0.0
+    bubble = messages = again = link = 0.0
     if p > 1:
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
         again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
         bubble = again * (rank.others + overhead)
         if work.schedule in SPLIT_BACKWARD:
-            parts = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
-            bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in parts])
+            others = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
+            bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in others])
             again = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
         hops = p - 1 if m >= p else stages * p - 1
         bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
-        # No faster than the link carries what a rank sends.
-        messages += max(0.0, 2 * m * stages * message - messages - m * (rank.forward + rank.backward))
+        link = 2 * m * stages * message
     other = m * waits + profile.step_time
-    return Passes(counts, rank, (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other), again)
+    parts = (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other)
+    return Passes(counts, rank, parts, again, link)
 
 
 def _split_bubble(
