@@ -192,26 +192,27 @@ class BestFirst:
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
 
-        Most sharded first: with fewer shards, and for whole backward passes with a lower ZeRO stage, memory only grows.
-        Split ones are judged when their turn comes: exactly, which takes long, where a bound does not say.
+        Most sharded first: with fewer shards memory only grows, and in 16-bit types, where backward passes are whole,
+        with a lower ZeRO stage. Split ones are judged when their turn comes: exactly, which takes long, where an
+        estimate does not say.
         """
         if self._done(group):
             return
         nothing_lower_fits = False
         pipeline = self.space.member(group, *choice, 0, 1, group.shard)
         for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
-            fits = not nothing_lower_fits
+            may_fit = not nothing_lower_fits
             known = (group.tensor, group.pipeline, zero) in self.cells
             for index, (_, replicas, shards) in enumerate(splits):
-                if not fits:
+                if not may_fit:
                     self.counts.too_large += 1
                 elif not known:
                     work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
                     if zero == 3 and choice[0] not in SPLIT_BACKWARD:
-                        fits = self._fits(work)
+                        may_fit = self._fits(work)
                         # In float32 gathered weights are as large as those that ZeRO 0 has once.
-                        nothing_lower_fits = not fits and index == 0 and work.dtype != "float32"
-                    if fits:
+                        nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
+                    if may_fit:
                         self._add_layout(work)
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
