@@ -18,7 +18,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.activations import fullest_moment, kept
 from titan_like.planner.devices import Device, find_device
-from titan_like.planner.memory import rank_memory
+from titan_like.planner.memory import memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.workload import Workload
@@ -168,7 +168,7 @@ def test_activations_are_those_of_the_memory_tracker(measured: Any, case: Case, 
     one = kept(work.model, work.micro_batch_size * work.seq_len, work.seq_len, *settings)
     layers = work.model.num_layers
     assert one.stage + layers * one.layer + one.entry + one.head + one.logits == pytest.approx(found["kept"], rel=0.01)
-    assert fullest_moment(work, CPU, layers, 1, 1, (True, True), 0.0).total == pytest.approx(found["peak"], rel=0.01)
+    assert fullest_moment(work, one, layers, 1, 1, (True, True), 0.0).total == pytest.approx(found["peak"], rel=0.01)
 
 
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
@@ -184,7 +184,7 @@ def tensors_alone(work: Workload, device: Device, rank: int) -> float:
     profile = builtin_profiles()["fsdp_a100"].changed(
         device=device, trainer_state=True, overhead_bytes=0.0, fragmentation=0.0
     )
-    return rank_memory(work, profile, rank).total
+    return memory(work, profile).ranks[rank].total
 
 
 @pytest.mark.gpu

@@ -94,56 +94,81 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     only where a backward pass is split in fact. At the end of a stage's last backward pass its summed gradients take
     the place of what was added up and gathered.
     """
-    sizes = {index: stage_sizes(units, storage) for index, units in stages.items()}
+    sizes = {index: stage_sizes(stage_elements(units, storage.split), storage) for index, units in stages.items()}
     return peak_of(sizes, actions, storage)
 
 
 def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage: Storage) -> int:
     """`peak_state` of stages whose sizes are known."""
-    held = {index: _Held() for index in sizes}
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
-    sums_early = storage.wrapped and storage.zero_stage >= 2
-    peak = kept = 0  # kept: what all stages hold between this pass and the next
+    sums_early, zero = storage.wrapped and storage.zero_stage >= 2, storage.zero_stage
+    # Bytes that each stage holds besides weights and moments: weights gathered, gradients of earlier microbatches, and
+    # gradients that first parts of split passes made, until a second part sums them.
+    gathered, summed, waiting = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0)
+    peak = held = 0  # held: all three, of all stages
     for kind, stage, _ in actions:
-        size, mine = sizes[stage], held[stage]
-        before = mine.total
+        size = sizes[stage]
+        before = gathered[stage] + summed[stage] + waiting[stage]
         if kind != "W":
-            mine.gathered = size.kept_gathered
+            gathered[stage] = size.kept_gathered
         if kind == "F":
             transient = size.layer_gathered
         elif kind == "I" and sums_early:
-            mine.waiting = size.vectors
+            waiting[stage] = size.vectors
             transient = size.layer_gathered
         else:
-            whole = size.in_backward if storage.zero_stage != 1 or stage in several else size.fresh
-            transient = size.matrices if kind == "W" else whole
+            transient = size.in_backward if zero != 1 or stage in several else size.fresh
+            if kind == "W":
+                transient = size.matrices
             if kind == "B" or not sums_early:
-                mine.summed = size.added_up if stage in several else size.gradients
-        peak = max(peak, transient + kept - before + mine.total)
+                summed[stage] = size.added_up if stage in several else size.gradients
+        now = held - before + gathered[stage] + summed[stage] + waiting[stage]
+        if now + transient > peak:
+            peak = now + transient
         if kind == "W":
-            mine.waiting, mine.summed = 0, max(mine.summed, size.gradients)
-        if kind != "F" and storage.zero_stage == 3:
-            mine.gathered = 0
-        left[stage] -= kind in ("B", "W")
+            waiting[stage], summed[stage] = 0, max(summed[stage], size.gradients)
+        if kind != "F" and zero == 3:
+            gathered[stage] = 0
+        if kind in ("B", "W"):
+            left[stage] -= 1
         if left[stage] == 0:
-            mine.gathered, mine.summed = 0, size.gradients
-        kept += mine.total - before
-    peak = max(peak, sum(h.summed for h in held.values()))
-    return peak + sum(size.shards for size in sizes.values())
+            gathered[stage], summed[stage] = 0, size.gradients
+        held += gathered[stage] + summed[stage] + waiting[stage] - before
+    return max(peak, sum(summed.values())) + sum(size.shards for size in sizes.values())
 
 
-@dataclass
-class _Held:
-    """Bytes that a stage holds besides weights and moments."""
+class StageElements(NamedTuple):
+    """Numbers of parameters of one stage on one tensor-parallel process, before ZeRO shards them."""
 
-    gathered: int = 0
-    summed: int = 0  # gradients of earlier microbatches
-    waiting: int = 0  # gradients that first parts of split passes made, until a second part sums them
+    total: int
+    in_root: int
+    layer: int  # the largest
+    entry: int  # of units before the layers
+    early: int  # in the root, whose gradients come first: the head's
+    late: int  # whose gradients a split backward pass puts off
+    rows: tuple[tuple[int, int], ...]  # each length of first dimensions, and elements of one row of all with it
 
-    @property
-    def total(self) -> int:
-        return self.gathered + self.summed + self.waiting
+
+def stage_elements(units: Sequence[Unit], split: Split) -> StageElements:
+    """Count a stage's parameters; of ``split`` the tensor-parallel part alone matters."""
+    rows: Counter[int] = Counter()
+    late = early = 0
+    sizes = []
+    for unit in units:
+        size = 0
+        for parameter in unit.parameters:
+            length, *others = split.before_sharding(parameter)
+            row = prod(others)
+            rows[length] += row
+            size += length * row
+            late += length * row * parameter.can_wait
+            # A tied table's gradient is stored only when its second use, the embedding, has added to it.
+            early += length * row * (unit is units[-1] and not parameter.at_entry)
+        sizes.append(size)
+    layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
+    total, in_root = sum(sizes), sizes[-1]
+    return StageElements(total, in_root, max(layers), total - in_root - sum(layers), early, late, tuple(rows.items()))
 
 
 class StageSizes(NamedTuple):
@@ -160,36 +185,27 @@ class StageSizes(NamedTuple):
     matrices: int  # those of its second part, all made before any is reduced or added
 
 
-def stage_sizes(units: list[Unit], storage: Storage) -> StageSizes:
+def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     """What `peak_state` adds up of a stage. All of it is linear in the number of layers, from one layer on."""
-    state = rank_state(units, storage)
-    shards = state.parameters + state.optimizer
+    total, in_root, layer, entry, early, late, rows = elements
+    part, compute = storage.split.shard, storage.compute
+    gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # as many bytes as weights
+    shards = (1 + storage.moments) * gradients
     if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
-        return StageSizes(shards, state.gradients, 0, 0, state.gradients, 0, 0, 0, 0)
+        return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 
-    before = storage.split.before_sharding
-    parameters = [[(parameter, prod(before(parameter))) for parameter in unit.parameters] for unit in units]
-    whole = [sum([size for _, size in of_unit]) for of_unit in parameters]
-    total, in_root = sum(whole), whole[-1]
-    layers = [size for unit, size in zip(units, whole, strict=True) if unit.name.startswith("layers.")]
-    layer, entry = max(layers), total - in_root - sum(layers)
-    # The head's gradients come first and are reduced last, with the root; a layer's are reduced when complete. A tied
-    # table's gradient is stored only when its second use, the embedding, has added to it.
-    early = sum([size for parameter, size in parameters[-1] if not parameter.at_entry])
-    fresh = storage.compute * max(early + layer, in_root + entry)
-    late = sum([size for of_unit in parameters for parameter, size in of_unit if parameter.can_wait])
-    vectors, matrices = storage.reduce * (total - late), storage.compute * late
+    # The head's gradients are reduced last, with the root; a layer's are reduced when complete.
+    fresh = compute * max(early + layer, in_root + entry)
+    vectors, matrices = storage.reduce * (total - late), compute * late
     if storage.zero_stage == 3:
-        kept, gathered_layer = storage.compute * in_root, storage.compute * layer
-        in_backward = storage.compute * max(layer + early + layer, in_root + 2 * entry)
-        gradients = state.gradients
-        return StageSizes(shards, gradients, kept, gathered_layer, gradients, fresh, in_backward, vectors, matrices)
-    gathered = storage.compute * total
+        in_backward = compute * max(layer + early + layer, in_root + 2 * entry)
+        kept, gathered = compute * in_root, compute * layer
+        return StageSizes(shards, gradients, kept, gathered, gradients, fresh, in_backward, vectors, matrices)
+    gathered = compute * total
     if storage.zero_stage == 2:
-        return StageSizes(shards, state.gradients, gathered, 0, state.gradients, fresh, fresh, vectors, matrices)
+        return StageSizes(shards, gradients, gathered, 0, gradients, fresh, fresh, vectors, matrices)
     # Stages 0 and 1 add up whole gradients, in place if they have the type already.
-    in_place = storage.compute == storage.reduce
     added_up = storage.reduce * total
-    if in_place:
-        return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, 0, 0, 0)
-    return StageSizes(shards, state.gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)
+    if compute == storage.reduce:
+        return StageSizes(shards, gradients, gathered, 0, added_up, fresh, 0, 0, 0)
+    return StageSizes(shards, gradients, gathered, 0, added_up, fresh, fresh, 0, matrices)

@@ -152,7 +152,7 @@ class Moment(NamedTuple):
 
 
 def fullest_moment(
-    work: Workload, device: Device, layers: int, held: int, stages: int, ends: tuple[bool, bool], gradients: float
+    work: Workload, one: Kept, layers: int, held: int, stages: int, ends: tuple[bool, bool], gradients: float
 ) -> Moment:
     """What a rank holds besides weights and optimizer state when it holds most.
 
@@ -161,30 +161,27 @@ def fullest_moment(
 
     Args:
         work: the run.
-        device: what it runs on.
+        one: what its microbatches keep.
         layers: layers of the rank.
         held: most microbatches in flight, summed over the rank's stages.
         stages: stages of the rank.
         ends: whether it has the first stage, and the last.
         gradients: bytes, of the rank.
     """
-    one = kept_of(work, device)
-    is_first, is_last = ends
+    m, (is_first, is_last) = work.microbatches, ends
     # The last stage's backward pass follows its forward pass at once, but where all forward passes come first.
-    losses = work.microbatches if work.schedule in ("gpipe", "looped_bfs") else 1
+    losses = m if work.schedule in ("gpipe", "looped_bfs") else 1
     chunk = one.stage + (layers * one.layer + is_first * one.entry) / stages
     found = held * chunk + is_last * losses * one.head
     if work.pipeline > 1:
-        found += (min(_PENDING_SENDS, work.microbatches * stages) + 2) * one.message
+        found += (min(_PENDING_SENDS, m * stages) + 2) * one.message
     # While layers go back, what the loss needed is free again.
     more = one.layer_work - is_last * (one.head + one.logits + one.loss_work)
     logits = is_last * (losses * one.logits + one.loss_work)
-    first = Moment(gradients, found + max(0.0, more), logits)
-    if held < stages * work.microbatches:
-        return first
-    # In the first layer of a stage, whose own gradients come last; and with all gradients, and a microbatch less.
-    left = found - chunk - is_last * one.head, is_last * (losses - 1) * one.logits
-    at_work = one.stage + one.layer + one.layer_work
-    last_layer = Moment(gradients * (1 - 1 / (layers + 1)), left[0] + at_work, left[1])
-    moments = (first._replace(gradients=0.0), last_layer, Moment(gradients, *left))
-    return max(moments, key=lambda moment: moment.total)
+    forward = found + max(0.0, more)
+    if held < stages * m:
+        return Moment(gradients, forward, logits)
+    # Or in the first layer of a stage, whose own gradients come last; or with all gradients, and a microbatch less.
+    left, left_logits = found - chunk - is_last * one.head, is_last * (losses - 1) * one.logits
+    last_layer = gradients * (1 - 1 / (layers + 1)), left + one.stage + one.layer + one.layer_work, left_logits
+    return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))

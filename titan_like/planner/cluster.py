@@ -7,6 +7,7 @@ all-gather or reduce-scatter (n-1)/n (NVIDIA nccl-tests, PERFORMANCE.md; arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +39,16 @@ class Links:
         """Sum of ``nbytes`` on every rank."""
         if size == 1 or nbytes == 0:
             return 0.0
+        latency, per_byte = _ring(self, size, stride)
         few = min(1, 64 / (size - 1))  # NCCL turns to trees, whose latency grows with the logarithm
-        return 2 * (few * self.ring_latency(size, stride) + self._transfer(nbytes, size, stride))
+        return 2 * (few * latency + nbytes * per_byte)
 
     def all_gather(self, nbytes: float, size: int, stride: int) -> float:
         """Result of ``nbytes`` on every rank; a reduce-scatter of such an input takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
-        return self.ring_latency(size, stride) + self._transfer(nbytes, size, stride)
-
-    def _transfer(self, nbytes: float, size: int, stride: int) -> float:
-        return (size - 1) / size * nbytes / self.ring_bandwidth(size, stride)
+        latency, per_byte = _ring(self, size, stride)
+        return latency + nbytes * per_byte
 
     def ring_latency(self, size: int, stride: int) -> float:
         """Of a first byte's way round a ring; between nodes only where the ring leaves one."""
@@ -64,3 +64,9 @@ class Links:
         if stride * ranks <= self.gpus_per_node:
             return self.nvlink_latency + nbytes / self.nvlink
         return self.network_latency + nbytes * self.gpus_per_node / self.node_messages
+
+
+@lru_cache(maxsize=4096)
+def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
+    """Of one way round: seconds of the first byte, and of each byte of the result."""
+    return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)

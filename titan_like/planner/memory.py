@@ -8,7 +8,7 @@ grouped-query attention, gated MLPs and fused attention; how many are alive at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
 from titan_like.planner.state import exact_state, trainer_state
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.workload import Pipeline, Workload, pipeline_of
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
@@ -60,7 +60,7 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    ranks = tuple(rank_memory(work, profile, rank) for rank in range(work.pipeline))
+    ranks = tuple(rank_memories(work, profile, range(work.pipeline)))
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
@@ -70,7 +70,7 @@ def fits(work: Workload, profile: Profile) -> bool:
     Most layouts that do not fit are known by the first rank that is looked at.
     """
     usable = usable_bytes(profile.device)
-    return all(rank_memory(work, profile, rank).total <= usable for rank in _ranks_to_judge(work, exact=True))
+    return all(rank.total <= usable for rank in rank_memories(work, profile, _ranks_to_judge(work, exact=True)))
 
 
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
@@ -78,7 +78,7 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
 
     Not ``exact``: where a schedule splits backward passes, an estimate of the trainer's state, much faster.
     """
-    return max([rank_memory(work, profile, rank, exact).total for rank in _ranks_to_judge(work, exact)])
+    return max([rank.total for rank in rank_memories(work, profile, _ranks_to_judge(work, exact), exact)])
 
 
 def _ranks_to_judge(work: Workload, exact: bool) -> Iterable[int]:
@@ -87,22 +87,23 @@ def _ranks_to_judge(work: Workload, exact: bool) -> Iterable[int]:
     return pipeline_of(work).largest
 
 
-def rank_memory(work: Workload, profile: Profile, rank: int, exact: bool = True) -> RankMemory:
-    """Memory of one pipeline rank; ``exact`` as for `largest_memory`."""
-    pipeline = pipeline_of(work)
-    here, layers = pipeline.here[rank], pipeline.layers[rank]
-    per_rank = len(here.layers)
-    parameters, gradients, optimizer, gathered = state_bytes(work, profile, rank, exact)
-    held = in_flight(work.schedule, work.pipeline, per_rank, work.microbatches, rank)
-    ends = here.first, here.last
-    if profile.trainer_state:
-        moment = fullest_moment(work, profile.device, layers, held, per_rank, ends, gradients)
-        gradients, activations, logits = moment
-    else:
-        activations, logits = _activations(work, layers, held / per_rank, ends, profile.logit_state)
-    overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
-    total = parameters + gradients + optimizer + gathered + activations + logits + overhead
-    return RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+def rank_memories(work: Workload, profile: Profile, ranks: Iterable[int], exact: bool = True) -> Iterator[RankMemory]:
+    """Memory of some pipeline ranks; ``exact`` as for `largest_memory`."""
+    pipeline, m = pipeline_of(work), work.microbatches
+    one = kept_of(work, profile.device) if profile.trainer_state else None
+    for rank in ranks:
+        here, layers = pipeline.here[rank], pipeline.layers[rank]
+        per_rank = len(here.layers)
+        parameters, gradients, optimizer, gathered = state_bytes(work, profile, pipeline, rank, exact)
+        held = in_flight(work.schedule, work.pipeline, per_rank, m, rank)
+        ends = here.first, here.last
+        if one is not None:
+            gradients, activations, logits = fullest_moment(work, one, layers, held, per_rank, ends, gradients)
+        else:
+            activations, logits = _activations(work, layers, held / per_rank, ends, profile.logit_state)
+        overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
+        total = parameters + gradients + optimizer + gathered + activations + logits + overhead
+        yield RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
 
 
 def _activations(
@@ -162,18 +163,18 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
 
 
-def state_bytes(work: Workload, profile: Profile, rank: int, exact: bool = True) -> tuple[float, float, float, float]:
+def state_bytes(
+    work: Workload, profile: Profile, pipeline: Pipeline, rank: int, exact: bool
+) -> tuple[float, float, float, float]:
     """Parameters, gradients, optimizer state, and what of parameters and gradients exists beside them for a while."""
     if profile.trainer_state:
-        microbatches = min(work.microbatches, 3 * work.pipeline)
         shard = work.shard if work.zero_stage else 1
         storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
-        here = pipeline_of(work).here[rank]
+        here = pipeline.here[rank]
         if exact and work.schedule in SPLIT_BACKWARD:
             shape = work.schedule, work.pipeline, work.virtual_stages, rank
-            return exact_state(work.model, here, *shape, microbatches, *storage)
-        return trainer_state(work.model, here, work.schedule, work.pipeline, microbatches, *storage)
-    pipeline = pipeline_of(work)
+            return exact_state(work.model, here, *shape, min(work.microbatches, 3 * work.pipeline), *storage)
+        return trainer_state(work.model, here, work.schedule, work.pipeline, work.microbatches, *storage)
     here = pipeline.here[rank]
     count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
     zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too

@@ -6,7 +6,7 @@ from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.planner.layers import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate
-from titan_like.planner.step_time import microbatch_of, parameters_per_gpu
+from titan_like.planner.step_time import microbatch_of, most_parameters
 from titan_like.planner.workload import Workload, pipeline_of
 
 _NAMES = {
@@ -77,7 +77,7 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds of a step in which gradients are added to those of the microbatches before."""
     counts = pipeline_of(work).counts
-    parameters = parameters_per_gpu(work, counts) * work.tensor
+    parameters = most_parameters(work.model, counts)
     return work.microbatches * accumulation_time(parameters, microbatch_of(work), profile)
 
 

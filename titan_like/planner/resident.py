@@ -16,7 +16,7 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.devices import Device
-from titan_like.planner.memory import RankMemory, rank_memory
+from titan_like.planner.memory import RankMemory, memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import Profile
 from titan_like.train.host_memory import keep_freed_memory
@@ -63,4 +63,4 @@ def _train(hidden_size: int) -> tuple[float, RankMemory]:
     tensors = Profile("", cpu, 1, 1, trainer_state=True, overhead_bytes=0, fragmentation=0)
     unit = 1 if sys.platform == "darwin" else 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return used, rank_memory(workload_of(config, model, layout), tensors, 0)
+    return used, memory(workload_of(config, model, layout), tensors).ranks[0]

@@ -27,7 +27,16 @@ from titan_like.planner.predict import checked_profile, cluster_size, profile_an
 from titan_like.planner.profile import Profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.space import Space
-from titan_like.planner.step_time import StepTime, microbatch_of, passes, sharding, step_time
+from titan_like.planner.step_time import (
+    Passes,
+    StepTime,
+    gradients_are_whole,
+    microbatch_of,
+    passes,
+    sharded_step_time,
+    sharding,
+    step_time,
+)
 from titan_like.planner.workload import Workload, pipeline_of
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
@@ -183,11 +192,10 @@ class BestFirst:
     def _add_pipelines(self, group: Workload) -> None:
         if self._done(group):
             return
-        bounds = PipelineBounds(self.space.splits(group), self.profile)
-        for schedule, virtual in self.space.pipelines(group):
-            work = self.space.member(group, schedule, virtual, 0, group.replicate, group.shard)
+        bounds = PipelineBounds(self.space, group, self.profile)
+        for choice in self.space.pipelines(group):
             self.counts.computed += 1
-            self._push(bounds.least_time(work) * _least_part(work), 1, (group, (schedule, virtual)))
+            self._push(bounds.least_time(*choice) * _least_part(group.pipeline, choice[0]), 1, (group, choice))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
@@ -200,6 +208,7 @@ class BestFirst:
             return
         nothing_lower_fits = False
         pipeline = self.space.member(group, *choice, 0, 1, group.shard)
+        found: dict[bool, Passes] = {}
         for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
             may_fit = not nothing_lower_fits
             known = (group.tensor, group.pipeline, zero) in self.cells
@@ -213,7 +222,10 @@ class BestFirst:
                         # In float32 gathered weights are as large as those that ZeRO 0 has once.
                         nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
                     if may_fit:
-                        self._add_layout(work)
+                        whole = gradients_are_whole(work)
+                        if whole not in found:
+                            found[whole] = passes(work, self.profile)
+                        self._add_layout(work, found[whole])
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
         used = largest_memory(work, self.profile, exact=False)
@@ -225,10 +237,10 @@ class BestFirst:
             self._remember(work, used)
         return enough
 
-    def _add_layout(self, work: Workload) -> None:
-        time = step_time(work, self.profile)
+    def _add_layout(self, work: Workload, found: Passes) -> None:
+        time = sharded_step_time(work, self.profile, found)
         self.counts.computed += 1
-        heapq.heappush(self.heap, (time.total * _least_part(work), 2, _order(work), (work,)))
+        heapq.heappush(self.heap, (time.total * _least_part(work.pipeline, work.schedule), 2, _order(work), (work,)))
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
@@ -261,7 +273,7 @@ class BestFirst:
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
 
     def _may_be_best(self, one: Candidate) -> bool:
-        return one.time.total * _least_part(one.work) < self.ranked[0].time.total
+        return one.time.total * _least_part(one.work.pipeline, one.work.schedule) < self.ranked[0].time.total
 
     def _predicted(self, work: Workload) -> Candidate:
         return Candidate(work, simulated_step_time(work, self.profile), largest_memory(work, self.profile))
@@ -280,7 +292,7 @@ class BestFirst:
 
 def least_group_time(group: Workload, profile: Profile) -> float:
     """Seconds below which no layout of a group stays: its layers on a rank that has no fewer than others."""
-    work = _least_of_zero(group)
+    work = group._replace(zero_stage=_least_zero(group))
     cost = layer_cost(work.model, microbatch_of(work), profile)
     once = cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
     again = (cost.again + cost.again_tensor) / work.recompute_every
@@ -294,29 +306,28 @@ class PipelineBounds:
     ZeRO 2, which are shorter by more than they hide less.
     """
 
-    def __init__(self, splits: list[tuple[int, int, int]], profile: Profile) -> None:
-        self._splits, self._profile = splits, profile
-        self._added: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+    def __init__(self, space: Space, group: Workload, profile: Profile) -> None:
+        self._space, self._group, self._profile = space, group, profile
+        self._added: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
 
-    def least_time(self, work: Workload) -> float:
+    def least_time(self, schedule: str, virtual: int) -> float:
         """Of one pipeline."""
-        found = passes(_least_of_zero(work), self._profile)
-        key = found.counts, found.rank
+        work = self._space.member(self._group, schedule, virtual, _least_zero(self._group), 1, self._group.shard)
+        found = passes(work, self._profile)
+        key = found[:5]  # what `sharding` goes by
         if key not in self._added:
-            self._added[key] = [self._of_split(work, *key, *split) for split in self._splits]
+            self._added[key] = [self._of_split(work, found, *split) for split in self._space.splits(work)]
         return found.seconds + min([added + found.bubble * elsewhere for added, elsewhere in self._added[key]])
 
-    def _of_split(
-        self, work: Workload, counts: Any, rank: Any, zero: int, replicas: int, shards: int
-    ) -> tuple[float, float]:
+    def _of_split(self, work: Workload, found: Passes, zero: int, replicas: int, shards: int) -> tuple[float, float]:
         layout = work._replace(zero_stage=zero, replicate=replicas, shard=shards)
-        gathered, elsewhere, data, update = sharding(layout, self._profile, counts, rank)
+        gathered, elsewhere, data, update = sharding(layout, self._profile, found)
         return work.microbatches * gathered + data + update, elsewhere
 
 
-def _least_of_zero(work: Workload) -> Workload:
-    """With the ZeRO stage whose microbatches take least: 2 adds up gradients of shards alone, and gathers only once."""
-    return work._replace(zero_stage=2) if work.data_parallel > 1 else work
+def _least_zero(work: Workload) -> int:
+    """The ZeRO stage whose microbatches take least: 2 adds up gradients of shards alone, and gathers only once."""
+    return 2 if work.data_parallel > 1 else 0
 
 
 def _cell(work: Workload) -> tuple[int, int, int]:
@@ -324,8 +335,8 @@ def _cell(work: Workload) -> tuple[int, int, int]:
     return work.tensor, work.pipeline, work.zero_stage
 
 
-def _least_part(work: Workload) -> float:
-    return _CLOSED_FORMS[work.pipeline > 1 and work.schedule in V_SHAPED]
+def _least_part(pipeline: int, schedule: str) -> float:
+    return _CLOSED_FORMS[pipeline > 1 and schedule in V_SHAPED]
 
 
 _MODES = {"none": 0, "selective": 1, "full": 2}

@@ -135,7 +135,7 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     step = simulated(*shape, duration, transfer_time(work, profile))
     end = step.seconds
     found = passes(work, profile)
-    added = sharding(work, profile, found.counts, found.rank)
+    added = sharding(work, profile, found)
     for name, seconds in (
         ("gradient reduction", added.data),
         ("optimizer", added.update),
@@ -163,7 +163,7 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
     shape = work.schedule, work.pipeline, work.virtual_stages
     span = span_of(*shape, m, durations, transfer_time(work, profile))
     found = passes(work, profile)
-    added = sharding(work, profile, found.counts, found.rank)
+    added = sharding(work, profile, found)
     bubble, other = max(0.0, span - m * busy[busiest]), delays + profile.step_time
     total = span + added.data + added.update + profile.step_time
     late = max(0.0, found.link + added.update + profile.step_time - total)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import StageSizes, Storage, peak_of, stage_sizes
+from titan_like.parallel.memory import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
-from titan_like.parallel.shapes import Part, Split, Unit, stage_units
+from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.workload import RankStages
 
 
-@lru_cache(maxsize=65536)
 def trainer_state(
     model: TransformerConfig,
     here: RankStages,
@@ -39,8 +38,28 @@ def trainer_state(
     ``shard``: processes that ZeRO shards over, 1 for stage 0; ``several``: whether there is data parallelism;
     ``compute``: bytes of the type that is computed in.
     """
+    split = schedule in SPLIT_BACKWARD
+    rounds = 1 if schedule in ("gpipe", "looped_bfs") else min(3, -(-microbatches // pipeline))
+    if split:  # second parts come late, so that stages wait for each other's
+        rounds = 3
+    return _trainer_state(model, here, split, rounds, microbatches > 1, tensor, shard, several, zero, compute)
+
+
+@lru_cache(maxsize=65536)
+def _trainer_state(
+    model: TransformerConfig,
+    here: RankStages,
+    split: bool,
+    rounds: int,
+    accumulates: bool,
+    tensor: int,
+    shard: int,
+    several: bool,
+    zero: int,
+    compute: int,
+) -> tuple[int, int, int, int]:
     sizes = _sizes(model, here, tensor, shard, several, zero, compute)
-    return _state(sizes, fullest(sizes, schedule, pipeline, microbatches, zero))
+    return _state(sizes, _fullest(sizes, split, rounds, accumulates, zero))
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +85,7 @@ def exact_state(
     return _state(sizes, peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends)))
 
 
-_table = lru_cache(maxsize=64)(schedule_table)
+_table = lru_cache(maxsize=128)(schedule_table)
 
 
 def _state(sizes: Sequence[StageSizes], peak: int) -> tuple[int, int, int, int]:
@@ -94,27 +113,20 @@ def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) ->
     return Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
 
 
-def fullest(sizes: Sequence[StageSizes], schedule: str, pipeline: int, microbatches: int, zero: int) -> int:
-    """Most bytes at once of a rank with these stages.
+def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
+    """Most bytes at once of a rank with these stages, of a step with so many rounds of microbatches, from 3 on alike.
 
     While one stage's backward pass runs, those after it have added up gradients, or are done with the step; those
-    before it have gathered weights, and gradients from the second group of microbatches on.
+    before it have gathered weights, and gradients from the second round on.
     """
-    several = microbatches > 1
-    split = schedule in SPLIT_BACKWARD
-    rounds = -(-microbatches // pipeline)
-    if schedule in ("gpipe", "looped_bfs"):
-        rounds = 1
-    elif split:  # second parts come late, so that stages wait for each other's
-        rounds = max(rounds, 3)
-    busy = [size.kept_gathered + (size.added_up if several else size.gradients) for size in sizes]
-    passing = [size.in_backward if zero != 1 or several else size.fresh for size in sizes]
+    busy = [size.kept_gathered + (size.added_up if accumulates else size.gradients) for size in sizes]
+    passing = [size.in_backward if zero != 1 or accumulates else size.fresh for size in sizes]
     if split:
         kept = [size.matrices + (size.vectors if zero >= 2 else 0) for size in sizes]
         passing = list(map(max, passing, kept))
     shards, done_after = sum([size.shards for size in sizes]), sum([size.gradients for size in sizes])
     busy_after = sum(busy)
-    if rounds > 2:
+    if rounds == 3:
         return max(done_after, busy_after + max(passing)) + shards
     most, gathered_before, busy_before = done_after, 0, 0
     for size, mine, more in zip(sizes, busy, passing, strict=True):
@@ -145,10 +157,11 @@ def _stage(
         ends = (is_first, is_last, tensor, shard, several, zero, compute)
         one, two = _stage(model, 1, *ends), _stage(model, 2, *ends)
         return StageSizes(*[a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)])
-    storage = _storage(tensor, shard, several, zero, compute)
-    return stage_sizes(_units(model, layers, is_first, is_last), storage)
+    return stage_sizes(
+        _elements(model, layers, is_first, is_last, tensor), _storage(tensor, shard, several, zero, compute)
+    )
 
 
-@lru_cache(maxsize=64)
-def _units(model: TransformerConfig, layers: int, is_first: bool, is_last: bool) -> list[Unit]:
-    return stage_units(model, StageLayers(range(layers), is_first, is_last))
+@lru_cache(maxsize=1024)
+def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> StageElements:
+    return stage_elements(stage_units(model, StageLayers(range(layers), is_first, is_last)), Split(Part(tensor)))

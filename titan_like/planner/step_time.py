@@ -49,8 +49,11 @@ class _Rank(NamedTuple):
 class Passes(NamedTuple):
     """A step as far as it is the same for layouts that differ in ZeRO's shards alone. Seconds."""
 
-    counts: RankLayers
     rank: _Rank
+    parameters: float  # of the GPU that holds most, before ZeRO
+    others: float  # parameters of one of the other ranks, in the mean
+    ends_together: bool  # one rank holds both ends of the model
+    largest: int  # most layers of a rank
     parts: tuple[float, float, float, float, float, float]  # of `StepTime`: compute to bubble, other
     bubble: float  # how often what every microbatch waits for is waited for again in the bubble
     link: float  # that a rank's messages keep its link busy
@@ -72,8 +75,12 @@ class Sharding(NamedTuple):
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Estimate one step by closed forms."""
-    found = passes(work, profile)
-    gathered, elsewhere, data, update = sharding(work, profile, found.counts, found.rank)
+    return sharded_step_time(work, profile, passes(work, profile))
+
+
+def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
+    """`step_time`, where its passes are known."""
+    gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, again, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
     bubble += found.bubble * elsewhere
@@ -84,15 +91,17 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
 
 def passes(work: Workload, profile: Profile) -> Passes:
     """The forward and backward passes of a step, without what data parallelism adds."""
-    zero = 0 if _gradients_are_whole(work) else 2  # what is the same is found once
-    return _passes(work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard), profile)
+    zero = 0 if gradients_are_whole(work) else 2  # what is the same is found once
+    if work.zero_stage != zero or work.replicate != 1:
+        work = work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard)
+    return _passes(work, profile)
 
 
 @lru_cache(maxsize=4096)
 def _passes(work: Workload, profile: Profile) -> Passes:
     counts = pipeline_of(work).counts
-    rank = _slowest_rank(counts, work, profile)
-    m, p = work.microbatches, work.pipeline
+    m, p, split = work.microbatches, work.pipeline, work.schedule in SPLIT_BACKWARD
+    rank = _slowest_rank(counts, work.model, p, microbatch_of(work), work.recompute_every, split, profile)
     overhead = microbatch_overhead(work, profile)
     waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + overhead
     bubble = messages = again = link = 0.0
@@ -101,7 +110,7 @@ def _passes(work: Workload, profile: Profile) -> Passes:
         stages = stages_per_rank(work.schedule, work.virtual_stages)
         again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
         bubble = again * (rank.others + overhead)
-        if work.schedule in SPLIT_BACKWARD:
+        if split:
             others = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
             bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in others])
             again = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
@@ -111,7 +120,9 @@ def _passes(work: Workload, profile: Profile) -> Passes:
         link = 2 * m * stages * message
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other)
-    return Passes(counts, rank, parts, again, link)
+    parameters = most_parameters(work.model, counts) / work.tensor
+    elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
+    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, again, link)
 
 
 def _split_bubble(
@@ -135,18 +146,17 @@ def _split_bubble(
     return max(of_last, filled), of_last > filled
 
 
-def sharding(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> Sharding:
-    """What data parallelism adds to the passes; of the pipeline it depends on its slowest rank alone."""
+def sharding(work: Workload, profile: Profile, found: Passes) -> Sharding:
+    """What data parallelism adds to the passes."""
     gathered = elsewhere = 0.0
+    rank = found.rank
     if work.zero_stage == 3:
-        most = parameters_per_gpu(work, counts)
-        gather, scatter = gather_and_scatter(most, counts.largest, work, profile)
+        gather, scatter = gather_and_scatter(found.parameters, found.largest, work, profile)
         gathered = exposed(2 * gather + scatter, profile.overlap * (rank.forward + rank.backward), profile)
         if work.pipeline > 1:
-            left = max(0.0, work.model.num_parameters() / work.tensor - most) / (work.pipeline - 1)
-            gather, scatter = gather_and_scatter(left, work.model.num_layers // work.pipeline, work, profile)
+            gather, scatter = gather_and_scatter(found.others, work.model.num_layers // work.pipeline, work, profile)
             elsewhere = exposed(2 * gather + scatter, profile.overlap * rank.others, profile)
-    return Sharding(gathered, elsewhere, *_after_backward(work, profile, counts, rank))
+    return Sharding(gathered, elsewhere, *_after_backward(work, profile, found))
 
 
 def microbatch_overhead(work: Workload, profile: Profile) -> float:
@@ -169,12 +179,12 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.dropout,
         work.dtype,
         work.compiled,
-        work.microbatches > 1 and _gradients_are_whole(work),  # else there is nothing to add to, or only a shard
+        work.microbatches > 1 and gradients_are_whole(work),  # else there is nothing to add to, or only a shard
         work.causal,
     )
 
 
-def _gradients_are_whole(work: Workload) -> bool:
+def gradients_are_whole(work: Workload) -> bool:
     """Whether a rank adds up all gradients of its layers: below ZeRO 2, and where there is one shard."""
     return work.zero_stage < 2 or work.shard * work.context == 1
 
@@ -192,13 +202,16 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
 
 class _Load(NamedTuple):
-    """One microbatch's passes on a rank, of the device and of the host. Seconds."""
+    """One microbatch's passes on a rank, of the device and of the host. Seconds. Sums of what the rank holds."""
 
-    forward: float
-    backward: float
+    forward: float  # with communication that is waited for
+    backward: float  # with what is repeated, too
     weights: float  # the part of the backward pass that a split one may put off
     host_forward: float
     host_backward: float
+    compute: float
+    again: float
+    tensor: float
 
     def seconds(self, profile: Profile) -> tuple[float, float]:
         """Of the forward and of the backward pass."""
@@ -215,54 +228,70 @@ class _Load(NamedTuple):
         return self.seconds(profile)[1] * weights / (inputs + weights)
 
 
-def _load(layers: int, layer: Cost, again: float, ends: tuple[Cost, ...]) -> _Load:
-    """Of so many layers, whose repeated forward pass takes ``again``, and of the model's ends."""
-    forward, products = layers * (layer.forward + layer.forward_tensor), layers * layer.backward
-    others = layers * (layer.backward_tensor + again)
-    host_forward, host_backward = layers * layer.forward_host, layers * layer.backward_host
-    for end in ends:
-        forward += end.forward + end.forward_tensor
-        products += end.backward
-        others += end.backward_tensor
-        host_forward += end.forward_host
-        host_backward += end.backward_host
-    return _Load(forward, products + others, products / 2, host_forward, host_backward)
+def _load(cost: Cost, recompute_every: int) -> _Load:
+    """Of one layer, in the mean of those that are recomputed and those that are not; or of an end of the model."""
+    again, again_tensor = cost.again / recompute_every, cost.again_tensor / recompute_every
+    return _Load(
+        cost.forward + cost.forward_tensor,
+        cost.backward + cost.backward_tensor + again + again_tensor,
+        cost.backward / 2,
+        cost.forward_host,
+        cost.backward_host,
+        cost.forward + cost.backward,
+        again,
+        cost.forward_tensor + cost.backward_tensor + again_tensor,
+    )
 
 
-def _slowest_rank(counts: RankLayers, work: Workload, profile: Profile) -> _Rank:
+@lru_cache(maxsize=65536)
+def _loads(
+    model: TransformerConfig, mb: Microbatch, recompute_every: int, profile: Profile
+) -> tuple[_Load, _Load, _Load, _Load]:
+    """Of a layer, of the model's entry, of its head, and of both ends together."""
+    layer = _load(layer_cost(model, mb, profile), recompute_every)
+    entry, head = [_load(end, 1) for end in ends_cost(model, mb, profile)]
+    return layer, entry, head, _sum(1, entry, head)
+
+
+def _sum(layers: int, layer: _Load, ends: _Load) -> _Load:
+    return _Load(*[layers * one + end for one, end in zip(layer, ends, strict=True)])
+
+
+_NOTHING = _Load(*[0.0] * len(_Load._fields))
+
+
+@lru_cache(maxsize=4096)
+def _slowest_rank(
+    counts: RankLayers,
+    model: TransformerConfig,
+    pipeline: int,
+    mb: Microbatch,
+    recompute_every: int,
+    split: bool,
+    profile: Profile,
+) -> _Rank:
     """The rank whose passes take longest: the one with most layers, or an end of the model."""
-    mb = microbatch_of(work)
-    layer = layer_cost(work.model, mb, profile)
-    entry, head = ends_cost(work.model, mb, profile)
-    again, again_tensor = layer.again / work.recompute_every, layer.again_tensor / work.recompute_every
-    choices: list[tuple[int, tuple[Cost, ...]]]
-    if counts.ends_together:
-        choices = [(counts.first, (entry, head))]
-    else:
-        choices = [(counts.first, (entry,)), (counts.last, (head,))]
+    layer, entry, head, both_ends = _loads(model, mb, recompute_every, profile)
+    apart = [(counts.first, entry), (counts.last, head)]
+    choices = [(counts.first, both_ends)] if counts.ends_together else apart
     if counts.largest > max(counts.first, counts.last):
-        choices.append((counts.largest, ()))
+        choices.append((counts.largest, _NOTHING))
     most = -1.0
-    for choice in choices:
-        load = _load(choice[0], layer, again + again_tensor, choice[1])
+    for layers, ends in choices:
+        load = _sum(layers, layer, ends)
         forward, backward = load.seconds(profile)
         if forward + backward > most:
-            most, slowest, (layers, ends), passes = forward + backward, load, choice, (forward, backward)
-    compute = layers * (layer.forward + layer.backward)
-    tensor = layers * (layer.forward_tensor + layer.backward_tensor + again_tensor)
-    for end in ends:
-        compute += end.forward + end.backward
-        tensor += end.forward_tensor + end.backward_tensor
+            most, slowest, passes = forward + backward, load, (forward, backward)
     others = others_forward = weights = 0.0
-    if work.pipeline > 1:
-        whole = _load(work.model.num_layers, layer, again + again_tensor, (entry, head))
-        ranks = work.pipeline - 1
+    if pipeline > 1:
+        whole = _sum(model.num_layers, layer, both_ends)
+        ranks = pipeline - 1
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others_forward, others = mean.seconds(profile)
         others += others_forward
-        if work.schedule in SPLIT_BACKWARD and not work.compiled:  # where layers are compiled the trainer does not
+        if split and not mb.compiled:  # where layers are compiled the trainer does not
             weights = mean.late(profile)
-    return _Rank(compute, layers * again, tensor, *passes, others, others_forward, weights)
+    return _Rank(slowest.compute, slowest.again, slowest.tensor, *passes, others, others_forward, weights)
 
 
 def message_time(work: Workload, profile: Profile) -> float:
@@ -278,13 +307,9 @@ def message_time(work: Workload, profile: Profile) -> float:
     return profile.links.message(nbytes, stride, work.pipeline)
 
 
-def parameters_per_gpu(work: Workload, counts: RankLayers) -> float:
-    """Parameters of the rank that holds most, before ZeRO."""
-    return _most_parameters(work.model, counts) / work.tensor
-
-
 @lru_cache(maxsize=65536)
-def _most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
+def most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
+    """Of the rank that holds most, before tensor parallelism and ZeRO."""
     layer = model.layer_parameters
     if counts.ends_together:
         return counts.first * layer + model.entry_parameters + model.head_parameters
@@ -312,9 +337,9 @@ def exposed(communication: float, hides: float, profile: Profile) -> float:
     return communication - (1 - profile.contention) * min(communication, hides)
 
 
-def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: _Rank) -> tuple[float, float]:
+def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[float, float]:
     """Data-parallel sums that the last backward pass does not hide, and the update."""
-    parameters = parameters_per_gpu(work, counts)
+    rank, parameters = found.rank, found.parameters
     links, size, zero, stride = profile.links, work.data_parallel * work.context, work.zero_stage, work.tensor
     shard = work.shard * work.context  # the ranks of a sequence hold the same weights
     gradients = parameters * profile.gradient_bytes
@@ -334,7 +359,7 @@ def _after_backward(work: Workload, profile: Profile, counts: RankLayers, rank: 
             time = gathered + exposed(reduced, backward, profile)
         else:
             time = exposed(reduced + gathered, backward, profile)
-    if work.pipeline > 1 and work.model.tied_embeddings and not counts.ends_together:
+    if work.pipeline > 1 and work.model.tied_embeddings and not found.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         time += profile.links.message(table * profile.gradient_bytes, stride * size)
     shards = shard if zero else 1
