@@ -13,7 +13,7 @@ from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import balanced_layers, split_layers
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.state import trainer_state
+from titan_like.planner.state import rounds_of, trainer_state
 from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -170,7 +170,8 @@ def random_ranks(count):
         splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
         counts = tuple(count for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
-        found = trainer_state(model, here, schedule, degree, microbatches, *storage)
+        turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
+        found = trainer_state(model, here, *turns, *storage)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
         split = Split(Part(tensor), Part(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]

@@ -30,8 +30,8 @@ class TransformerConfig(BaseModel):
     init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     tied_embeddings: bool = Field(True, description="the output matrix is the embedding table")
 
-    def __hash__(self) -> int:  # shapes are looked up a million times in a search; fields that often differ suffice
-        return hash((self.num_layers, self.hidden_size, self.num_kv_heads, self.ffn_hidden_size, self.vocab_size))
+    def __hash__(self) -> int:  # looked up a million times in a search; what mostly differs suffices
+        return hash((self.num_layers, self.hidden_size))
 
     @model_validator(mode="before")
     @classmethod

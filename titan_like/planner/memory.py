@@ -8,7 +8,7 @@ grouped-query attention, gated MLPs and fused attention; how many are alive at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
-from titan_like.planner.state import exact_state, trainer_state
+from titan_like.planner.state import exact_state, rounds_of, trainer_state
 from titan_like.planner.workload import Pipeline, Workload, pipeline_of
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
@@ -81,22 +81,23 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
     return max([rank.total for rank in rank_memories(work, profile, _ranks_to_judge(work, exact), exact)])
 
 
-def _ranks_to_judge(work: Workload, exact: bool) -> Iterable[int]:
+def _ranks_to_judge(work: Workload, exact: bool) -> Sequence[int]:
     if exact and work.schedule in SPLIT_BACKWARD:
         return range(work.pipeline)  # any may hold most
     return pipeline_of(work).largest
 
 
-def rank_memories(work: Workload, profile: Profile, ranks: Iterable[int], exact: bool = True) -> Iterator[RankMemory]:
+def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact: bool = True) -> Iterator[RankMemory]:
     """Memory of some pipeline ranks; ``exact`` as for `largest_memory`."""
     pipeline, m = pipeline_of(work), work.microbatches
-    one = kept_of(work, profile.device) if profile.trainer_state else None
-    for rank in ranks:
+    if profile.trainer_state:
+        one, states = kept_of(work, profile.device), _trainer_states(work, pipeline, ranks, exact)
+    else:
+        one, states = None, (_other_state(work, profile, pipeline, rank) for rank in ranks)
+    for rank, (parameters, gradients, optimizer, gathered) in zip(ranks, states, strict=True):
         here, layers = pipeline.here[rank], pipeline.layers[rank]
-        per_rank = len(here.layers)
-        parameters, gradients, optimizer, gathered = state_bytes(work, profile, pipeline, rank, exact)
+        per_rank, ends = len(here.layers), (here.first, here.last)
         held = in_flight(work.schedule, work.pipeline, per_rank, m, rank)
-        ends = here.first, here.last
         if one is not None:
             gradients, activations, logits = fullest_moment(work, one, layers, held, per_rank, ends, gradients)
         else:
@@ -163,18 +164,26 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
 
 
-def state_bytes(
-    work: Workload, profile: Profile, pipeline: Pipeline, rank: int, exact: bool
-) -> tuple[float, float, float, float]:
-    """Parameters, gradients, optimizer state, and what of parameters and gradients exists beside them for a while."""
-    if profile.trainer_state:
-        shard = work.shard if work.zero_stage else 1
-        storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
-        here = pipeline.here[rank]
-        if exact and work.schedule in SPLIT_BACKWARD:
-            shape = work.schedule, work.pipeline, work.virtual_stages, rank
-            return exact_state(work.model, here, *shape, min(work.microbatches, 3 * work.pipeline), *storage)
-        return trainer_state(work.model, here, work.schedule, work.pipeline, work.microbatches, *storage)
+State = tuple[float, float, float, float]
+"""Bytes of parameters, gradients, optimizer state, and what of the first two exists beside them for a while."""
+
+
+def _trainer_states(work: Workload, pipeline: Pipeline, ranks: Sequence[int], exact: bool) -> Iterator[State]:
+    """Of our own trainer."""
+    m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
+    storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
+    if exact and split:
+        shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
+        for rank in ranks:
+            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, *storage)
+        return
+    turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
+    for rank in ranks:
+        yield trainer_state(work.model, pipeline.here[rank], *turns, *storage)
+
+
+def _other_state(work: Workload, profile: Profile, pipeline: Pipeline, rank: int) -> State:
+    """Of other stacks, by their bytes per parameter."""
     here = pipeline.here[rank]
     count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
     zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too

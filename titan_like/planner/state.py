@@ -17,12 +17,20 @@ from titan_like.parallel.split import StageLayers
 from titan_like.planner.workload import RankStages
 
 
+def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
+    """How often the ranks' stages take turns in a step, as far as it matters to `trainer_state`: 3 stands for more."""
+    if schedule in SPLIT_BACKWARD:  # second parts come late, so that stages wait for each other's
+        return 3
+    return 1 if schedule in ("gpipe", "looped_bfs") else min(3, -(-microbatches // pipeline))
+
+
+@lru_cache(maxsize=65536)
 def trainer_state(
     model: TransformerConfig,
     here: RankStages,
-    schedule: str,
-    pipeline: int,
-    microbatches: int,
+    splits_backward: bool,
+    rounds: int,
+    accumulates: bool,
     tensor: int,
     shard: int,
     several: bool,
@@ -35,31 +43,20 @@ def trainer_state(
     split ones it is an estimate: up to half as much again with ZeRO 3 and few microbatches, and in float32, with no
     more microbatches than ranks, up to a tenth of the rank's memory too little.
 
-    ``shard``: processes that ZeRO shards over, 1 for stage 0; ``several``: whether there is data parallelism;
-    ``compute``: bytes of the type that is computed in.
+    Args:
+        model: the model.
+        here: the rank's stages.
+        splits_backward: whether the schedule does.
+        rounds: `rounds_of` the schedule.
+        accumulates: whether a step has several microbatches.
+        tensor: processes that share each layer.
+        shard: processes that ZeRO shards over, 1 for stage 0.
+        several: whether there is data parallelism.
+        zero: the ZeRO stage.
+        compute: bytes of the type that is computed in.
     """
-    split = schedule in SPLIT_BACKWARD
-    rounds = 1 if schedule in ("gpipe", "looped_bfs") else min(3, -(-microbatches // pipeline))
-    if split:  # second parts come late, so that stages wait for each other's
-        rounds = 3
-    return _trainer_state(model, here, split, rounds, microbatches > 1, tensor, shard, several, zero, compute)
-
-
-@lru_cache(maxsize=65536)
-def _trainer_state(
-    model: TransformerConfig,
-    here: RankStages,
-    split: bool,
-    rounds: int,
-    accumulates: bool,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
-) -> tuple[int, int, int, int]:
     sizes = _sizes(model, here, tensor, shard, several, zero, compute)
-    return _state(sizes, _fullest(sizes, split, rounds, accumulates, zero))
+    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, zero))
 
 
 @lru_cache(maxsize=4096)
@@ -94,19 +91,17 @@ def _state(sizes: Sequence[StageSizes], peak: int) -> tuple[int, int, int, int]:
     return weights, gradients, shards - weights, max(0, peak - shards - gradients)
 
 
+@lru_cache(maxsize=4096)
 def _sizes(
     model: TransformerConfig, here: RankStages, tensor: int, shard: int, several: bool, zero: int, compute: int
 ) -> list[StageSizes]:
     """Of each of a rank's stages."""
     last = len(here.layers) - 1
-    known: dict[tuple[int, bool, bool], StageSizes] = {}
-    sizes = []
-    for index, layers in enumerate(here.layers):
-        kind = layers, here.first and index == 0, here.last and index == last
-        if kind not in known:
-            known[kind] = _stage(model, *kind, tensor, shard, several, zero, compute)
-        sizes.append(known[kind])
-    return sizes
+    storage = (tensor, shard, several, zero, compute)
+    return [
+        _stage(model, layers, here.first and index == 0, here.last and index == last, *storage)
+        for index, layers in enumerate(here.layers)
+    ]
 
 
 def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
