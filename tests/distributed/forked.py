@@ -1,8 +1,7 @@
-"""Process groups whose processes may die, forked from a server that has imported everything: 0.1 s each."""
+"""Process groups whose processes may die."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -13,11 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.distributed.launch import meet_at, meeting_store
+from tests.distributed.launch import FORK_SERVER, meet_at, meeting_store
 from titan_like.train.job import process_group
-
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.distributed.crash_worker"])
 
 
 class Job:
@@ -28,7 +24,7 @@ class Job:
         self.log = log
         self.store = meeting_store()
         self.processes = [
-            CONTEXT.Process(target=_worker, args=(rank, world_size, self.store.port, log, function, args))
+            FORK_SERVER.Process(target=_worker, args=(rank, world_size, self.store.port, log, function, args))
             for rank in range(world_size)
         ]
         for process in self.processes:
