@@ -2,7 +2,7 @@
 
 Every layout is held to one process by the gradient norm before clipping, every parameter's gradient of the first step
 and every weight after the last: of AdamW in float32 (tolerances: `test_parity`), and of SGD in float64, where summation
-order leaves less than 1e-10. A set that covers all pairs of choices runs here for four steps; ``pytest -m exhaustive``
+order leaves less than 1e-10. A set that covers all pairs of choices runs here for two steps; ``pytest -m exhaustive``
 runs it for ten, and all combinations with two data-parallel ranks for two steps of SGD in float64 (an hour on two
 cores), and writes benchmarks/results/layout_matrix_cpu.json.
 """
@@ -98,7 +98,7 @@ def small(layout: ParallelLayout) -> dict[str, Any]:
 ALL: dict[str, tuple[int, dict[str, Any]]] = {layout.name: (layout.ranks, small(layout)) for layout in COVERING} | MORE
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(10, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])])
+@pytest.fixture(scope="module", params=[2, pytest.param(10, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder, steps = tmp_path_factory.mktemp("matrix"), request.param
     references = [reference(choices, run, steps) for _, choices in ALL.values() for run in RUNS]

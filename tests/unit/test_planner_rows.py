@@ -38,7 +38,8 @@ def test_study_is_the_first_word(notes, study):
 def test_rows_that_say_too_little_are_named(tmp_path):
     path = tmp_path / "points.csv"
     columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "gbs", "step_time_s", "notes"]
-    good = dict(zip(columns, ["m", 24, 1024, 16, 1024, 50257, "A100-80GB", 8, 1, 64, 1.0, "foundry;"], strict=True))
+    columns.append("memory")  # it is mem_gib
+    good = dict(zip(columns, ["m", 24, 1024, 16, 1024, 50257, "A100-80GB", 8, 1, 64, 1.0, "foundry;", 9], strict=True))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -47,7 +48,7 @@ def test_rows_that_say_too_little_are_named(tmp_path):
     rows, left_out = read_rows(path)
     assert len(rows) == 1
     assert rows[0].work.zero_stage == 3
-    assert [line.split(":")[0] for line in left_out] == [f"line {number}" for number in range(3, 8)]
+    assert [line.split(":")[0] for line in left_out] == ["column memory", *(f"line {number}" for number in range(3, 8))]
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="has no column model"):
         read_rows(path)
@@ -70,6 +71,7 @@ def test_rows_that_say_too_little_are_named(tmp_path):
         ({"mbs": "16"}, "gbs = 64: no multiple of 8 × microbatches of 16"),
         ({"hidden": "1000000000", "heads": ""}, "hidden = 1000000000"),
         ({"heads": "17"}, "num_attention_heads 17 does not divide"),
+        ({"tp": "8", "heads": "4"}, "tp = 8: does not divide the 4 heads"),
         ({"zero": "9"}, "zero = 9: must be 0, 1, 2, 3 or fsdp"),
         ({"seq_parallel": "perhaps"}, "seq_parallel = perhaps"),
         ({"recompute": "banana"}, "recompute = banana: must be one of none, full"),

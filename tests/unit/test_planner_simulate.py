@@ -150,6 +150,8 @@ def test_a_timeline_of_another_pipeline_is_refused(tmp_path):
     assert done.returncode == 2
     assert "1f1b, 4 ranks, 4 microbatches" in done.stderr
     assert "interleaved_1f1b, 4 ranks of 3 stages each, 4 microbatches" in done.stderr
+    path.write_text(json.dumps(chrome_trace(simulated("1f1b", 1, 1, 4, unit_time))))
+    assert "1f1b, 1 rank, 4 microbatches" in plan("simulate", *RUN, "--measured", path).stderr
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"traceEvents": [], "otherData": {}}', "\\x00"])

@@ -12,6 +12,7 @@ import csv
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -123,7 +124,7 @@ class Row:
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
-    """All rows of a CSV that say enough to predict them, and for each of the others why not.
+    """All rows of a CSV that say enough to predict them; and which columns, and why which lines, are left out.
 
     Raises:
         ConfigError: no such file, or columns are missing.
@@ -134,10 +135,11 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
             if missing:
                 raise ConfigError("--points", str(path), f"has no column {missing[0]}")
+            left_out = [f"column {name}: is not one of those that are read" for name in _unknown(reader.fieldnames)]
             tables = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
-    rows, left_out = [], []
+    rows = []
     for number, table in enumerate(tables, start=2):
         try:
             rows.append(row_from({name: "" if text is None else text for name, text in table.items()}))
@@ -150,6 +152,11 @@ def study_of(notes: str) -> str:
     """The first word, without punctuation and without a number that it equals."""
     word = (notes or "").split()[0].strip(";:,") if (notes or "").split() else ""
     return word.split("=")[0] if word.startswith("tokens/s") else word
+
+
+def _unknown(names: Sequence[str] | None) -> list[str]:
+    known = {*COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
+    return [name for name in names or [] if name and name not in known]
 
 
 def row_from(table: dict[str, str]) -> Row:
@@ -238,6 +245,8 @@ def _cells(table: dict[str, str]) -> _Cells:
 def _model(cells: _Cells) -> TransformerConfig:
     """Its shape, as long as the row's sequences."""
     layers, hidden, seq, vocab = cells.layers, cells.hidden, cells.seq, cells.vocab
+    if cells.heads and cells.heads % (cells.tp or 1):
+        raise ValueError(f"tp = {cells.tp}: does not divide the {cells.heads} heads")
     if layers is None or hidden is None or seq is None or vocab is None:
         sizes = {"layers": layers, "hidden": hidden, "seq": seq, "vocab": vocab}
         raise ValueError(f"{next(name for name, size in sizes.items() if size is None)} is not stated")

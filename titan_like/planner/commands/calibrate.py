@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         raise ConfigError("--points", options.points, f"has no row to fit to{reason}")
     found = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
-        f"{len(rows)} rows of {options.points}, {len(left_out)} more left out",
+        f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
         *(f"  {reason}" for reason in left_out[:_REASONS]),
         *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
         f"step time of the rows fitted on: {found.inside}",
