@@ -79,16 +79,17 @@ def exact_state(
     sizes = _sizes(model, here, *ends)
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
-    return _state(sizes, peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends)))
+    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends))
+    return _state(sizes, peak - sum([size.shards for size in sizes]))
 
 
 _table = lru_cache(maxsize=128)(schedule_table)
 
 
-def _state(sizes: Sequence[StageSizes], peak: int) -> tuple[int, int, int, int]:
+def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int]:
+    """``moving``: most bytes at once besides weights and moments."""
     weights = gradients = sum([size.gradients for size in sizes])  # both in float32
-    shards = sum([size.shards for size in sizes])
-    return weights, gradients, shards - weights, max(0, peak - shards - gradients)
+    return weights, gradients, sum([size.shards for size in sizes]) - weights, max(0, moving - gradients)
 
 
 @lru_cache(maxsize=4096)
@@ -104,12 +105,13 @@ def _sizes(
     ]
 
 
+@lru_cache(maxsize=1024)
 def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
     return Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
-    """Most bytes at once of a rank with these stages, of a step with so many rounds of microbatches, from 3 on alike.
+    """Most bytes at once, besides weights and moments, of a rank with these stages.
 
     While one stage's backward pass runs, those after it have added up gradients, or are done with the step; those
     before it have gathered weights, and gradients from the second round on.
@@ -119,10 +121,9 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
     if split:
         kept = [size.matrices + (size.vectors if zero >= 2 else 0) for size in sizes]
         passing = list(map(max, passing, kept))
-    shards, done_after = sum([size.shards for size in sizes]), sum([size.gradients for size in sizes])
-    busy_after = sum(busy)
+    done_after, busy_after = sum([size.gradients for size in sizes]), sum(busy)
     if rounds == 3:
-        return max(done_after, busy_after + max(passing)) + shards
+        return max(done_after, busy_after + max(passing))
     most, gathered_before, busy_before = done_after, 0, 0
     for size, mine, more in zip(sizes, busy, passing, strict=True):
         busy_after -= mine
@@ -132,7 +133,7 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
         most = max(most, mine + more + max(first_round, last_round))
         gathered_before += size.kept_gathered
         busy_before += mine
-    return most + shards
+    return most
 
 
 @lru_cache(maxsize=65536)
@@ -147,16 +148,17 @@ def _stage(
     zero: int,
     compute: int,
 ) -> StageSizes:
+    elements = _elements(model, layers, is_first, is_last, tensor)
+    return stage_sizes(elements, _storage(tensor, shard, several, zero, compute))
+
+
+@lru_cache(maxsize=4096)
+def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> StageElements:
     """One stage, from those of one layer and of two: everything grows by equal steps."""
     if layers > 2:
-        ends = (is_first, is_last, tensor, shard, several, zero, compute)
-        one, two = _stage(model, 1, *ends), _stage(model, 2, *ends)
-        return StageSizes(*[a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)])
-    return stage_sizes(
-        _elements(model, layers, is_first, is_last, tensor), _storage(tensor, shard, several, zero, compute)
-    )
-
-
-@lru_cache(maxsize=1024)
-def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> StageElements:
+        one, two = (_elements(model, few, is_first, is_last, tensor) for few in (1, 2))
+        more = layers - 1
+        counts = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
+        rows = [(length, a + more * (b - a)) for (length, a), (_, b) in zip(one.rows, two.rows, strict=True)]
+        return StageElements._make([*counts, tuple(rows)])
     return stage_elements(stage_units(model, StageLayers(range(layers), is_first, is_last)), Split(Part(tensor)))
