@@ -47,7 +47,7 @@ class _Rank(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """A step as far as it is the same for layouts that differ in ZeRO's shards alone. Seconds."""
+    """A step as far as it is the same for layouts that differ in ZeRO's shards alone. Seconds but where it says so."""
 
     rank: _Rank
     parameters: float  # of the GPU that holds most, before ZeRO
