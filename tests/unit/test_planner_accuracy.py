@@ -187,6 +187,16 @@ def test_a_calibrated_profile_is_of_the_rows_gpu():
     assert unknown.judged["rows"] == len(rows)
 
 
+def test_rows_of_one_model_are_left_out_by_layout():
+    start = builtin_profiles()["selene_2021"]
+    row = next(row for row in ROWS if row.study == "korthikanti_t5")
+    works = [row.work._replace(micro_batch_size=size) for size in (1, 2, 4)]
+    made = [replace(row, work=work, seconds=1.25 * simulated_step_time(work, start).total) for work in works]
+    found = calibrated(made, start, "mine")
+    assert len(found.left_out) == 3
+    assert found.profile.error_p90 < 0.1  # 0.2 under the profile that it starts from
+
+
 def test_one_bad_row_does_not_lead_the_fit():
     start = builtin_profiles()["selene_2021"]
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]

@@ -49,7 +49,7 @@ def test_device_of_the_user_is_predicted_without_naming_a_gpu(tmp_path):
     found = predict(config)
     assert found.profile.device.name == "NPU-9"
     assert found.memory.capacity == 48 * 2**30
-    assert found.seconds_high == pytest.approx(1.25 * found.time.total)
+    assert found.seconds_high == pytest.approx(found.time.total / (1 - 0.25))
     half = OWN.replace("200", "100").replace("= 1000", "= 500")
     slower = predict(config, load_profile(write(tmp_path, half)))
     assert slower.time.compute == pytest.approx(2 * found.time.compute, rel=0.01)
@@ -129,10 +129,10 @@ def test_trainer_compares_once_after_warm_up_and_warns_past_the_band(tmp_path):
         slow = [record(step, 9.0, size) for step in range(1, WARM_UP + 1)]
         return slow + [record(step, factor * seconds, size) for step in range(WARM_UP + 1, 30)]
 
-    (line,) = lines(StepForecast(run(config, profile)), steps(1.2, memory))
+    (line,) = lines(StepForecast(run(config, profile)), steps(1.32, memory))  # the band is 25 % of what is measured
     assert f"steps {WARM_UP + 1} to {WARM_UP + MEASURED}:" in line
-    assert "(-16.7%)" in line and "(+0.0%)" in line and "WARNING" not in line
-    (line,) = lines(StepForecast(run(config, profile)), steps(1.3, memory))
+    assert "(-24.2%)" in line and "(+0.0%)" in line and "WARNING" not in line
+    (line,) = lines(StepForecast(run(config, profile)), steps(1.35, memory))
     assert "WARNING: the step time is outside" in line
     (line,) = lines(StepForecast(run(config, profile)), steps(1.0, int(memory / 1.2)))
     assert "WARNING: memory is more than 10% off" in line

@@ -31,6 +31,24 @@ def test_memory_is_finite_positive_and_the_sum_of_its_parts(profile):
         assert largest_memory(work, profile) == found.largest
 
 
+def test_fullest_rank_may_be_the_first_that_has_gradients_when_it_holds_most():
+    model, shape = flavor("llama", "llama2_7b"), (2048, 2, 20)
+    work = Workload(model, *shape, pipeline=7, shard=2, recompute="full")  # 5 microbatches
+    found = memory(work, TRAINER)
+    totals = [rank.total for rank in found.ranks]
+    assert totals.index(max(totals)) == 3
+    assert largest_memory(work, TRAINER) == found.largest
+    for microbatches, virtual, stages in itertools.product(range(1, 9), (1, 2, 4), (None, "uneven")):
+        if virtual > 1 and microbatches % 4:
+            continue
+        layers = [1 + (i % 3 == 0) for i in range(4 * virtual)]
+        layers[-1] += 32 - sum(layers)
+        work = Workload(model, 2048, 1, microbatches, pipeline=4, virtual_stages=virtual)
+        work = work._replace(schedule="interleaved_1f1b" if virtual > 1 else "1f1b", recompute="full")
+        work = work._replace(stage_layers=tuple(layers) if stages else None)
+        assert largest_memory(work, TRAINER) == memory(work, TRAINER).largest
+
+
 @pytest.mark.parametrize("profile", [MEGATRON, TRAINER], ids=["megatron", "trainer"])
 def test_memory_never_rises_with_more_tensor_parallelism(profile):
     for work in WORKLOADS:

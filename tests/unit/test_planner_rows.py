@@ -22,7 +22,7 @@ def test_heads_that_are_not_stated_are_about_128_wide_and_divide_all():
     assert row_from(table).work.model.num_attention_heads == 96  # 108 would not divide by 8
     failed = row_from(table | {"step_time_s": "", "notes": "bloom; OOM"})
     assert failed.out_of_memory
-    with pytest.raises(ValueError, match="neither a time nor a rate"):
+    with pytest.raises(ValueError, match="neither step_time_s nor tflops_per_gpu"):
         row_from(table | {"step_time_s": ""})
 
 
@@ -49,6 +49,9 @@ def test_rows_that_say_too_little_are_named(tmp_path):
     assert len(rows) == 1
     assert rows[0].work.zero_stage == 3
     assert [line.split(":")[0] for line in left_out] == ["column memory", *(f"line {number}" for number in range(3, 8))]
+    path.write_text("model,gpu,gpus,gbs,notes,gpu\nm,A100,8,8,own,H100\n")
+    with pytest.raises(ConfigError, match="two columns gpu"):
+        read_rows(path)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="has no column model"):
         read_rows(path)

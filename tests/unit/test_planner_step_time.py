@@ -1,14 +1,17 @@
 import math
 import time
+from dataclasses import replace
 
 import pytest
 
+from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.parallel.schedules import ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules import step_time as end_of
 from titan_like.planner.cluster import Links
 from titan_like.planner.layers import ends_cost, gemm_time, layer_cost, softmax_is_fused
 from titan_like.planner.memory import largest_memory
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import exposed, microbatch_of, step_time
 from titan_like.planner.workload import Workload, equal_stages, pipeline_of
@@ -178,6 +181,27 @@ def test_a_ring_s_latency_is_that_of_its_hops():
     assert links.all_gather(1e-9, 4, 8) == pytest.approx(3e-5)  # ranks eight apart: every hop
     assert links.all_gather(1e-9, 129, 8) == pytest.approx(128e-5)
     assert links.all_reduce(1e-9, 129, 8) == pytest.approx(2 * 64e-5)  # trees
+
+
+def test_groups_that_nodes_do_not_hold_whole_leave_them():
+    links = Links(8, 200e9, 100e9, 80e9, 1e-6, 1e-5)
+    for size, stride in ((3, 1), (6, 1), (5, 1), (3, 2)):  # some have ranks in two nodes
+        assert links.ring_bandwidth(size, stride) == 100e9 / stride
+        assert links.ring_latency(size, stride) == pytest.approx(1e-5 + (size - 2) * 1e-6)
+        assert replace(links, one_node=True).ring_bandwidth(size, stride) == 200e9
+    for size, stride in ((2, 1), (4, 2), (8, 1), (2, 4)):
+        assert links.ring_bandwidth(size, stride) == 200e9
+
+
+def test_a_job_of_one_node_never_leaves_it(tmp_path):
+    def seconds(nodes: int, network: float) -> float:
+        settings = {"model.overrides": {"hidden_size": 192, "num_attention_heads": 6}, "cluster.gpu": "A100-80GB"}
+        settings |= {"cluster.nodes": nodes, "cluster.gpus_per_node": 6 // nodes, "cluster.node_bandwidth": network}
+        settings |= {"parallelism.tensor_parallel_degree": 6, "training.dtype": "bfloat16"}
+        return predict(base_config(tmp_path / "none", settings)).time.tensor
+
+    assert seconds(1, 100.0) == seconds(1, 1.0)
+    assert seconds(2, 100.0) < seconds(2, 1.0)
 
 
 def test_a_ring_may_use_a_part_of_a_node_s_cards():

@@ -55,6 +55,10 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """
     try:
         code = command(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

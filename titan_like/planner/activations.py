@@ -182,6 +182,6 @@ def fullest_moment(
     if held < stages * m:
         return Moment(gradients, forward, logits)
     # Or in the first layer of a stage, whose own gradients come last; or with all gradients, and a microbatch less.
-    left, left_logits = found - chunk - is_last * one.head, is_last * (losses - 1) * one.logits
+    left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
     last_layer = gradients * (1 - 1 / (layers + 1)), left + one.stage + one.layer + one.layer_work, left_logits
     return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))

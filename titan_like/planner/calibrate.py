@@ -178,7 +178,8 @@ def is_own(row: Row) -> bool:
 
 
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
-    """Fit the constants that `usable` rows can tell anything about; groups left out in turn are model sizes."""
+    """Fit the constants that `usable` rows can tell anything about; groups left out in turn are model sizes, or layouts
+    where all rows are of one model."""
     devices = {adapted(start, row).device for row in rows}
     if len(devices) == 1:
         start = start.changed(device=devices.pop())
@@ -187,7 +188,8 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
         start = of_own_trainer(start, dtype if dtype in BYTES else start.dtype)
     names = informed(rows, start)
     profile = fit(rows, start, names)
-    groups = leave_one_group_out(rows, start, names, lambda row: row.model)
+    several = len({row.model for row in rows}) > 1
+    groups = leave_one_group_out(rows, start, names, lambda row: row.model if several else layout_name(row.work))
     predictions = [prediction for group in groups.values() for prediction in group]
     held = summary([prediction.error for prediction in predictions])
     sources = sorted({row.source or row.group for row in rows})
@@ -203,6 +205,14 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
         summary(list(np.expm1(log_errors(rows, profile)))),
         {group: summary([prediction.error for prediction in found]) for group, found in groups.items()},
         {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+    )
+
+
+def layout_name(work: Workload) -> str:
+    """What a run's speed depends on besides its model, in short."""
+    return (
+        f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
+        f"{work.microbatches} × {work.micro_batch_size}"
     )
 
 

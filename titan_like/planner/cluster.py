@@ -22,6 +22,7 @@ class Links:
     network_latency: float
     ring_part: float = 1.0  # of a node's cards, the most that one ring uses
     switched: bool = True  # NVLink through switches: two GPUs can use all their links with each other
+    one_node: bool = False  # the job has no more GPUs than a node
 
     def ring_bandwidth(self, size: int, stride: int) -> float:
         """What one ring gets when all GPUs of a node are in such rings at once.
@@ -29,7 +30,7 @@ class Links:
         Ranks ``stride`` apart, ``size`` of them: a node holds gpus_per_node / stride of a ring's ranks, and as many
         rings as the stride, which share the node's cards.
         """
-        if size * stride <= self.gpus_per_node:
+        if self._stays_inside(size, stride):
             return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
         rings = min(stride, self.gpus_per_node)
         share = self.node * min(1 / rings, self.ring_part)
@@ -50,10 +51,16 @@ class Links:
         latency, per_byte = _ring(self, size, stride)
         return latency + nbytes * per_byte
 
+    def _stays_inside(self, size: int, stride: int) -> bool:
+        """Whether no ring leaves its node. Where nodes do not hold a whole number of groups, some have ranks in two."""
+        ranks = size * stride
+        return ranks <= self.gpus_per_node and (self.one_node or self.gpus_per_node % ranks == 0)
+
     def ring_latency(self, size: int, stride: int) -> float:
         """Of a first byte's way round a ring; between nodes only where the ring leaves one."""
-        hops = size - 1
-        between = -(-size * stride // self.gpus_per_node) - 1 if stride < self.gpus_per_node else hops
+        hops, between = size - 1, 0
+        if not self._stays_inside(size, stride):
+            between = max(1, -(-size * stride // self.gpus_per_node) - 1) if stride < self.gpus_per_node else hops
         return between * self.network_latency + (hops - between) * self.nvlink_latency
 
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:

@@ -66,8 +66,8 @@ class _Cells(BaseModel):
     mbs: _Count | None = None
     gbs: _Count
     seq_parallel: bool | None = None
-    tflops_per_gpu: float | None = Field(None, gt=0, lt=1e5)
-    step_time_s: float | None = Field(None, gt=0, lt=1e6)
+    tflops_per_gpu: float | None = Field(None, gt=1e-6, lt=1e5)
+    step_time_s: float | None = Field(None, gt=1e-9, lt=1e6)
     mem_gib: float | None = Field(None, gt=0, lt=1e4)
 
 
@@ -132,10 +132,14 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
+            names = reader.fieldnames or []
+            double = next((name for name in names if names.count(name) > 1), None)
+            if double:
+                raise ConfigError("--points", str(path), f"has two columns {double}; leave one")
+            missing = [column for column in COLUMNS if column not in names]
             if missing:
                 raise ConfigError("--points", str(path), f"has no column {missing[0]}")
-            left_out = [f"column {name}: is not one of those that are read" for name in _unknown(reader.fieldnames)]
+            left_out = [f"column {name}: is not one of those that are read" for name in _unknown(names)]
             tables = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
@@ -154,9 +158,9 @@ def study_of(notes: str) -> str:
     return word.split("=")[0] if word.startswith("tokens/s") else word
 
 
-def _unknown(names: Sequence[str] | None) -> list[str]:
+def _unknown(names: Sequence[str]) -> list[str]:
     known = {*COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
-    return [name for name in names or [] if name and name not in known]
+    return [name for name in names if name and name not in known]
 
 
 def row_from(table: dict[str, str]) -> Row:
@@ -169,7 +173,9 @@ def row_from(table: dict[str, str]) -> Row:
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
     if cells.tp is None or cells.ep != 1:
-        raise ValueError("the layout is not stated" if cells.tp is None else "expert parallelism")
+        raise ValueError(
+            "tp is not stated" if cells.tp is None else "ep above 1: expert parallelism is not planned for"
+        )
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
     model = _model(cells)
     gpus, batch = cells.gpus, cells.gbs
@@ -325,7 +331,7 @@ def stated_dtype(notes: str) -> str | None:
 def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:
     """From TFLOP/s per GPU by the convention that the notes name."""
     if tflops_per_gpu is None:
-        raise ValueError("neither a time nor a rate")
+        raise ValueError("neither step_time_s nor tflops_per_gpu is stated")
     model, seq = work.model, work.seq_len
     layer = 2 * (model.attention_weights + model.mlp_weights) + 4 * seq * model.hidden_size
     logits = 2 * model.hidden_size * model.padded_vocab_size

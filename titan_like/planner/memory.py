@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import Storage, rank_state
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
 from titan_like.planner.state import exact_state, rounds_of, trainer_state
-from titan_like.planner.workload import Pipeline, Workload, pipeline_of
+from titan_like.planner.workload import Pipeline, Workload, pipeline_of, ranks_from
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
@@ -74,7 +74,8 @@ def fits(work: Workload, profile: Profile) -> bool:
 
 
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
-    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with so many layers each.
+    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with such stages, of all and
+    of those that hold fewer microbatches than a step has.
 
     Not ``exact``: where a schedule splits backward passes, an estimate of the trainer's state, much faster.
     """
@@ -84,16 +85,27 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
 def _ranks_to_judge(work: Workload, exact: bool) -> Sequence[int]:
     if exact and work.schedule in SPLIT_BACKWARD:
         return range(work.pipeline)  # any may hold most
-    return pipeline_of(work).largest
+    ranks, start = pipeline_of(work).largest, _first_with_gradients(work)
+    return (*ranks, *ranks_from(work, start)) if 0 < start < work.pipeline else ranks
+
+
+def _first_with_gradients(work: Workload) -> int:
+    """The first rank that has gradients when it holds most activations: not a whole step's (`in_flight`)."""
+    p, m, stages = work.pipeline, work.microbatches, stages_per_rank(work.schedule, work.virtual_stages)
+    if work.schedule not in ("1f1b", "interleaved_1f1b"):
+        return p
+    return p - m + 1 if stages == 1 else ((stages + 1) * p - 1 - stages * m) // 2 + 1
 
 
 def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact: bool = True) -> Iterator[RankMemory]:
     """Memory of some pipeline ranks; ``exact`` as for `largest_memory`."""
     pipeline, m = pipeline_of(work), work.microbatches
     if profile.trainer_state:
-        one, states = kept_of(work, profile.device), _trainer_states(work, pipeline, ranks, exact)
+        one, of_layer = kept_of(work, profile.device), (0.0, 0.0)
+        states = _trainer_states(work, pipeline, ranks, exact)
     else:
-        one, states = None, (_other_state(work, profile, pipeline, rank) for rank in ranks)
+        one, of_layer = None, layer_activations(work)
+        states = (_other_state(work, profile, pipeline, rank) for rank in ranks)
     for rank, (parameters, gradients, optimizer, gathered) in zip(ranks, states, strict=True):
         here, layers = pipeline.here[rank], pipeline.layers[rank]
         per_rank, ends = len(here.layers), (here.first, here.last)
@@ -101,17 +113,24 @@ def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact:
         if one is not None:
             gradients, activations, logits = fullest_moment(work, one, layers, held, per_rank, ends, gradients)
         else:
-            activations, logits = _activations(work, layers, held / per_rank, ends, profile.logit_state)
+            activations, logits = _activations(work, of_layer, layers, held / per_rank, ends, profile.logit_state)
         overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
         total = parameters + gradients + optimizer + gathered + activations + logits + overhead
         yield RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
 
 
 def _activations(
-    work: Workload, layers: int, held: float, ends: tuple[bool, bool], logit_state: float
+    work: Workload,
+    of_layer: tuple[float, float],
+    layers: int,
+    held: float,
+    ends: tuple[bool, bool],
+    logit_state: float,
 ) -> tuple[float, float]:
-    """Activations and logits of other stacks. ``held`` microbatches of all the rank's layers; ``ends``: first, last."""
-    chunk, working = layer_activations(work)
+    """Activations and logits of other stacks: of `layer_activations`, of ``held`` microbatches of all the rank's layers.
+    ``ends``: first, last.
+    """
+    chunk, working = of_layer
     activations = held * chunk * layers + (working if layers else 0)
     tokens = work.micro_batch_size * work.seq_len / work.context
     element = _BYTES[work.dtype]

@@ -96,7 +96,7 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile, dev
         problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
         raise ConfigError("cluster.node_bandwidth", None, problem)
     device.peak_flops(compute_type(config))  # refuses
-    return profile
+    return profile.changed(one_node=num_processes <= profile.gpus_per_node)
 
 
 def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
@@ -117,6 +117,9 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
     return profile or default_profile(device), device
 
 
+_LARGEST_BAND = 0.9  # errors are relative to what is measured: at 1 nothing is known
+
+
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
     """Predict, and put rates and an error band beside it."""
     time, device = simulated_step_time(work, profile), profile.device
@@ -132,7 +135,7 @@ def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
         memory(work, profile),
         rates,
         time.total / (1 + band),
-        time.total * (1 + band),
+        time.total / (1 - min(band, _LARGEST_BAND)),
     )
 
 

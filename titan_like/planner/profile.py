@@ -128,6 +128,7 @@ class Profile:
     trainer_state: bool = False  # weights, gradients and optimizer are kept as our own trainer keeps them
     overhead_bytes: float = 3e9  # context, libraries and communication buffers
     fragmentation: float = 0.05  # of activations and gathered weights
+    one_node: bool = False  # of a job, not of a stack: it has no more GPUs than a node
     links: Links = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,7 @@ class Profile:
             self.network_latency,
             self.ring_part,
             self.nvlink_switch,
+            self.one_node,
         )
         object.__setattr__(self, "links", links)
 
@@ -215,7 +217,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     Raises:
         ConfigError: unknown or missing keys, values that can not be, or a device that is not known or not whole.
     """
-    known = {f.name: str(f.type) for f in fields(Profile) if f.init and f.name != "name"}
+    known = {f.name: str(f.type) for f in fields(Profile) if f.init and f.name not in ("name", "one_node")}
     table = dict(table)
     own = table.pop("device_table", None)
     unknown = sorted(set(table) - known.keys())
@@ -250,7 +252,7 @@ def profile_to_toml(profile: Profile) -> str:
     lines = []
     defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
     for key, value in asdict(profile).items():
-        if key in ("name", "links"):
+        if key in ("name", "one_node", "links"):
             continue
         shown = profile.device.name if key == "device" else value
         if key in FITTED or shown != defaults[key]:

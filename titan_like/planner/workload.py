@@ -75,7 +75,7 @@ class Pipeline(NamedTuple):
     layers: tuple[int, ...]  # of each rank, all its stages together
     here: tuple[RankStages, ...]  # of each rank
     counts: RankLayers
-    largest: tuple[int, ...]  # ranks among which those with most memory are: ends, and the first with so many layers
+    largest: tuple[int, ...]  # the ends, and the first rank with such stages
 
 
 def pipeline_of(work: Workload) -> Pipeline:
@@ -100,8 +100,26 @@ def _pipeline(
         layers,
         tuple(RankStages(tuple(counts), rank == first, rank == last) for rank, counts in enumerate(of_rank)),
         RankLayers(layers[first], layers[last], max(layers), first == last),
-        tuple({0, pipeline - 1, *(layers.index(count) for count in set(layers))}),
+        tuple(sorted({0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)})),
     )
+
+
+def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
+    """Of the pipeline ranks from ``start`` on, the first with such stages."""
+    return _ranks_from(
+        work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages, start
+    )
+
+
+@cache
+def _ranks_from(
+    stage_layers: tuple[int, ...] | None, num_layers: int, schedule: str, pipeline: int, virtual: int, start: int
+) -> tuple[int, ...]:
+    here = _pipeline(stage_layers, num_layers, schedule, pipeline, virtual).here
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(start, pipeline):
+        first.setdefault(here[rank].layers, rank)
+    return tuple(first.values())
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, per_gpu, run_of
+from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, predict
 
 
@@ -40,6 +41,8 @@ def describe(forecast: Forecast) -> str:
         )
     memory = forecast.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
+    if memory.fits and memory.largest > usable_bytes(profile.device):
+        verdict += f", but leaves less than the {100 * MEMORY_MARGIN:.0f} % free that a search keeps"
     lines.append(f"memory     {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU: {verdict}")
     names = list(memory.ranks[0]._fields)
     lines.append("  GiB by pipeline rank: " + " ".join(f"{name:>12s}" for name in names))
