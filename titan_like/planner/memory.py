@@ -127,8 +127,9 @@ def _activations(
     ends: tuple[bool, bool],
     logit_state: float,
 ) -> tuple[float, float]:
-    """Activations and logits of other stacks: of `layer_activations`, of ``held`` microbatches of all the rank's layers.
-    ``ends``: first, last.
+    """Activations and logits of other stacks.
+
+    ``of_layer``: `layer_activations`; ``held``: microbatches of all the rank's layers; ``ends``: first, last.
     """
     chunk, working = of_layer
     activations = held * chunk * layers + (working if layers else 0)
