@@ -161,6 +161,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words, named):
     assert named in done.stderr
 
 
+def test_who_reads_only_the_first_line_gets_no_traceback():
+    command = f"{sys.executable} {ROOT}/scripts/plan.py predict --job.config_file train_configs/gpt3_175b.toml"
+    shell = ["bash", "-c", f"{command} | true"]  # nobody reads
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stderr == ""
+
+
 def test_bad_input_leaves_the_process_with_one_line_and_2():
     command = [sys.executable, str(ROOT / "scripts/plan.py"), "forecast"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -194,14 +194,14 @@ def test_groups_that_nodes_do_not_hold_whole_leave_them():
 
 
 def test_a_job_of_one_node_never_leaves_it(tmp_path):
-    def seconds(nodes: int, network: float) -> float:
-        settings = {"model.overrides": {"hidden_size": 192, "num_attention_heads": 6}, "cluster.gpu": "A100-80GB"}
-        settings |= {"cluster.nodes": nodes, "cluster.gpus_per_node": 6 // nodes, "cluster.node_bandwidth": network}
-        settings |= {"parallelism.tensor_parallel_degree": 6, "training.dtype": "bfloat16"}
+    def seconds(data: int, network: float) -> float:  # nodes of 6: of three groups of 4, one has ranks in two
+        settings = {"cluster.gpu": "A100-80GB", "cluster.gpus_per_node": 6, "cluster.node_bandwidth": network}
+        settings |= {"parallelism.tensor_parallel_degree": 4, "parallelism.data_parallel_shard_degree": data}
+        settings |= {"training.global_batch_size": 24, "training.dtype": "bfloat16"}
         return predict(base_config(tmp_path / "none", settings)).time.tensor
 
     assert seconds(1, 100.0) == seconds(1, 1.0)
-    assert seconds(2, 100.0) < seconds(2, 1.0)
+    assert seconds(3, 100.0) < seconds(3, 1.0)
 
 
 def test_a_ring_may_use_a_part_of_a_node_s_cards():

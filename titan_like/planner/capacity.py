@@ -252,6 +252,7 @@ def _fastest(
     config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int, fixed: frozenset[str]
 ) -> Capacity:
     """Of the layouts in which the model fits, the one with the shortest step."""
+    profile = profile.changed(one_node=nodes == 1)
     best: tuple[float, JobConfig, Workload] | None = None
     too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
     for run, work in valid_layouts(config, model_for, gpus, fixed):
