@@ -1,9 +1,9 @@
 """Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
 
 Trains a small model of the configuration's kind a few steps twice: plainly on one process, and in the configuration's
-layout on CPU processes of this machine, or on its GPUs. Compares samples, losses, gradients, norms, weights and
-dropout, and says which axis of the layout is at fault if they differ. Ends with 0 if they are the same, 1 if they
-differ, 2 after bad input.
+layout on CPU processes of this machine, or on its GPUs. Compares samples, losses, gradients, norms, updates, weights,
+dropout and a run that is resumed; where they differ it names the place and the axis of the layout at fault. Ends with 0
+if they are the same, 1 if they differ, 2 after bad input, 3 if time ran out before that was known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 
 if TYPE_CHECKING:
+    from titan_like.verify.checks import Check
     from titan_like.verify.verify import Verdict
 
 
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="updates to compare (default: 3)")
     parser.add_argument(
         "--processes",
         type=int,
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep_layout", action="store_true", help="keep degrees above 4, however many processes")
     parser.add_argument("--gpus", action="store_true", help="compute on this machine's GPUs, one for each process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
+    parser.add_argument("--verbose", action="store_true", help="print every row, not only a line for each type")
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     return parser
 
@@ -56,8 +57,8 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the first that is out of range.
     """
-    if options.steps < 1:
-        raise ConfigError("--steps", options.steps, "must be at least 1")
+    if options.steps < 2:
+        raise ConfigError("--steps", options.steps, "must be at least 2: there is a bad step between two good ones")
     if options.processes is not None and options.processes < 1:
         raise ConfigError("--processes", options.processes, "must be at least 1")
     if not options.timeout > 0:
@@ -81,12 +82,8 @@ def check_gpus(processes: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Verify the configuration's layout and print a table."""
+    """Verify the configuration's layout and print a line for each type, or a table."""
     options, settings = build_parser().parse_known_args(argv)
-    if sys.platform != "linux":
-        raise ConfigError(
-            "verify.py", sys.platform, "its processes are watched by means that only Linux has; use Linux"
-        )
     check_options(options)
     config = load_config(settings)
     if config.parallelism.auto:
@@ -94,51 +91,62 @@ def main(argv: list[str]) -> int:
         raise ConfigError("parallelism.auto", True, problem)
 
     from titan_like.verify.processes import Processes
-    from titan_like.verify.shrink import resolve, shrink
-    from titan_like.verify.verify import Verifier
 
     started = time.perf_counter()
-    layout = resolve(config, options.processes)
-    small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
-    if options.gpus:
-        check_gpus(max(layout.num_processes for layout in small.layouts))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Processes(Path(folder), options.timeout, on_gpus=options.gpus) as processes,
-    ):
-        verdict = Verifier(small, options.steps, processes).verify(
-            lambda line: print(line, file=sys.stderr, flush=True)
-        )
+    with Processes(options.timeout, on_gpus=options.gpus) as processes:  # they import while this process does
+        from titan_like.verify.shrink import resolve, shrink
+        from titan_like.verify.verify import Verifier
+
+        layout = resolve(config, options.processes)
+        small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
+        if options.gpus:
+            check_gpus(max(layout.num_processes for layout in small.layouts))
+        verifier = Verifier(small, processes)
+        verdict = verifier.verify(lambda line: print(line, file=sys.stderr, flush=True))
     seconds = time.perf_counter() - started
-    print(format_table(verdict))
-    print(format_verdict(verdict, seconds))
+    if options.verbose:
+        print(format_table(verdict))
+    print(format_verdict(verdict, verifier.kinds, seconds))
     if options.json:
         Path(options.json).write_text(json.dumps(as_json(verdict, seconds), indent=2), encoding="utf-8")
-    return 0 if verdict.same else 1
+    return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
 
 
 def format_table(verdict: Verdict) -> str:
-    """One line a row: what was compared, the largest difference, how large it may be, where."""
-    width = max(len(check.name) for check in verdict.checks)
-    lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
+    """One line a row of each kind of run: of all steps the largest difference, how large it may be, and where."""
+    rows: dict[str, Check] = {}
     for check in verdict.checks:
-        worst, allowed = f"{check.worst:.2e}", f"{check.tolerance:.2e}"
-        if not check.tolerance:  # something that must hold exactly: how many things are wrong
+        name = f"{check.row} ({check.kind})"
+        known = rows.get(name)
+        if known is None or (known.ok and (not check.ok or check.nearness > known.nearness)):
+            rows[name] = check
+    width = max((len(name) for name in rows), default=0)
+    lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
+    for name, check in rows.items():
+        worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
+        if not check.allowed:  # something that must hold exactly: how many things are wrong
             worst, allowed = f"{check.worst:.0f}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
-        lines.append(f"{check.name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter or ''}".rstrip())
+        lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
     return "\n".join(lines)
 
 
-def format_verdict(verdict: Verdict, seconds: float) -> str:
-    """The conclusion, with the first difference and the axis at fault if there is one."""
-    first = verdict.first_difference
+def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
+    """A line for each kind of run and the conclusion: the first difference, its place and the axis at fault."""
+    from titan_like.verify.verify import summary
+
     lines = [f"not applicable: {reason}" for reason in verdict.not_applicable]
-    if first is None:
+    lines += [summary(verdict.checks, kind) for kind in kinds]
+    if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
-        return "\n".join(lines)
-    where = f"{first.parameter}: " if first.parameter else ""
-    lines.append(f"different: {first.name}: {where}{first.detail} ({seconds:.0f} s)")
+    if verdict.outcome == "undecided":
+        lines.append(f"undecided: {verdict.reason}; give it more with --timeout ({seconds:.0f} s)")
+    first = verdict.first_difference
+    if first is not None:
+        where = f"{first.parameter}: " if first.parameter else ""
+        lines.append(f"different: {first.title}: {where}{first.detail} ({seconds:.0f} s)")
+    if verdict.place is not None:
+        lines.append(f"place: {verdict.place}")
     if verdict.blame is not None:
         lines.append(f"at fault: {verdict.blame.axis} ({verdict.blame.sentence})")
     return "\n".join(lines)
@@ -146,16 +154,11 @@ def format_verdict(verdict: Verdict, seconds: float) -> str:
 
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
     """The machine-readable result."""
-    first = verdict.first_difference
-    return {
-        "same": verdict.same,
-        "seconds": round(seconds, 2),
-        "layouts": [asdict(layout) for layout in verdict.layouts],
-        "checks": [asdict(check) for check in verdict.checks],
-        "first_difference": None if first is None else asdict(first),
-        "blame": None if verdict.blame is None else asdict(verdict.blame),
-        "not_applicable": verdict.not_applicable,
-    }
+    return {"seconds": round(seconds, 2), **asdict(verdict), "first_difference": _dict(verdict.first_difference)}
+
+
+def _dict(check: Check | None) -> dict[str, Any] | None:
+    return None if check is None else asdict(check)
 
 
 if __name__ == "__main__":

@@ -255,7 +255,7 @@ def test_weights_have_the_standard_deviation_of_gpt2(family, residual, plain):
 
 @pytest.mark.parametrize("shape", [(5000, 7), (1000, 3, 2), (12, 300), (977,)])
 def test_rows_drawn_alone_equal_rows_of_the_whole(monkeypatch, shape):
-    monkeypatch.setattr(init, "_BLOCK_ELEMENTS", 256)  # many blocks in a small parameter
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 256)  # many blocks in a small parameter
     shape = torch.Size(shape)
     whole = normal_rows(3, "weight", shape, 0.5, 0, shape[0])
     assert whole.shape == shape

@@ -36,7 +36,7 @@ class RunState:
     step: NonNegativeInt
     consumed_samples: NonNegativeInt  # the whole data cursor
     consumed_tokens: NonNegativeInt
-    skipped_steps: NonNegativeInt  # steps whose update was left out; the learning rate does not count them
+    skipped_steps: NonNegativeInt  # steps whose update was left out
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape

@@ -178,9 +178,7 @@ class Trainer:
         loss_value, norm_value, stop, is_writing = torch.cat((torch.stack((loss, grad_norm)), noticed)).tolist()
         self.profiler.mark("gradient norm")
 
-        lr = config.optimizer.lr * lr_factor(
-            config.lr_scheduler, self.step + 1 - self.skipped_steps, self.run.total_steps
-        )
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         loss_scale = self.scaler.scale
         finite, spike = math.isfinite(norm_value), self.losses.is_spike(loss_value)
         if finite and not spike:

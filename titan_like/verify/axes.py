@@ -54,7 +54,7 @@ def num_processes(config: JobConfig) -> int:
     """Processes of a configuration whose degrees are all given."""
     section = config.parallelism
     model_parallel = section.pipeline_parallel_degree * section.tensor_parallel_degree
-    return model_parallel * section.context_parallel_degree * data_parallel_size(config)
+    return model_parallel * data_parallel_size(config)
 
 
 def data_parallel_size(config: JobConfig) -> int:
@@ -75,10 +75,6 @@ def _drop_sequence(config: JobConfig) -> JobConfig:
 
 def _drop_tensor(config: JobConfig) -> JobConfig:
     return edit(config, {"parallelism.tensor_parallel_degree": 1, "parallelism.sequence_parallel": False})
-
-
-def _drop_context(config: JobConfig) -> JobConfig:
-    return edit(config, {"parallelism.context_parallel_degree": 1})
 
 
 def _drop_schedule(config: JobConfig) -> JobConfig:
@@ -146,7 +142,6 @@ def _drop_accumulation(config: JobConfig) -> JobConfig:
 AXES = (
     Axis("sequence_parallel", "sequence parallelism", _drop_sequence, within="tensor_parallel"),
     Axis("tensor_parallel", "tensor parallelism", _drop_tensor),
-    Axis("context_parallel", "context parallelism", _drop_context),
     Axis("pipeline_schedule", "the pipeline schedule", _drop_schedule, within="pipeline_parallel"),
     Axis("pipeline_parallel", "pipeline parallelism", _drop_pipeline),
     Axis("zero_stage", "the ZeRO stage", _drop_zero, within="data_parallel"),

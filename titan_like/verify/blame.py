@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_like.config.schema import JobConfig
 from titan_like.verify.axes import Axis, axes_in_use, find_axis, num_processes, on_one_process, with_only, without
 
-SAME, DIFFERENT, FAILS = "same", "different", "fails"
+SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
 
 
@@ -17,7 +17,7 @@ class Trial:
     """A run with some axes left out, and what became of the difference."""
 
     left_out: str
-    outcome: str  # same, different, or fails: the run did not come to its end
+    outcome: str  # same, different, undecided (stopped from outside), or fails: it did not come to its end
 
 
 @dataclass(frozen=True)

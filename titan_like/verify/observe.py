@@ -1,13 +1,11 @@
-"""One process of a layout: trains with the real Trainer and notes what it saw."""
+"""One process of a layout: the real trainer runs its own loop, and all that it does is compared with the reference."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
-import time
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -17,236 +15,271 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import PackedDataset
+from titan_like.data.loader import BackgroundLoader
+from titan_like.metrics.record import StepRecord
+from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
+from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.batch_size import total_steps
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.dropout import observe_dropout
+from titan_like.verify import record
+from titan_like.verify.places import PlaceWatch
+from titan_like.verify.processes import Place
+from titan_like.verify.record import EXACT, HALF, Comparison, Key, Seen, Truth, bad_steps, num_steps
 from titan_like.verify.reference import (
+    EPS,
     FLOAT16_SCALE,
-    Tensors,
-    load_gradients,
-    load_tensors,
+    LARGE,
+    SAME_TYPE_SHARE,
+    learning_rate,
     norm,
-    validation_size,
 )
-from titan_like.verify.results import BadStepSeen, DropoutSeen, RunSeen, StepSeen, Truth
-from titan_like.verify.samples import IGNORED, fingerprint, training_samples, validation_samples
-from titan_like.verify.server import Place
-from titan_like.verify.shrink import edit
+from titan_like.verify.samples import fingerprint, training_samples, validation_samples
+from titan_like.verify.shrink import Small, edit
+from titan_like.verify.updates import UpdateWatch
 
-DROPOUT = "dropout"
-_OVERFLOWING_SCALE = 2.0**80  # of a float16 loss
-
-
-class ObservedTrainer(Trainer):
-    """Shows each step's gradients, complete and not yet clipped."""
-
-    exact: list[Tensors]
-    same_type: Tensors | None
-    seen: StepSeen | None = None
-
-    def _update(self, grad_norm: float, lr: float) -> None:
-        if self.seen is not None:
-            scale = self.scaler.scale
-            expected, same_type = self.exact[self.step], self.same_type if self.step == 0 else None
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is None:
-                    self.seen.gradients[name] = None
-                    continue
-                value = whole(parameter.grad) / scale
-                distance = norm(value - expected[name].to(value.device))
-                so_far = self.seen.gradients.get(name, 0.0)
-                self.seen.gradients[name] = None if so_far is None else max_or_nan(so_far, distance)
-                if same_type is not None:
-                    self.seen.same_type[name] = norm(value - same_type[name].to(value.device))
-        super()._update(grad_norm, lr)
+_SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
 
 class Watched:
     """Passes microbatches on and notes which samples they are of."""
 
-    def __init__(self, data: Iterator[torch.Tensor], known: dict[bytes, int]) -> None:
-        self.data, self.known = data, known
-        self.samples: list[list[int]] = []
-        self.valid_tokens = 0
+    def __init__(self, loader: BackgroundLoader, known: dict[bytes, int], drawn: list[list[int]]) -> None:
+        self.loader, self.known, self.drawn = loader, known, drawn
+        self.close = loader.close
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self
 
     def __next__(self) -> torch.Tensor:
-        batch = next(self.data)
-        self.samples.append([self.known.get(fingerprint(sample), -1) for sample in batch])
-        self.valid_tokens += int((batch[:, 1] != IGNORED).sum())
+        batch = next(self.loader)
+        self.drawn.append([self.known.get(fingerprint(sample), -1) for sample in batch])
         return batch
 
 
-def observe(
-    place: Place, config: JobConfig, truth: Truth, kinds: list[str], dropout: float | None, timeout: float
-) -> Iterator[RunSeen | DropoutSeen]:
-    """Run the layout in each of the kinds: types, or dropout."""
-    join(place, timeout)
-    for kind in kinds:
-        started = time.perf_counter()
-        seen: RunSeen | DropoutSeen
-        if kind == DROPOUT:
-            seen = observe_dropout(place.rank, lambda changed: prepare_run(place, changed), config, dropout)
-        else:
-            changed = edit(
-                config, {"training.dtype": kind, **({} if kind in _HALF else {"training.reduce_dtype": "float32"})}
-            )
-            seen = observe_training(prepare_run(place, changed), truth, kind, place.rank)
-        seen.seconds = time.perf_counter() - started
-        yield seen
-    dist.barrier()  # the process whose store the others use leaves last
-    dist.destroy_process_group()
+class ObservedTrainer(Trainer):
+    """Compares each of its steps with the reference, has gradients that are not finite in some, and ends when told."""
+
+    def __init__(self, run: Run, truth: Truth, seen: Seen, good_steps: int, last_step: int) -> None:
+        """``last_step`` is the one after which a signal ends the loop."""
+        super().__init__(run)
+        kind = run.config.training.dtype
+        self.seen, self.kind, self.last_step = seen, kind, last_step
+        self.truth, self.compared = truth, Comparison(truth, seen, kind)
+        self.bad_steps = bad_steps(good_steps)
+        self.updates = UpdateWatch(self, seen)
+        self.places: PlaceWatch | None = None
+        self.drawn: list[list[int]] = []
+        batch = run.config.training.global_batch_size
+        samples = run.datasets["train"]
+        self.known = {fingerprint(samples[index]): index for index in range((num_steps(good_steps) + 2) * batch)}
+        seen.coordinates = {name: self.mesh[name].get_local_rank() for name in self.mesh.mesh_dim_names or ()}
+        if kind == "float16":
+            self.scaler.scale = FLOAT16_SCALE
+
+    def _load_data(self) -> BackgroundLoader:
+        return cast(BackgroundLoader, Watched(super()._load_data(), self.known, self.drawn))
+
+    def train_step(self, data: Iterator[torch.Tensor]) -> StepRecord:
+        """One step, and what it did to the weights."""
+        step = self.step + 1
+        self.updates.begin()
+        if step == self.last_step:
+            self.signals.received = signal.SIGTERM
+        if self.places is not None:
+            self.places.begin(step, self.drawn)
+        seen = super().train_step(data)
+        if self.places is not None:
+            self.places.end()
+        self.seen.samples[step] = list(self.drawn)
+        self.drawn.clear()
+        compared, is_good = self.compared, step not in self.bad_steps
+        compared.fact(Key(step, record.BATCH), (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens))
+        compared.scalar(Key(step, record.RATE), seen.lr)
+        compared.scalar(Key(step, record.LOSS), seen.loss)
+        compared.fact(Key(step, record.SKIPPED), bool(seen.skipped or seen.nan))
+        self.seen.scalars[Key(step, record.NORM)] = seen.grad_norm
+        if is_good:
+            compared.scalar(Key(step, record.NORM), seen.grad_norm)
+            if self.kind == EXACT:
+                compared.scalar(Key(step, record.ZEROS), math.nan if seen.num_zeros is None else seen.num_zeros)
+        if self.kind == "float16":
+            compared.fact(Key(step, record.LOSS_SCALE), seen.loss_scale)
+        self.updates.end(step, is_good)
+        if self.kind not in HALF:
+            self._compare_parameters(step, record.WEIGHT)
+        return seen
+
+    def _complete_gradients(self) -> None:
+        self._spoil()
+        super()._complete_gradients()
+
+    @torch.no_grad()
+    def _spoil(self) -> None:
+        """In a bad step, make one element of all gradients infinite or NaN, on every process that holds it."""
+        at_end = self.bad_steps.get(self.step + 1)
+        if at_end is None:
+            return
+        matrices = [name for name in self.truth.names if "norm" not in name and name.endswith("weight")]
+        wanted = matrices[-1 if at_end else 0]
+        for name, parameter in self.model.named_parameters():
+            if name != wanted or parameter.grad is None:
+                continue
+            local, offset = local_part(parameter.grad)
+            ends = [start + length for start, length in zip(offset, local.shape, strict=True)]
+            if local.numel() and at_end and ends == list(parameter.shape):
+                local[-1, -1] = math.inf
+            elif local.numel() and not at_end and not any(offset):
+                local[0, 0] = math.nan
+
+    def _update(self, grad_norm: float, lr: float) -> None:
+        step, scale = self.step + 1, self.scaler.scale
+        for name, parameter in self.model.named_parameters():
+            missing = parameter.grad is None
+            self.seen.wrong(Key(step, record.MISSING, name), "it has no gradient" if missing else None)
+            if parameter.grad is None:
+                continue
+            local, offset = local_part(parameter.grad)
+            gradient = local / scale
+            self.updates.unclipped(parameter, gradient)
+            if (key := Key(step, record.GRADIENT, name)) in self.truth.sizes:
+                self.compared.tensor(key, gradient, offset)
+            if step == 1 and self.kind in HALF and self._rounds_as_one_process(name) and gradient.numel():
+                key = Key(1, f"{record.SAME_TYPE} {self.kind}", name)
+                expected = self.compared.part(key, offset, gradient.shape).to(gradient.device)
+                difference = norm(gradient.double() - expected) / self.truth.sizes[key]
+                measure = record.Measure(difference, SAME_TYPE_SHARE * EPS[self.kind])
+                self.seen.add(Key(1, record.SAME_TYPE, name), measure)
+        self.updates.clipped_at(grad_norm)
+        super()._update(grad_norm, lr)
+
+    def _rounds_as_one_process(self, name: str) -> bool:
+        """Whether the layout rounds the same numbers to a half type as one process does with the same microbatches."""
+        section, training = self.config.parallelism, self.config.training
+        if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # each stage rounds its part of a tied table's
+            return False
+        sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
+        other_pieces = training.micro_batch_size != self.truth.micro_batch_size
+        return not (sums_differently or other_pieces or self.config.compile.enable)
+
+    def validate(self) -> float:
+        """The validation loss, compared; no training sample may go into it."""
+        loss = super().validate()
+        key = Key(self.step, record.VALIDATION)
+        if key in self.truth.facts:
+            self.compared.scalar(key, loss)
+        return loss
+
+    def _compare_parameters(self, step: int, row: str) -> None:
+        for name, parameter in self.model.named_parameters():
+            if (key := Key(step, row, name)) in self.truth.sizes:
+                self.compared.tensor(key, *local_part(parameter))
+
+    def compare_initial_weights(self) -> None:
+        """Every element must be the reference's."""
+        for name, parameter in self.model.named_parameters():
+            local, offset = local_part(parameter)
+            key = Key(0, record.INITIAL, name)
+            if key not in self.truth.sizes:
+                self.seen.wrong(key, "the reference has no such parameter")
+                continue
+            differ = int((local.double().cpu() != self.compared.part(key, offset, local.shape)).sum())
+            self.seen.wrong(key, f"{differ} of {local.numel()} elements differ" if differ else None)
+
+    def note_copies(self, step: int) -> None:
+        """Digests of what is held here, for comparison with processes that hold the same."""
+        for name, parameter in self.model.named_parameters():
+            local, offset = local_part(parameter)
+            self._note(Key(step, record.REPLICAS, f"{name} {list(offset)} {list(local.shape)}"), local)
+
+    def _note(self, key: Key, tensor: torch.Tensor) -> None:
+        known = self.seen.digests.setdefault(key, digest(tensor))
+        if known != digest(tensor):  # a tied table that is held twice
+            self.seen.wrong(key, "two copies on one process differ")
+
+    @torch.no_grad()
+    def compare_large_logits(self) -> None:
+        """One more step, without its update, with logits that only a stable softmax can take."""
+        for stage in self.model.stages:
+            if stage.module.is_last:
+                for parameter in stage.module.norm.parameters():
+                    local_part(parameter)[0].mul_(LARGE)
+        rows, step = (record.LARGE_LOSS, record.LARGE_GRADIENT, record.LARGE_NORM), self.step + 1
+        gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+
+        def keep(_norm: float, _lr: float) -> None:
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    local, offset = local_part(parameter.grad)
+                    gradients.setdefault(name, (local.clone(), offset))
+
+        self._update = keep  # type: ignore[method-assign]
+        data = self._load_data()
+        with torch.enable_grad():
+            seen = super().train_step(data)
+        data.close()
+        self.compared.scalar(Key(step, rows[0]), seen.loss)
+        self.compared.scalar(Key(step, rows[2]), seen.grad_norm)
+        for name, (gradient, offset) in gradients.items():
+            self.compared.tensor(Key(step, rows[1], name), gradient, offset)
 
 
-_HALF = ("bfloat16", "float16")
+def observe_training(trainer: ObservedTrainer, small: Small) -> None:
+    """Everything that is compared in one run from its start."""
+    trainer.compare_initial_weights()
+    trainer.note_copies(0)
+    if dist.get_rank() == 0 and trainer.kind == EXACT:
+        problem = wrong_learning_rate(small.original)
+        trainer.seen.wrong(Key(0, record.SCHEDULE), problem)
+    trainer.train()
+    trainer.note_copies(num_steps(small.steps))
+    section = trainer.config.evaluation.model_copy(update={"steps": 2})
+    trainer.config = trainer.config.model_copy(update={"evaluation": section})
+    loss = Trainer.validate(trainer)
+    trainer.compared.scalar(Key(num_steps(small.steps), record.WHOLE_VALIDATION), loss)
+    if trainer.kind == EXACT:
+        trainer.compare_large_logits()
 
 
-def join(place: Place, timeout: float) -> None:
-    """Meet the other processes."""
-    store, patience, device = open_store(place), timedelta(seconds=timeout), torch.device(place.device)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=store, rank=place.rank, world_size=place.world_size, timeout=patience,
-        device_id=device if on_gpu else None,
-    )  # fmt: skip
+def in_type(config: JobConfig, dtype: str) -> JobConfig:
+    """The configuration in another type."""
+    return edit(config, {"training.dtype": dtype, **({} if dtype in HALF else {"training.reduce_dtype": "float32"})})
 
 
-def open_store(place: Place) -> dist.Store:
-    """A store that the first process holds; its port is in a file."""
-    file = place.folder / "port"
-    if place.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, place.world_size, is_master=True, wait_for_workers=False)
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(str(store.port))
-        os.replace(unfinished, file)
-        return store
-    while not file.exists():
-        time.sleep(0.005)
-    return dist.TCPStore("127.0.0.1", int(file.read_text()), place.world_size, is_master=False)
-
-
-def prepare_run(place: Place, config: JobConfig) -> Run:
+def prepare_run(place: Place, small: Small, config: JobConfig, truth: Truth, folder: Path) -> Run:
     """A run on the verification's own data."""
-    config = edit(config, {"job.dump_folder": str(place.folder)})
-    shape = model_config(config.model)
-    seed, seq_len, vocabulary = config.job.seed, config.training.seq_len, shape.vocab_size
+    config = edit(config, {"job.dump_folder": str(folder), "training.max_norm": truth.max_norm})
+    train = training_samples(small.config, truth.micro_batch_size, truth.data_parallel)
+    folder.mkdir(parents=True, exist_ok=True)
     return Run(
         config=config,
-        model=shape,
+        model=model_config(config.model),
         layout=resolve_layout(config.parallelism, place.world_size),
         total_steps=total_steps(config.training),
         device=torch.device(place.device),
         datasets={
-            "train": cast(PackedDataset, training_samples(seed, seq_len, vocabulary)),
-            "validation": cast(PackedDataset, validation_samples(seed, seq_len, vocabulary, validation_size(config))),
+            "train": cast(PackedDataset, train),
+            "validation": cast(PackedDataset, validation_samples(small.config)),
         },
-        checkpoint_folder=Path(place.folder) / "checkpoint",
+        checkpoint_folder=folder / "checkpoint",
     )
 
 
-def observe_training(run: Run, truth: Truth, kind: str, rank: int) -> RunSeen:
-    """Train as many steps as the reference did, and one more whose gradients are not finite."""
-    initial, gradients, weights = load_tensors(truth)
-    trainer = ObservedTrainer(run)
-    trainer.exact, trainer.same_type = gradients, load_gradients(truth, kind) if kind in _HALF else None
-    if kind == "float16":
-        trainer.scaler.scale = FLOAT16_SCALE
-    seen = RunSeen(kind, rank, coordinates(trainer))
-    for name, tensor in whole_parameters(trainer):
-        expected = initial.get(name)
-        differ = tensor.numel() if expected is None else int((tensor.double().cpu() != expected).sum())
-        seen.initial[name] = max(seen.initial.get(name, 0), differ)
-        seen.initial_digests.setdefault(name, []).append(digest(tensor))
-    last = truth.steps[-1].consumed_samples
-    data_set = training_samples(run.config.job.seed, run.config.training.seq_len, run.model.vocab_size)
-    known = {fingerprint(data_set[index]): index for index in range(last + run.config.training.global_batch_size)}
-    data = trainer._load_data()
-    seen.validation.append(trainer.validate())
-    for step in range(len(truth.steps)):
-        watched = Watched(data, known)
-        trainer.seen = now = StepSeen(0, 0, 0, 0, 0, 0, None, False, watched.samples, 0, {})
-        record = trainer.train_step(watched)
-        now.loss, now.grad_norm, now.lr = record.loss, record.grad_norm, record.lr
-        now.batch_size, now.consumed_samples = record.global_batch_size, record.consumed_samples
-        now.consumed_tokens, now.num_zeros = record.consumed_tokens, record.num_zeros
-        now.is_skipped = bool(record.skipped or record.nan)
-        now.valid_tokens = watched.valid_tokens
-        seen.steps.append(now)
-        if step in (0, len(truth.steps) - 1):
-            seen.validation.append(trainer.validate())
-    trainer.seen = None
-    for name, tensor in whole_parameters(trainer):
-        distance = norm(tensor.cpu() - weights[name]) if name in weights else math.inf
-        seen.weights[name] = max_or_nan(seen.weights.get(name, 0.0), distance)
-        seen.digests.setdefault(name, []).append(digest(tensor))
-    seen.bad_step = observe_bad_step(trainer, data)
-    data.close()
-    return seen
-
-
-def observe_bad_step(trainer: Trainer, data: Iterator[torch.Tensor]) -> BadStepSeen:
-    """A step whose gradients are not finite: float16 overflows, otherwise a weight on the last process alone is NaN."""
-    before = [part(parameter).detach().clone() for parameter in trainer.model.parameters()]
-    consumed, skipped = trainer.consumed_samples, trainer.skipped_steps
-    poisoned = None
-    scale = trainer.scaler.scale
-    if trainer.config.training.dtype == "float16":
-        trainer.scaler.scale = _OVERFLOWING_SCALE
-    elif dist.get_rank() == dist.get_world_size() - 1:
-        norms = (part(p).detach() for name, p in trainer.model.named_parameters() if name.endswith("norm.weight"))
-        poisoned = next((weight[:1] for weight in norms if weight.numel()), None)
-    if poisoned is not None:
-        value = poisoned.clone()
-        poisoned.fill_(math.nan)
-    record = trainer.train_step(data)
-    if poisoned is not None:
-        poisoned.copy_(value)
-    names = [name for name, _ in trainer.model.named_parameters()]
-    after = [part(parameter).detach() for parameter in trainer.model.parameters()]
-    changed = [name for name, old, new in zip(names, before, after, strict=True) if not torch.equal(old, new)]
-    counted = bool(record.skipped or record.nan) and trainer.skipped_steps == skipped + 1
-    counted = counted and trainer.consumed_samples == consumed + record.global_batch_size
-    if trainer.config.training.dtype == "float16":
-        counted = counted and bool(record.skipped) and trainer.scaler.scale == _OVERFLOWING_SCALE / 2
-        trainer.scaler.scale = scale
-    return BadStepSeen(changed, counted)
-
-
-def coordinates(trainer: Trainer) -> dict[str, int]:
-    """Where in the mesh this process is."""
-    return {name: trainer.mesh[name].get_local_rank() for name in trainer.mesh.mesh_dim_names or ()}
-
-
-def whole_parameters(trainer: Trainer) -> Iterable[tuple[str, torch.Tensor]]:
-    """Every parameter held here, put together from the processes that have parts of it. A table may come twice."""
-    for name, parameter in trainer.model.named_parameters():
-        yield name, whole(parameter)
-
-
-@torch.no_grad()
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which this process may hold a part."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def wrong_learning_rate(config: JobConfig) -> str | None:
+    """Where the schedule of the run that is asked for, in its full length, is not the reference's."""
+    total = total_steps(config.training)
+    for number in range(_SCHEDULE_POINTS):
+        step = 1 + number * (total - 1) // (_SCHEDULE_POINTS - 1)
+        wanted = learning_rate(config, step, total)
+        found = config.optimizer.lr * lr_factor(config.lr_scheduler, step, total)
+        if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
+            return f"in step {step} of {total} it is {found:.6g}, not {wanted:.6g}"
+    return None
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Equal for tensors that are equal to the bit."""
-    return hashlib.blake2b(tensor.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def max_or_nan(a: float, b: float) -> float:
-    """The larger; NaN if either is."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return hashlib.blake2b(local.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,105 +1,134 @@
 """The same training written down plainly: one process, one loop, nothing of the trainer's, the optimizers' or the
 loss's code. A mistake there cannot cancel out.
 
-It runs in float64, which is taken for exact, and in the types whose rounding is to be measured.
+It runs in float64, which is taken for exact, and in the types whose rounding is to be measured. Some steps are bad:
+their gradients are not finite, so they consume samples and update nothing.
+
+Tolerances follow from rounding alone. One process that computes in a type is itself some way from the exact result. A
+layout sums the same numbers in another order and with other partial sums, so it is another draw from the same rounding:
+it may be `MARGIN` times as far. Where chance makes the measured distance tiny there is a floor of a few units of
+rounding.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from titan_like.config.schema import JobConfig, LRScheduler
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
-from titan_like.verify.checks import MARGIN
-from titan_like.verify.results import Errors, StepTruth, Truth
-from titan_like.verify.samples import IGNORED, training_samples, validation_samples
-from titan_like.verify.server import Place
+from titan_like.verify import record
+from titan_like.verify.record import EXACT, HALF, SINGLE, Key, Tensors, Truth, bad_steps, num_steps
+from titan_like.verify.samples import IGNORED, Samples, training_samples, validation_samples
 
+MARGIN = 8.0
+EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+FLOOR = {EXACT: 1e-12, SINGLE: 8 * EPS[SINGLE], "bfloat16": EPS["bfloat16"], "float16": EPS["float16"]}
+WEIGHTS_FLOOR = 1e-10  # AdamW magnifies what rounding does to small gradients
+# The trainer may report losses in float32 whatever it computes in.
+REPORTED = 8 * EPS[SINGLE]
+# Of the unit of a half type: with the same pieces rounded alike, what is left is the order of float32 sums, which now
+# and then tips a rounding to the half type.
+SAME_TYPE_SHARE = 1 / 32
+# A parameter's gradient that is smaller than this share of all gradients' norm is compared with that instead.
+NEGLIGIBLE = 1e-8
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients, and overflows nowhere
+LARGE = 1e4  # that the final norm's weights are multiplied by: the exponential of a logit is then beyond float64
+
 _CLIPPED_SHARE = 0.1  # of the first gradient norm, that gradients are clipped at: every step is clipped
-_LARGE = 1_000_000  # parameters
+_LARGE_MODEL = 1_000_000  # parameters
 _COMPARED = 16  # elements of a matrix by which to tell it from others
 _ROUNDING = 1e-12  # of a gradient's largest element: smaller ones are zero but for float64's rounding
+_LOSSES = (record.LOSS, record.LARGE_LOSS, record.VALIDATION, record.WHOLE_VALIDATION)
 
-Tensors = dict[str, torch.Tensor]
+Watch = Callable[[int, Transformer], None]  # called before the forward passes of a step
 
 
 @dataclass
 class Trace:
     """One run. Tensors are float64."""
 
-    initial: Tensors
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    validation: list[float] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
-    weights: Tensors = field(default_factory=dict)
+    names: list[str]
+    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[Key, float] = field(default_factory=dict)
+
+    def keep(self, step: int, row: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies of a row's tensors, on the CPU."""
+        for name, tensor in tensors.items():
+            self.tensors[Key(step, row, name)] = tensor.detach().to("cpu", torch.float64, copy=True)
 
 
-def compute_truth(place: Place, config: JobConfig, steps: int, dtypes: list[str], folder: str) -> Iterator[Truth]:
+def compute_truth(config: JobConfig, good_steps: int, dtypes: list[str], file: Path, device: torch.device) -> Truth:
     """Train in float64, then in each of ``dtypes`` to see how far their rounding leads away from it."""
-    if model_config(config.model).num_parameters() > _LARGE:  # threads only slow a small model down
+    if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device, training = torch.device(place.device), config.training
+    training, section = config.training, config.parallelism
     micro_batch = training.micro_batch_size
+    ranks = section.data_parallel_replicate_degree * section.data_parallel_shard_degree
+    samples = training_samples(config, micro_batch, ranks)
     if training.max_norm:
-        whole_norm = train(config, 1, "float64", training.global_batch_size, device).grad_norms[0]
+        whole_norm = train(config, samples, 1, EXACT, training.global_batch_size, device).scalars[Key(1, record.NORM)]
         max_norm = float(f"{_CLIPPED_SHARE * whole_norm:.3g}")
         config = config.model_copy(update={"training": training.model_copy(update={"max_norm": max_norm})})
-    exact = train(config, steps, "float64", training.global_batch_size, device)
-    errors = {}
+    exact = train(config, samples, good_steps, EXACT, training.global_batch_size, device)
+    other = train(config, samples, good_steps, EXACT, micro_batch, device, is_reversed=True)
+    sizes = sizes_of(exact)
+    allowed = {EXACT: allowances(config, EXACT, sizes, exact, [other])}
+    stored = {str(key): tensor for key, tensor in exact.tensors.items()}
     for dtype in dtypes:
         # The same samples in another order and in smaller pieces. Types that round more than they add do it piece by
         # piece as every layout does, since it is each piece's gradients that are rounded.
-        is_half = dtype in ("bfloat16", "float16")
-        traces = [train(config, steps, dtype, micro_batch, device, is_reversed=not is_half)]
-        if dtype == "float32":
-            traces.append(train(config, steps, dtype, training.global_batch_size, device))
-        errors[dtype] = worst_errors(config, traces, exact)
+        is_half = dtype in HALF
+        traces = [train(config, samples, good_steps, dtype, micro_batch, device, is_reversed=not is_half)]
+        if dtype == SINGLE:
+            traces.append(train(config, samples, good_steps, dtype, training.global_batch_size, device))
+        allowed[dtype] = allowances(config, dtype, sizes, exact, traces)
         if is_half:
-            save_file(traces[0].gradients[0], Path(folder) / f"gradients_{dtype}.safetensors")
-    other = train(config, steps, "float64", micro_batch, device, is_reversed=True)
-    errors["float64"] = worst_errors(config, [other], exact)
-    save_file(exact.initial, Path(folder) / "initial.safetensors")
-    for step, gradients in enumerate(exact.gradients):
-        save_file(gradients, Path(folder) / f"gradients_{step}.safetensors")
-    save_file(exact.weights, Path(folder) / "weights.safetensors")
-    yield Truth(
-        names=list(exact.initial),
-        alike=alike(exact.initial),
+            for name in exact.names:
+                key = Key(1, f"{record.SAME_TYPE} {dtype}", name)
+                stored[str(key)] = traces[0].tensors[Key(1, record.GRADIENT, name)]
+                sizes[key] = sizes[Key(1, record.GRADIENT, name)]
+                allowed[dtype][key] = SAME_TYPE_SHARE * EPS[dtype]
+    facts: dict[Key, object] = dict(exact.scalars)
+    consumed = 0
+    for step in range(1, num_steps(good_steps) + 1):
+        batch_size = batch_size_at(config, consumed)
+        consumed += batch_size
+        facts[Key(step, record.BATCH)] = (batch_size, consumed, consumed * training.seq_len)
+        facts[Key(step, record.SKIPPED)] = step in bad_steps(good_steps)
+        facts[Key(step, record.LOSS_SCALE)] = FLOAT16_SCALE / 2 ** sum(bad < step for bad in bad_steps(good_steps))
+        rate, zeros = Key(step, record.RATE), Key(step, record.ZEROS)
+        facts[rate], sizes[rate] = learning_rate(config, step, training.steps or 0), config.optimizer.lr
+        for rows in allowed.values():
+            rows[rate] = 1e-9
+        if not facts[Key(step, record.SKIPPED)]:
+            facts[zeros], allowed[EXACT][zeros] = count_zeros(exact, other, step)
+            sizes[zeros] = 1.0
+    save_file(stored, file)
+    initial = {name: exact.tensors[Key(0, record.INITIAL, name)] for name in exact.names}
+    return Truth(
+        file=file,
+        names=exact.names,
+        alike=alike(initial),
         max_norm=config.training.max_norm,
-        steps=[describe_step(config, exact, other, step) for step in range(steps)],
-        validation=exact.validation,
-        weights={name: norm(weight) for name, weight in exact.weights.items()},
-        errors=errors,
         micro_batch_size=micro_batch,
-        folder=folder,
+        data_parallel=ranks,
+        sizes=sizes,
+        allowed=allowed,
+        facts=facts,
     )
 
 
-def load_tensors(truth: Truth) -> tuple[Tensors, list[Tensors], Tensors]:
-    """Initial weights, gradients of each step before clipping, last weights; float64, in files that processes share."""
-    folder = Path(truth.folder)
-    gradients = [load_file(folder / f"gradients_{step}.safetensors") for step in range(len(truth.steps))]
-    return load_file(folder / "initial.safetensors"), gradients, load_file(folder / "weights.safetensors")
-
-
-def load_gradients(truth: Truth, dtype: str) -> Tensors:
-    """Gradients of the first step of one process in bfloat16 or float16, as float64."""
-    return load_file(Path(truth.folder) / f"gradients_{dtype}.safetensors")
-
-
 def alike(initial: Tensors) -> list[tuple[str, str]]:
-    """Pairs of matrices that begin with the same random numbers, but for their scale."""
+    """Pairs of matrices that begin with the same random numbers, up to their scale."""
     names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
     starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
     starts /= starts.norm(dim=1, keepdim=True).clamp_min(1e-30)
@@ -108,26 +137,36 @@ def alike(initial: Tensors) -> list[tuple[str, str]]:
 
 
 def train(
-    config: JobConfig, steps: int, dtype: str, piece: int, device: torch.device, is_reversed: bool = False
+    config: JobConfig,
+    samples: Samples,
+    good_steps: int,
+    dtype: str,
+    piece: int,
+    device: torch.device,
+    is_reversed: bool = False,
+    watch: Watch | None = None,
 ) -> Trace:
-    """Train ``steps`` steps, with at most ``piece`` samples in a forward pass."""
-    compute_type = getattr(torch, dtype)
-    shape = model_config(config.model)
-    model = build_model(shape, config.model.family).to(torch.promote_types(compute_type, torch.float32))
-    model.init_weights(config.job.seed)
+    """Train, with at most ``piece`` samples in a forward pass; in float64 ends with logits too large to exponentiate."""
+    compute_type, total = getattr(torch, dtype), num_steps(good_steps)
+    model = build_model(model_config(config.model), config.model.family)
+    model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.values()), config)
-    samples = training_samples(config.job.seed, config.training.seq_len, shape.vocab_size)
-    held_out = validation_batch(config, shape.vocab_size).to(device)
+    held_out = validation_samples(config).first(len(validation_samples(config))).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
-    trace = Trace(initial=copies(parameters))
-    trace.validation.append(mean_loss(model, held_out, compute_type, piece))
-    consumed = 0
-    for step in range(steps):
+    trace = Trace(list(parameters))
+    trace.keep(0, record.INITIAL, parameters)
+
+    def validate(step: int, row: str, size: int) -> None:
+        trace.scalars[Key(step, row)] = mean_loss(model, held_out[:size], compute_type, piece)
+
+    def gradients_of(step: int, consumed: int, rows: tuple[str, str, str]) -> tuple[float, int]:
+        """Leave a step's gradients in the parameters, and keep them; their norm, and the samples consumed by then."""
+        if watch is not None:
+            watch(step, model)
         batch_size = batch_size_at(config, consumed)
         batch = samples.first(batch_size, start=consumed).to(device)
-        consumed += batch_size
         num_tokens = (batch[:, 1] != IGNORED).sum()
         loss = torch.zeros((), dtype=torch.float64, device=device)
         pieces = batch.split(piece)
@@ -135,26 +174,40 @@ def train(
             part_loss = summed_loss(model, part, compute_type) / num_tokens
             (part_loss * scale).backward()
             loss += part_loss.detach()
-        gradients = {}
-        for name, parameter in parameters.items():
-            assert parameter.grad is not None
-            parameter.grad /= scale
-            gradients[name] = parameter.grad
-        trace.losses.append(loss.item())
-        trace.gradients.append(copies(gradients))
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        for gradient in gradients.values():
+            gradient /= scale
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
-        trace.grad_norms.append(grad_norm)
-        if config.training.max_norm:
-            factor = min(1.0, config.training.max_norm / (grad_norm + 1e-6))
-            for gradient in gradients.values():
-                gradient *= factor
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step + 1)
-        optimizer.step()
+        trace.scalars[Key(step, rows[0])] = loss.item()
+        if step not in bad_steps(good_steps):
+            trace.keep(step, rows[1], gradients)
+            trace.scalars[Key(step, rows[2])] = grad_norm
+        return grad_norm, consumed + batch_size
+
+    consumed = 0
+    for step in range(1, total + 1):
+        grad_norm, consumed = gradients_of(step, consumed, (record.LOSS, record.GRADIENT, record.NORM))
+        if step in bad_steps(good_steps):
+            scale = scale / 2 if dtype == "float16" else scale
+        else:
+            if config.training.max_norm:
+                factor = min(1.0, config.training.max_norm / (grad_norm + 1e-6))
+                for parameter in parameters.values():
+                    assert parameter.grad is not None
+                    parameter.grad *= factor
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step, config.training.steps or 0)
+            optimizer.step()
         optimizer.zero_grad()
-        if step in (0, steps - 1):
-            trace.validation.append(mean_loss(model, held_out, compute_type, piece))
-    trace.weights = copies(parameters)
+        trace.keep(step, record.WEIGHT, parameters)
+        if step % config.evaluation.interval == 0:
+            validate(step, record.VALIDATION, config.evaluation.steps * config.training.global_batch_size)
+    validate(total, record.WHOLE_VALIDATION, len(held_out))
+    if dtype == EXACT:
+        with torch.no_grad():
+            for parameter in model.norm.parameters():
+                parameter *= LARGE
+        gradients_of(total + 1, consumed, (record.LARGE_LOSS, record.LARGE_GRADIENT, record.LARGE_NORM))
     return trace
 
 
@@ -176,17 +229,6 @@ def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype
     return (total / (batch[:, 1] != IGNORED).sum()).item()
 
 
-def validation_batch(config: JobConfig, vocab_size: int) -> torch.Tensor:
-    """All held-out samples: more than a global batch and less than two, not a whole number of microbatches of ranks."""
-    samples = validation_samples(config.job.seed, config.training.seq_len, vocab_size, validation_size(config))
-    return samples.first(len(samples))
-
-
-def validation_size(config: JobConfig) -> int:
-    """Samples of the validation set, fewer than `evaluation.steps` global batches."""
-    return config.training.global_batch_size + max(1, config.training.global_batch_size // 2 - 1)
-
-
 def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> torch.optim.Optimizer:
     """The update rule; weight decay for matrices alone."""
     section = config.optimizer
@@ -198,12 +240,10 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> 
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=False)
 
 
-def learning_rate(config: JobConfig, step: int) -> float:
-    """The learning rate of a step, counted from 1."""
+def learning_rate(config: JobConfig, step: int, total: int) -> float:
+    """The learning rate of a step, counted from 1, of a run of ``total`` steps."""
     section: LRScheduler = config.lr_scheduler
     peak, floor, warmup = config.optimizer.lr, section.min_lr_ratio, section.warmup_steps
-    total = config.training.steps
-    assert total is not None
     if step <= warmup:
         return peak * step / warmup
     if section.decay == "constant":
@@ -214,7 +254,7 @@ def learning_rate(config: JobConfig, step: int) -> float:
         length = section.decay_steps or max(1, total // 10)
         done = max(0.0, (step - (total - length)) / length)
     else:
-        done = min(1.0, (step - warmup) / ((section.decay_steps or total) - warmup))
+        done = min(1.0, (step - warmup) / max(1, (section.decay_steps or total) - warmup))
     left = (1 + math.cos(math.pi * done)) / 2 if section.decay == "cosine" else 1 - done
     return peak * (floor + (1 - floor) * left)
 
@@ -229,81 +269,74 @@ def batch_size_at(config: JobConfig, consumed: int) -> int:
     return min(full, start + increment * (consumed * steps_up // samples))
 
 
-def describe_step(config: JobConfig, exact: Trace, other: Trace, step: int) -> StepTruth:
-    """The numbers of a step; ``other`` is the same run in another order of summation."""
-    shape = model_config(config.model)
-    consumed = 0
-    for _ in range(step):
-        consumed += batch_size_at(config, consumed)
-    batch_size = batch_size_at(config, consumed)
-    batch = training_samples(config.job.seed, config.training.seq_len, shape.vocab_size).first(batch_size, consumed)
+def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
+    """(elements of a step's gradients that are zero, how far off a layout may be).
+
+    ``other`` is the same run in another order of summation: elements that are zero but for rounding are uncertain.
+    """
     zeros = uncertain = 0
-    for name, gradient in exact.gradients[step].items():
-        second = other.gradients[step][name]
+    for name in exact.names:
+        gradient, second = (trace.tensors[Key(step, record.GRADIENT, name)] for trace in (exact, other))
         small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
         surely = (gradient == 0) & (second == 0)
         zeros += int((gradient == 0).sum())
         uncertain += int((small & ~surely).sum())
-    return StepTruth(
-        loss=exact.losses[step],
-        grad_norm=exact.grad_norms[step],
-        lr=learning_rate(config, step + 1),
-        batch_size=batch_size,
-        consumed_samples=consumed + batch_size,
-        valid_tokens=int((batch[:, 1] != IGNORED).sum()),
-        num_zeros=zeros,
-        uncertain_zeros=uncertain,
-        gradients={name: norm(gradient) for name, gradient in exact.gradients[step].items()},
-    )
+    return float(zeros), 2.0 * uncertain
 
 
-def worst_errors(config: JobConfig, traces: list[Trace], exact: Trace) -> Errors:
-    """The largest distances of several runs from the exact one."""
-
-    def scalars(values: list[list[float]], expected: list[float]) -> list[float]:
-        return [max(abs(v[i] - e) / abs(e) for v in values) for i, e in enumerate(expected)]
-
-    def tensors(values: list[Tensors], expected: Tensors) -> dict[str, float]:
-        return {name: max(norm(v[name] - e) for v in values) for name, e in expected.items()}
-
-    return Errors(
-        loss=scalars([trace.losses for trace in traces], exact.losses),
-        grad_norm=scalars([trace.grad_norms for trace in traces], exact.grad_norms),
-        validation=scalars([trace.validation for trace in traces], exact.validation),
-        gradients=[
-            tensors([trace.gradients[step] for trace in traces], expected)
-            for step, expected in enumerate(exact.gradients)
-        ],
-        weights=tensors([trace.weights for trace in traces], exact.weights),
-        tipped=tipped(config, traces[0], exact),
-    )
+def sizes_of(exact: Trace) -> dict[Key, float]:
+    """What differences are relative to."""
+    sizes = {key: abs(value) or 1.0 for key, value in exact.scalars.items()}
+    norms = {record.GRADIENT: record.NORM, record.LARGE_GRADIENT: record.LARGE_NORM}
+    for key, tensor in exact.tensors.items():
+        least = NEGLIGIBLE * exact.scalars[Key(key.step, norms[key.row])] if key.row in norms else 0.0
+        sizes[key] = max(norm(tensor), least) or 1.0
+    return sizes
 
 
-def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[str, float]:
-    """How far rounding may move each parameter's weights apart that AdamW updates.
+def allowances(
+    config: JobConfig, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
+) -> dict[Key, float]:
+    """How far a layout that computes in a type may be from the exact result, given runs of one process in that type."""
+    allowed = {}
+    tips = tipped(config, traces[0], exact)
+    for key in traces[0].scalars:
+        error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
+        allowed[key] = max(MARGIN * error, FLOOR[dtype], REPORTED if key.row in _LOSSES else 0.0)
+    for key in traces[0].tensors:
+        if key.row == record.WEIGHT and dtype in HALF:
+            continue  # rounding tips AdamW's steps too far: updates are compared with what gradients make them
+        error = max(norm(trace.tensors[key] - exact.tensors[key]) for trace in traces) / sizes[key]
+        allowed[key] = max(MARGIN * error, FLOOR[dtype])
+        if key.row == record.WEIGHT:
+            allowed[key] = max(allowed[key], WEIGHTS_FLOOR, tips[key] / sizes[key])
+    return allowed
+
+
+def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
+    """How far rounding may move each parameter's weights apart that AdamW updates, after each step.
 
     It divides an element's gradient by that gradient's own size and its eps: what the rounding of a layout is of them
     is the share of two steps that it can move the weight by. All of it where rounding decides on the sign.
     """
+    distances = {key: 0.0 for key in exact.tensors if key.row == record.WEIGHT}
     if config.optimizer.name == "sgd":
-        return dict.fromkeys(exact.initial, 0.0)
-    moved = 2 * sum(learning_rate(config, step + 1) for step in range(len(exact.gradients)))
-    distances = {}
-    for name, weight in exact.initial.items():
-        share = torch.zeros_like(weight)
-        for step, wanted in enumerate(exact.gradients):
-            seen, grad_norm = trace.gradients[step][name], exact.grad_norms[step]
-            rounding = MARGIN * norm(seen - wanted[name]) / math.sqrt(weight.numel())
-            clipping = min(1.0, config.training.max_norm / grad_norm) if config.training.max_norm else 1.0
-            of_size = rounding * clipping / (wanted[name].abs() * clipping + config.optimizer.eps)
-            share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
-        distances[name] = moved * norm(share)
+        return distances
+    for name in exact.names:
+        share = torch.zeros_like(exact.tensors[Key(0, record.INITIAL, name)])
+        moved = 0.0
+        for step in range(1, max(key.step for key in distances) + 1):
+            key = Key(step, record.GRADIENT, name)
+            if key in exact.tensors:
+                wanted, seen = exact.tensors[key], trace.tensors[key]
+                grad_norm = exact.scalars[Key(step, record.NORM)]
+                rounding = MARGIN * norm(seen - wanted) / math.sqrt(wanted.numel())
+                clipping = min(1.0, config.training.max_norm / grad_norm) if config.training.max_norm else 1.0
+                of_size = rounding * clipping / (wanted.abs() * clipping + config.optimizer.eps)
+                share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
+                moved += 2 * learning_rate(config, step, config.training.steps or 0)
+            distances[Key(step, record.WEIGHT, name)] = moved * norm(share)
     return distances
-
-
-def copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copies in float64 on the CPU."""
-    return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in tensors.items()}
 
 
 def norm(tensor: torch.Tensor) -> float:

@@ -5,20 +5,31 @@ A mean of means over such samples is another number than the mean over all token
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+
 IGNORED = -100  # label of a position that carries no loss
+_EMPTY_BATCH = 2  # the global batch, from 0, of which one data-parallel rank has no label at all
 
 
+@dataclass(frozen=True)
 class Samples(Dataset[torch.Tensor]):
     """Sample i of the run, int64 [2, seq]: inputs and labels, a function of the seed and i alone.
 
     With a ``size`` an index past the end is a sample without labels, as in validation.
     """
 
-    def __init__(self, seed: int, seq_len: int, vocab_size: int, size: int | None = None) -> None:
-        self.seed, self.seq_len, self.vocab_size, self.size = seed, seq_len, vocab_size, size
+    seed: int
+    seq_len: int
+    vocab_size: int
+    size: int | None = None
+    empty: tuple[int, int, int, int] | None = None  # first, last + 1, samples of a microbatch, data-parallel ranks
 
     def __len__(self) -> int:
         return 1 << 40 if self.size is None else self.size
@@ -32,23 +43,39 @@ class Samples(Dataset[torch.Tensor]):
         positions = torch.arange(self.seq_len)
         first = index * 5 % (self.seq_len + 1)  # of the positions with a label: from all to none
         labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED
-        if self.size is not None and index >= self.size:
+        if (self.size is not None and index >= self.size) or self._is_empty(index):
             labels.fill_(IGNORED)
         return torch.stack((inputs, labels))
+
+    def _is_empty(self, index: int) -> bool:
+        if self.empty is None:
+            return False
+        first, end, micro_batch, ranks = self.empty
+        return first <= index < end and index // micro_batch % ranks == ranks - 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """What checkpoints tell these samples from others by."""
+        return self.first(4).flatten().numpy()
 
     def first(self, count: int, start: int = 0) -> torch.Tensor:
         """Samples ``start`` to ``start + count``, int64 [count, 2, seq]."""
         return torch.stack([self[index] for index in range(start, start + count)])
 
 
-def training_samples(seed: int, seq_len: int, vocab_size: int) -> Samples:
-    """The endless training stream."""
-    return Samples(2 * seed, seq_len, vocab_size)
+def training_samples(config: JobConfig, micro_batch: int, data_parallel: int) -> Samples:
+    """The endless training stream, for a layout of so many data-parallel ranks."""
+    batch = config.training.global_batch_size
+    empty = (_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch, micro_batch, data_parallel)
+    vocab_size = model_config(config.model).vocab_size
+    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty if data_parallel > 1 else None)
 
 
-def validation_samples(seed: int, seq_len: int, vocab_size: int, size: int) -> Samples:
-    """Held-out samples."""
-    return Samples(2 * seed + 1, seq_len, vocab_size, size)
+def validation_samples(config: JobConfig) -> Samples:
+    """Held-out samples: more than a global batch and less than two, not whole microbatches of all ranks."""
+    batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
+    size = batch + max(1, batch // 2 - 1)
+    return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size)
 
 
 def fingerprint(sample: torch.Tensor) -> bytes:

@@ -20,10 +20,11 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
 from titan_like.train.batch_size import rampup_batch_sizes
+from titan_like.verify.record import num_steps
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
-_DEGREES = ("pipeline", "tensor", "shard", "replicate", "context")  # those that keep more than 2 the longest come first
+_DEGREES = ("pipeline", "tensor", "shard", "replicate")  # those that keep more than 2 the longest come first
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next one
 _LEARNING_RATE = 1e-3
 
@@ -32,8 +33,10 @@ _LEARNING_RATE = 1e-3
 class Small:
     """A run to verify. One reference serves all its layouts."""
 
+    original: JobConfig  # that was asked for
     config: JobConfig  # in the first of the layouts
     layouts: list[Layout]  # each of at most `MOST_PROCESSES`; together they are the layout that was asked for
+    steps: int  # with an update
     dropout: float | None  # to use where dropout is looked at; None: the family has none
 
 
@@ -58,7 +61,7 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
         ConfigError: no number of processes makes the configuration valid; the reason for one process per shard.
     """
     model, section = model_config(config.model), config.parallelism
-    others = section.tensor_parallel_degree * section.pipeline_parallel_degree * section.context_parallel_degree
+    others = section.tensor_parallel_degree * section.pipeline_parallel_degree
     others *= section.data_parallel_replicate_degree
     if processes is not None:
         worlds = [processes]
@@ -99,6 +102,7 @@ def shrink(
     if dropout is not None:
         fields["dropout"] = 0.0
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
+    total = num_steps(steps) + 2  # a signal ends the run before
     ramps = training.batch_size_rampup is not None
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
@@ -108,24 +112,29 @@ def shrink(
         "training.micro_batch_size": micro_batch,
         "training.global_batch_size": 2 * batch if ramps else batch,
         "training.batch_size_rampup": [batch, batch, batch] if ramps else None,  # the second batch is the full one
-        "training.steps": steps + 2,  # so that no decay of the learning rate has reached its end
+        "training.steps": total,
         "training.samples": None,
         "training.tokens": None,
         "optimizer.lr": _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE),
         "lr_scheduler.warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
-        "lr_scheduler.decay_steps": steps if config.lr_scheduler.decay == "wsd" else None,
+        "lr_scheduler.decay_steps": shrink_decay(config, total),
         "parallelism.virtual_stages_per_rank": virtual,
         "parallelism.pipeline_layers": per_stage,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
-        "evaluation.interval": 1,
-        "evaluation.steps": 2,
+        "evaluation.interval": 2,
+        "evaluation.steps": 1,  # of the two that the held-out samples would fill
         "checkpoint.enable": False,
         "checkpoint.load_step": None,
+        "checkpoint.initial_load_path": None,
+        "checkpoint.folder": None,
+        "checkpoint.keep_latest": 0,
         "metrics.log_interval": 1,
         "metrics.tensorboard": False,
         "metrics.wandb": False,
         "health.skip_nonfinite": True,
+        "health.loss_spike_factor": 0.0,
+        "health.max_consecutive_skips": 100,
         "profiling.timeline_steps": [],
         "profiling.timeline_interval": 0,
         "profiling.trace_steps": [],
@@ -133,7 +142,15 @@ def shrink(
         "cluster.gpu": None,
     }
     layouts = [degrees] if keep_layout else parts(degrees)
-    return Small(in_layout(edit(config, values), layouts[0]), layouts, dropout)
+    return Small(config, in_layout(edit(config, values), layouts[0]), layouts, steps, dropout)
+
+
+def shrink_decay(config: JobConfig, total: int) -> int | None:
+    """The end of the decay, before that of a run of ``total`` steps where it was before the original's; wsd's length."""
+    section = config.lr_scheduler
+    if section.decay == "wsd":
+        return total - 2
+    return None if section.decay_steps is None else max(min(section.warmup_steps, 2) + 1, total - 3)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
@@ -141,7 +158,6 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     values: dict[str, Any] = {
         "parallelism.pipeline_parallel_degree": layout.pipeline,
         "parallelism.tensor_parallel_degree": layout.tensor,
-        "parallelism.context_parallel_degree": layout.context,
         "parallelism.data_parallel_replicate_degree": layout.replicate,
         "parallelism.data_parallel_shard_degree": layout.shard,
     }
@@ -160,7 +176,7 @@ def shrink_degrees(layout: Layout, most: int = MOST_PROCESSES) -> Layout:
     """Degrees of which any that was above 1 still is.
 
     Each becomes its largest divisor up to 4. While more than ``most`` processes would be needed, the last in the order
-    pipeline, tensor, shard, replicate, context that is above its smallest becomes that: a pipeline of 2 has no stage in
+    pipeline, tensor, shard, replicate that is above its smallest becomes that: a pipeline of 2 has no stage in
     the middle, while groups of 2 show most bugs of the others. More than three degrees above 1 need more processes
     even so; see `parts`.
     """
@@ -173,7 +189,7 @@ def shrink_degrees(layout: Layout, most: int = MOST_PROCESSES) -> Layout:
     for name in reversed(_DEGREES):
         if math.prod(degrees.values()) > most and degrees[name] > 1:
             degrees[name] = smallest[name]
-    return Layout(**degrees)
+    return Layout(**degrees, context=1)
 
 
 def parts(layout: Layout, most: int = MOST_PROCESSES) -> list[Layout]:
@@ -195,7 +211,7 @@ def parts(layout: Layout, most: int = MOST_PROCESSES) -> list[Layout]:
     while pairs:
         best = max(choices, key=lambda kept: len(pairs & set(itertools.combinations(kept, 2))))
         pairs -= set(itertools.combinations(best, 2))
-        found.append(Layout(**{name: getattr(layout, name) if name in best else 1 for name in _DEGREES}))
+        found.append(Layout(**{name: getattr(layout, name) if name in best else 1 for name in _DEGREES}, context=1))
     return found
 
 
@@ -207,8 +223,7 @@ def shrink_stages(counts: list[int], stages: int) -> list[int]:
 
 def sequence_length(layout: Layout) -> int:
     """Tokens per sample: several for each process that holds a part of the sequence."""
-    parts = layout.tensor * 2 * layout.context
-    return parts * max(2, 16 // parts)
+    return layout.tensor * max(4, 16 // layout.tensor)
 
 
 def small_fields(
@@ -225,7 +240,7 @@ def small_fields(
     head_dim = 8 if heads <= 8 else 4
     hidden = heads * head_dim
     ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tensor)) * tensor
-    vocab, multiple = small_vocabulary(model, original_tensor)
+    vocab, multiple = small_vocabulary(model, original_tensor, tensor)
     fields: dict[str, Any] = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -242,12 +257,19 @@ def small_fields(
     return fields
 
 
-def small_vocabulary(model: TransformerConfig, tensor: int) -> tuple[int, int]:
-    """(vocabulary, multiple that it is padded to), padded and even over the tensor-parallel processes as the model."""
+def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:
+    """(vocabulary, multiple that it is padded to): padded, and even over the tensor-parallel processes, as the model's.
+
+    Where the last of the model's shards has nothing but padding, so has the small one's.
+    """
     is_padded = model.padded_vocab_size != model.vocab_size
-    if model.padded_vocab_size % (2 * tensor):
+    if model.padded_vocab_size % (2 * original_tensor):
         return (61, 7) if is_padded else (61, 1)  # 63 or 61 rows
-    return (57, 64) if is_padded else (64, 64)
+    if not is_padded:
+        return 64, 64
+    last_shard = model.padded_vocab_size // original_tensor
+    only_padding = original_tensor > 1 and model.padded_vocab_size - last_shard >= model.vocab_size
+    return (64 - 64 // tensor - 1 if only_padding else 57), 64
 
 
 def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, virtual: int) -> int:

@@ -1,24 +1,29 @@
-"""From a configuration to a verdict: reference, layouts, comparison, and where they differ the axis at fault."""
+"""From a configuration to a verdict: reference, layouts, comparison, and where they differ the place and the axis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
-from titan_like.verify.axes import num_processes
-from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, Blame, find_fault
-from titan_like.verify.checks import Check, check_run
-from titan_like.verify.masks import check_dropout
-from titan_like.verify.processes import Outcome, Prepare, Processes, Task
-from titan_like.verify.results import DropoutSeen, RunSeen, Truth
-from titan_like.verify.shrink import Small, edit, in_layout
+from titan_like.verify import jobs, record
+from titan_like.verify.axes import num_processes, on_one_process
+from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault
+from titan_like.verify.checks import Check, check_kind
+from titan_like.verify.places import PlaceSeen, first_place
+from titan_like.verify.processes import DONE, FAILED, WAITING, Outcome, Processes
+from titan_like.verify.record import DROPOUT, EXACT, HALF, RESUME, SINGLE, Seen, Truth, num_steps
+from titan_like.verify.shrink import Small, in_layout
 
-DROPOUT = "dropout"
-EXACT, SINGLE = "float64", "float32"
-_RUNS, _ENDS = "the layout runs", "the layout ends"  # rows
 Progress = Callable[[str], None]
+_COMPILING = 900.0  # seconds that compilation may take
+_LOCATED = (record.LOSS, record.GRADIENT, record.NORM, record.ZEROS, record.MISSING)
+
+
+class UndecidedError(Exception):
+    """A run was stopped by something that tells nothing of what it computes; the message says by what."""
 
 
 class NoReferenceError(Exception):
@@ -29,155 +34,186 @@ class NoReferenceError(Exception):
 class Verdict:
     """What a verification found."""
 
+    outcome: str  # same, different or undecided
     layouts: list[Layout]
-    checks: list[Check]
-    blame: Blame | None  # None where nothing differs
-    not_applicable: list[str]
-
-    @property
-    def same(self) -> bool:
-        """Whether every layout computed the training of one process."""
-        return all(check.ok for check in self.checks)
+    checks: list[Check]  # of all layouts, in the order in which things happen
+    blame: Blame | None = None  # where something differs
+    place: str | None = None  # the module at fault, where it could be found
+    reason: str = ""  # of one that is undecided
+    not_applicable: list[str] = field(default_factory=list)
 
     @property
     def first_difference(self) -> Check | None:
-        """The first row that is not right."""
+        """The first check that is not right."""
         return next((check for check in self.checks if not check.ok), None)
 
 
 class Verifier:
     """Verifies layouts of one small run. The reference is computed once."""
 
-    patience = 10.0  # seconds that the processes of a layout may all wait for one another
-
-    def __init__(self, small: Small, steps: int, processes: Processes, prepare: Prepare | None = None) -> None:
-        """``prepare`` makes a context manager within which every process works, the reference's too."""
-        self.small, self.steps, self.processes, self.prepare = small, steps, processes, prepare
-        self.kinds = kinds_of(small.config, small.dropout)
-        folder = processes.folder / "reference"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+    def __init__(self, small: Small, processes: Processes, patience: float = 15.0) -> None:
+        """For ``patience`` seconds the processes of a layout may all wait for one another."""
+        self.small, self.processes, self.patience = small, processes, patience
+        self.kinds = kinds_of(small)
         self._truth: Truth | None = None
 
     def verify(self, progress: Progress = lambda _: None) -> Verdict:
         """Everything: all kinds of runs in all layouts."""
-        progress("one process, plainly: the reference")
         missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
-        try:
-            truth = self.truth()
-        except NoReferenceError as error:
-            check = Check("one process trains", False, 1, 0, None, str(error))
-            return Verdict(self.small.layouts, [check], Blame(ONE_PROCESS, "the reference itself fails", []), missing)
-        self.small = Small(with_clipping(self.small.config, truth), self.small.layouts, self.small.dropout)
         checks: list[Check] = []
-        blame = None
-        for layout in self.small.layouts:
-            config = in_layout(self.small.config, layout)
-            size = num_processes(config)
-            progress(f"{size} processes ({layout.described()}): {', '.join(self.kinds)}")
-            found = self.check(config, self.kinds)
-            checks = merge(checks, found)
-            failed = [kind for kind in self.kinds if any(not check.ok for check in found[kind])]
-            if failed:
-                kind = failed[0]
-                progress(f"{kind} differs; leaving out one axis after the other")
-
-                def outcome_of(changed: JobConfig, kind: str = kind) -> str:
-                    outcome = _outcome(self.check(changed, [kind])[kind])
-                    progress(f"  {num_processes(changed)} processes: {outcome}")
-                    return outcome
-
-                blame = find_fault(config, _outcome(found[kind]), outcome_of)
-                break
-        return Verdict(self.small.layouts, checks, blame, missing)
+        layouts = self.small.layouts
+        try:
+            progress("one process, plainly: the reference")
+            self.truth()
+            for layout in layouts:
+                config = in_layout(self.small.config, layout)
+                title = f"{num_processes(config)} processes ({layout.described()})"
+                progress(f"{title}: {', '.join(self.kinds)}")
+                found = self.check(config, self.kinds)
+                checks += [check for kind in self.kinds for check in found[kind]]
+                wrong = next((kind for kind in self.kinds if _outcome(found[kind]) != SAME), None)
+                if wrong is not None:
+                    progress(f"{wrong} differs; looking for the place and the axis")
+                    first = next(check for check in found[wrong] if not check.ok)
+                    place = self.locate(config, first)
+                    blame = self._blame(config, wrong, _outcome(found[wrong]), progress)
+                    return Verdict(DIFFERENT, layouts, checks, blame, place, not_applicable=missing)
+        except NoReferenceError as error:
+            check = Check(EXACT, 0, record.RUNS, False, 1, 0, detail=f"one process alone fails: {error}")
+            blame = Blame(ONE_PROCESS, "the reference itself fails", [])
+            return Verdict(DIFFERENT, layouts, [check], blame, not_applicable=missing)
+        except UndecidedError as error:
+            return Verdict(UNDECIDED, layouts, checks, reason=str(error), not_applicable=missing)
+        return Verdict(SAME, layouts, checks, not_applicable=missing)
 
     def truth(self) -> Truth:
         """The reference.
 
         Raises:
             NoReferenceError: it does not come to its end.
+            UndecidedError: it was stopped.
         """
         if self._truth is None:
-            dtypes = [kind for kind in self.kinds if kind not in (EXACT, DROPOUT)]
-            arguments = (self.small.config, self.steps, dtypes, str(self._folder))
-            task = Task("titan_like.verify.reference:compute_truth", arguments, self.prepare)
-            (outcome,) = self.processes.run(task, 1)
+            file = self.processes.folder / "reference.safetensors"
+            (outcome,) = self.processes.run(jobs.make_truth, 1, self.small, self.kinds, file)
+            if outcome.is_undecided:
+                raise UndecidedError(f"the reference, on one process: {outcome.reason}")
             if not outcome.results:
-                raise NoReferenceError(_reason([outcome]))
+                raise NoReferenceError(outcome.reason)
             self._truth = outcome.results[0]
         return self._truth
 
     def check(self, config: JobConfig, kinds: list[str]) -> dict[str, list[Check]]:
-        """The rows of each kind of run in one layout. A run that does not come to its end is the last, with one row."""
-        truth = self.truth()
-        arguments = (config, truth, kinds, self.small.dropout, self.processes.timeout)
-        task = Task("titan_like.verify.observe:observe", arguments, self.prepare)
-        # Compilers are processes that are not seen, and whoever waits for a GPU computes.
-        patience = None if config.compile.enable or self.processes.on_gpus else self.patience
-        outcomes = self.processes.run(task, num_processes(config), patience)
-        rows: dict[str, list[Check]] = {kind: [] for kind in kinds}
-        for number, kind in enumerate(kinds):
-            seen = [outcome.results[number] for outcome in outcomes if len(outcome.results) > number]
-            if len(seen) < len(outcomes):
-                rows[kind] = [Check(f"{_RUNS} ({kind})", False, 1, 0, None, _reason(outcomes))]
-                return rows
-            rows[kind] = check_kind(config, truth, seen)
-        if any(outcome.ending != "done" for outcome in outcomes):  # after its last result
-            rows[kinds[-1]].append(Check(_ENDS, False, 1, 0, None, _reason(outcomes)))
-        return rows
+        """The checks of each kind of run in one layout. After a run that does not come to its end there are no more.
+
+        Raises:
+            UndecidedError: a run was stopped from outside, and nothing differs so far.
+        """
+        at_once = [kind for kind in kinds if kind != RESUME]
+        checks: dict[str, list[Check]] = {kind: [] for kind in kinds}
+        if at_once:
+            outcomes = self._run(jobs.run_layout, config, self.small, config, self.truth(), at_once)
+            for number, kind in enumerate(at_once):
+                seen = [outcome.results[number] for outcome in outcomes if len(outcome.results) > number]
+                if len(seen) < len(outcomes):
+                    checks[kind] = self._unfinished(kind, record.RUNS, outcomes, checks)
+                    return checks
+                checks[kind] = check_kind(self.truth(), [seen])
+            if any(outcome.ending != DONE for outcome in outcomes):  # after its last result
+                checks[at_once[-1]] += self._unfinished(at_once[-1], record.ENDS, outcomes, checks)
+        if RESUME in kinds and all(_outcome(checks[kind]) == SAME for kind in at_once):
+            checks[RESUME] = self._check_resumed(config, checks)
+        return checks
+
+    def _check_resumed(self, config: JobConfig, checks: dict[str, list[Check]]) -> list[Check]:
+        """A relay: the layout, one process, and the layout again go on from each other's checkpoints."""
+        last = num_steps(self.small.steps)
+        folder = self.processes.folder / f"relay-{len(list(self.processes.folder.iterdir()))}"
+        groups: list[list[Seen]] = []
+        for leg, end in ((config, 1), (on_one_process(config), min(3, last - 1)), (config, last)):
+            outcomes = self._run(jobs.run_leg, leg, self.small, leg, self.truth(), end, folder)
+            if any(outcome.ending != DONE for outcome in outcomes):
+                return self._unfinished(RESUME, record.RUNS, outcomes, checks)
+            groups.append([outcome.results[0] for outcome in outcomes])
+        return check_kind(self.truth(), groups)
+
+    def _run(self, function: Callable, config: JobConfig, *arguments: object) -> list[Outcome]:
+        patience = None if self.processes.on_gpus else self.patience  # whoever waits for a GPU computes
+        allowance = _COMPILING if config.compile.enable else 0.0
+        return self.processes.run(function, num_processes(config), *arguments, patience=patience, allowance=allowance)
+
+    def _unfinished(self, kind: str, row: str, outcomes: list[Outcome], checks: dict[str, list[Check]]) -> list[Check]:
+        """The check of a run that did not come to its end."""
+        stopped = next((outcome for outcome in outcomes if outcome.is_undecided), None)
+        if stopped is not None and not any(outcome.ending == FAILED for outcome in outcomes):
+            if all(_outcome(found) == SAME for found in checks.values()):
+                raise UndecidedError(f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}")
+            return []
+        return [Check(kind, 0, row, False, 1, 0, detail=_reason(outcomes))]
+
+    def locate(self, config: JobConfig, first: Check) -> str | None:
+        """The module at which a layout first goes astray; None where that cannot be told."""
+        if first.kind not in (EXACT, SINGLE) or first.row not in _LOCATED or first.step == 0:
+            return None
+        file = self.processes.folder / f"places-{first.step}.safetensors"
+        (recorded,) = self.processes.run(jobs.record_places, 1, self.small, self.truth(), first.step, file)
+        outcomes = self._run(jobs.compare_places, config, self.small, config, self.truth(), first.step, file)
+        seen: list[PlaceSeen] = [outcome.results[0] for outcome in outcomes if outcome.results]
+        return first_place(recorded.results[0], seen, first.step) if recorded.results else None
+
+    def _blame(self, config: JobConfig, kind: str, symptom: str, progress: Progress) -> Blame:
+        def outcome_of(changed: JobConfig) -> str:
+            try:
+                outcome = _outcome(self.check(changed, [kind])[kind])
+            except UndecidedError:
+                outcome = UNDECIDED
+            progress(f"  {num_processes(changed)} processes: {outcome}")
+            return outcome
+
+        blame = find_fault(config, symptom, outcome_of)
+        if kind != RESUME:
+            return blame
+        axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
+        return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
 
 
-def check_kind(config: JobConfig, truth: Truth, seen: list[RunSeen | DropoutSeen]) -> list[Check]:
-    """The rows of one kind of run."""
-    with_dropout = [run for run in seen if isinstance(run, DropoutSeen)]
-    if with_dropout:
-        return check_dropout(config, truth, with_dropout)
-    return check_run(config, truth, [run for run in seen if isinstance(run, RunSeen)])
+def kinds_of(small: Small) -> list[str]:
+    """The types to run in, dropout where the family has it, and a run that is resumed."""
+    own = small.config.training.dtype
+    kinds = [EXACT, SINGLE, *([own] if own in HALF else [])]
+    return [*kinds, *([] if small.dropout is None else [DROPOUT]), RESUME]
+
+
+def summary(checks: list[Check], kind: str) -> str:
+    """One line on a kind of run: what came nearest to a difference."""
+    mine = [check for check in checks if check.kind == kind]
+    wrong = [check for check in mine if not check.ok]
+    measured = [check for check in mine if check.allowed and check.ok and math.isfinite(check.nearness)]
+    if wrong or not mine:
+        return f"{kind:9} {'different' if wrong else 'not compared'}"
+    steps = max(check.step for check in mine)
+    counted = f"{len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
+    if not measured:
+        return f"{kind:9} same  {counted}"
+    nearest = max(measured, key=lambda check: check.nearness)
+    return (
+        f"{kind:9} same  {counted}; nearest to a difference: {nearest.row} {nearest.parameter}".rstrip()
+        + f" {nearest.worst:.1e} of {nearest.allowed:.1e}"
+    )
 
 
 def _outcome(checks: list[Check]) -> str:
-    """What the rows of a run come to."""
-    if any(not check.ok and check.name.startswith((_RUNS, _ENDS)) for check in checks):
+    """What the checks of a run come to."""
+    if any(not check.ok and check.row in (record.RUNS, record.ENDS) for check in checks):
         return FAILS
     return SAME if all(check.ok for check in checks) else DIFFERENT
 
 
 def _reason(outcomes: list[Outcome]) -> str:
     """Why processes did not come to their end."""
-    failures = [
-        (outcome.rank, (outcome.failure or "no message").strip().splitlines()[-1])
-        for outcome in outcomes
-        if outcome.ending == "failed"
-    ]
+    failures = [outcome for outcome in outcomes if outcome.ending == FAILED]
     if not failures:
-        ranks = [outcome.rank for outcome in outcomes if outcome.ending == "stopped"]
-        return f"ranks {ranks} did not come to an end: they wait for one another, or compute for too long"
+        return next((outcome.reason for outcome in outcomes if outcome.ending != DONE), WAITING)
     # Whoever fails takes its connections along, and others then fail for the want of them.
-    rank, message = next((failure for failure in failures if "onnection" not in failure[1]), failures[0])
-    return f"rank {rank}: {message}"
-
-
-def kinds_of(config: JobConfig, dropout: float | None) -> list[str]:
-    """The types to run in, and dropout where the family has it."""
-    own = config.training.dtype
-    kinds = [EXACT, SINGLE, *([own] if own not in (EXACT, SINGLE) else [])]
-    return kinds if dropout is None else [*kinds, DROPOUT]
-
-
-def with_clipping(config: JobConfig, truth: Truth) -> JobConfig:
-    """The configuration with the reference's norm to clip at."""
-    return edit(config, {"training.max_norm": truth.max_norm})
-
-
-def merge(checks: list[Check], found: dict[str, list[Check]]) -> list[Check]:
-    """The rows of several layouts as one table: of each row the one nearest to, or farthest above, its tolerance."""
-    rows = {check.name: check for check in checks}
-    for check in (check for kind in found.values() for check in kind):
-        known = rows.get(check.name)
-        if known is None or (known.ok and (not check.ok or _nearness(check) > _nearness(known))):
-            rows[check.name] = check
-    return list(rows.values())
-
-
-def _nearness(check: Check) -> float:
-    return check.worst / check.tolerance if check.tolerance else check.worst
+    first = next((outcome for outcome in failures if "onnection" not in outcome.reason), failures[0])
+    return f"rank {first.rank}: {first.reason}"

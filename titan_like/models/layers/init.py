@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Elements drawn from one generator. A rank draws only the blocks that its shard touches.
-_BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 20
 
 
 def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
     """Rows [start, stop) of the parameter's N(0, std) initial value, float32 on the CPU."""
     columns = shape[1:].numel()
-    rows_per_block = max(1, _BLOCK_ELEMENTS // max(columns, 1))
+    rows_per_block = max(1, BLOCK_ELEMENTS // max(columns, 1))
     pieces = []
     for block in range(start // rows_per_block, -(-stop // rows_per_block)):
         first = block * rows_per_block
