@@ -146,7 +146,7 @@ def train(
     is_reversed: bool = False,
     watch: Watch | None = None,
 ) -> Trace:
-    """Train, with at most ``piece`` samples in a forward pass; in float64 ends with logits too large to exponentiate."""
+    """Train, with at most ``piece`` samples in a forward pass; float64 ends with logits too large to exponentiate."""
     compute_type, total = getattr(torch, dtype), num_steps(good_steps)
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
@@ -194,7 +194,7 @@ def train(
                 factor = min(1.0, config.training.max_norm / (grad_norm + 1e-6))
                 for parameter in parameters.values():
                     assert parameter.grad is not None
-                    parameter.grad *= factor
+                    parameter.grad.mul_(factor)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step, config.training.steps or 0)
             optimizer.step()

@@ -146,7 +146,7 @@ def shrink(
 
 
 def shrink_decay(config: JobConfig, total: int) -> int | None:
-    """The end of the decay, before that of a run of ``total`` steps where it was before the original's; wsd's length."""
+    """Where the decay ends: before the end of the run if it was set at all; for wsd, its length."""
     section = config.lr_scheduler
     if section.decay == "wsd":
         return total - 2
