@@ -127,7 +127,7 @@ def _samples(truth: Truth, group: list[Seen]) -> Iterator[tuple[Key, Measure]]:
             drawn = seen.samples.get(step, [])
             if by_place.setdefault(place, drawn) != drawn:
                 problem = f"rank {seen.rank} takes other samples than the processes that share its part of the batch"
-        batch, consumed, _ = truth.facts[Key(step, record.BATCH)]  # type: ignore[misc]
+        batch, consumed = truth.samples_of(step)
         taken = sorted(index for drawn in by_place.values() for microbatch in drawn for index in microbatch)
         wanted = list(range(consumed - batch, consumed))
         if taken != wanted and problem is None:

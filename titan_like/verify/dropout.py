@@ -178,9 +178,9 @@ def observe_dropout(run: Run, seen: Seen, small: Small) -> None:
         trainer.train_step(data)
     data.close()
     resumed = Trainer(run)
-    data = resumed._load_data()
-    resumed.train_step(data)
-    data.close()
+    resumed_data = resumed._load_data()
+    resumed.train_step(resumed_data)
+    resumed_data.close()
     for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = digest(local_part(parameter)[0]) == digest(local_part(other)[0])
         seen.wrong(Key(_STEPS, record.DROPOUT_RESUMED, name), None if same else "its weights are others")
@@ -350,9 +350,7 @@ def _check_identities(run: Run, seen: Seen, shares: list[Share]) -> None:
             if stream is not None:  # two draws that begin at one place of a stream need not have the same shape
                 other, rank = streams.setdefault(stream, (identity, share.rank))
                 if other != identity:
-                    told = (
-                        f"{_name(identity)} on rank {share.rank} and {_name(other)} on rank {rank} have the same start"
-                    )
+                    told = f"{_name(identity)} on rank {share.rank} begins as {_name(other)} on rank {rank} does"
                     problems.setdefault(record.MASKS_DIFFER, told)
             mine = digest(part)
             known, rank = by_identity.setdefault(identity, (mine, share.rank))

@@ -215,7 +215,7 @@ class ObservedTrainer(Trainer):
                     local, offset = local_part(parameter.grad)
                     gradients.setdefault(name, (local.clone(), offset))
 
-        self._update = keep  # type: ignore[method-assign]
+        self._update = keep  # type: ignore[assignment, method-assign]
         data = self._load_data()
         with torch.enable_grad():
             seen = super().train_step(data)

@@ -122,6 +122,12 @@ class Truth:
     allowed: dict[str, dict[Key, float]]  # relative difference, by type
     facts: dict[Key, object]
 
+    def samples_of(self, step: int) -> tuple[int, int]:
+        """(samples of a step, samples consumed by its end)."""
+        numbers = self.facts[Key(step, BATCH)]
+        assert isinstance(numbers, tuple)
+        return numbers[0], numbers[1]
+
 
 @dataclass
 class Seen:
