@@ -6,17 +6,19 @@ The verifier's processes enter them by name, so they can be pickled.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models import transformer
+from titan_like.models.layers import init
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
 from titan_like.optim.grad_norm import local_gradients
@@ -27,6 +29,8 @@ from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.split import StageLayers
 from titan_like.train import loss, trainer
 from titan_like.train.trainer import Trainer
+
+HALF = ("bfloat16", "float16")
 
 
 @contextmanager
@@ -376,4 +380,295 @@ def crash_at_the_end() -> Iterator[None]:
             raise RuntimeError("too late")
 
     with patch.object(dist, "destroy_process_group", destroy):
+        yield
+
+
+@contextmanager
+def bad_gradients_known_to_their_holder() -> Iterator[None]:
+    """Gradients that are not finite count only on the processes that hold them."""
+    original = trainer.global_grad_norm
+
+    def norm(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
+        parameters = list(parameters)
+        whole = original(parameters, mesh)
+        knows = any(not part.isfinite().all() for part in local_gradients(parameters))
+        return whole if knows or whole.isfinite() else torch.ones_like(whole)
+
+    with patch.object(trainer, "global_grad_norm", norm):
+        yield
+
+
+def _after_init(change: Callable[[Trainer], None]) -> Any:
+    """Change every trainer once it is built."""
+    original = Trainer.__init__
+
+    def init(self: Trainer, *args: Any) -> None:
+        original(self, *args)
+        change(self)
+
+    return patch.object(Trainer, "__init__", init)
+
+
+@contextmanager
+def bad_gradients_kept() -> Iterator[None]:
+    """A skipped step leaves its gradients for the next one to add to."""
+
+    def change(self: Trainer) -> None:
+        zero_grad = self.optimizer.zero_grad
+
+        def zero_unless_bad(set_to_none: bool = True) -> None:
+            if all(part.isfinite().all() for part in local_gradients(self.model.parameters())):
+                zero_grad(set_to_none)
+
+        self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def learning_rate_waits_in_skipped_steps() -> Iterator[None]:
+    """The schedule counts updates in place of steps."""
+    original, train_step, skipped = trainer.lr_factor, Trainer.train_step, [0]
+
+    def count(self: Trainer, data: Any) -> Any:
+        skipped[0] = self.skipped_steps
+        return train_step(self, data)
+
+    def lr_factor(section: Any, step: int, total: int) -> float:
+        return original(section, step - skipped[0], total)
+
+    with patch.object(trainer, "lr_factor", lr_factor), patch.object(Trainer, "train_step", count):
+        yield
+
+
+@contextmanager
+def end_of_decay_forgotten() -> Iterator[None]:
+    """The learning rate falls until the end of the run, wherever its decay is to end."""
+    original = trainer.lr_factor
+
+    def lr_factor(section: Any, step: int, total: int) -> float:
+        return original(section.model_copy(update={"decay_steps": None}), step, total)
+
+    with patch.object(trainer, "lr_factor", lr_factor):
+        yield
+
+
+@contextmanager
+def dropout_halved_in_split_attention() -> Iterator[None]:
+    """Under tensor parallelism attention drops half as much."""
+    from titan_like.models.gpt import sharding
+
+    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
+        module.dropout /= 2
+        tensor_splits.attention_core(module, tp)
+
+    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
+    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+        yield
+
+
+@contextmanager
+def dropout_halved_in_later_stages() -> Iterator[None]:
+    """Stages after the first drop half as much."""
+    original = Transformer.keep_stage
+
+    def keep_stage(self: Transformer, layers: range, is_first: bool, is_last: bool) -> None:
+        original(self, layers, is_first, is_last)
+        for layer in self.layers.values():
+            layer.dropout = layer.dropout / (1 if is_first else 2)  # type: ignore[assignment, operator]
+
+    with patch.object(Transformer, "keep_stage", keep_stage):
+        yield
+
+
+@contextmanager
+def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
+    """What dropout keeps is not scaled up where sequences are split."""
+    apply_tensor_parallel, dropout, is_split = apply.apply_tensor_parallel, F.dropout, [False]
+
+    def note(model: Any, mesh: Any, sequence_parallel: bool) -> None:
+        is_split[0] = sequence_parallel
+        apply_tensor_parallel(model, mesh, sequence_parallel)
+
+    def without_scale(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        kept = dropout(x, p, training, inplace)
+        return kept * (1 - p) if is_split[0] and training else kept
+
+    with patch.object(apply, "apply_tensor_parallel", note), patch.object(F, "dropout", without_scale):
+        yield
+
+
+@contextmanager
+def gradients_not_unscaled() -> Iterator[None]:
+    """float16's loss scale stays in the gradients."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        torch._foreach_mul_(local_gradients(self.model.parameters()), self.scaler.scale)
+        original(self, grad_norm, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def clipped_before_unscaling() -> Iterator[None]:
+    """float16's gradients are clipped by their norm with the loss scale in it."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        original(self, grad_norm * self.scaler.scale, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def vectors_decay() -> Iterator[None]:
+    """In half types weight decay applies to norms and biases too."""
+
+    def change(self: Trainer) -> None:
+        for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
+            group["weight_decay"] = self.config.optimizer.weight_decay
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def norms_never_updated_in_bfloat16() -> Iterator[None]:
+    """The optimizer does not know of norms where the model computes in bfloat16."""
+
+    def change(self: Trainer) -> None:
+        if self.config.training.dtype == "bfloat16":
+            del self.optimizer.param_groups[1]["params"][:]
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def shard_of_padding_is_nan() -> Iterator[None]:
+    """The loss of a process whose part of the vocabulary is all padding is not a number."""
+    original = loss.all_gather
+
+    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        gathered = original(x, dim, group)
+        return gathered.masked_fill(gathered.isneginf(), float("nan"))
+
+    with patch.object(loss, "all_gather", all_gather):
+        yield
+
+
+@contextmanager
+def later_blocks_of_shards_misplaced() -> Iterator[None]:
+    """Shards that begin above the first block of random numbers get those of the block before."""
+    original = init.normal_rows
+
+    def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
+        block = max(1, init.BLOCK_ELEMENTS // shape[1:].numel())
+        shift = block if start >= block and start else 0
+        return original(seed, name, shape, std, start - shift, stop - shift)
+
+    with patch.object(init, "normal_rows", normal_rows):
+        yield
+
+
+@contextmanager
+def softmax_without_maximum() -> Iterator[None]:
+    """Split cross entropy takes the exponential of logits as they are."""
+    with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
+        yield
+
+
+@contextmanager
+def validation_takes_training_samples() -> Iterator[None]:
+    """Each validation takes a microbatch from the training stream."""
+    load_data, validate = Trainer._load_data, Trainer.validate
+
+    def keep(self: Trainer) -> Any:
+        self.stream = load_data(self)  # type: ignore[attr-defined]
+        return self.stream  # type: ignore[attr-defined]
+
+    def validate_and_take(self: Trainer) -> float:
+        if hasattr(self, "stream"):
+            next(self.stream)
+        return validate(self)
+
+    with patch.object(Trainer, "_load_data", keep), patch.object(Trainer, "validate", validate_and_take):
+        yield
+
+
+@contextmanager
+def validation_on_everything() -> Iterator[None]:
+    """Validation ignores `evaluation.steps`."""
+    original = Trainer.validate
+
+    def validate(self: Trainer) -> float:
+        config = self.config
+        section = config.evaluation.model_copy(update={"steps": 1000})
+        self.config = config.model_copy(update={"evaluation": section})
+        value = original(self)
+        self.config = config
+        return value
+
+    with patch.object(Trainer, "validate", validate):
+        yield
+
+
+@contextmanager
+def resumed_without_moments() -> Iterator[None]:
+    """A resumed run begins with an optimizer that remembers nothing."""
+    original = trainer.resume
+
+    def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        state = original(folder, is_usable, model, optimizer)
+        for values in optimizer.state.values():
+            values["exp_avg"].zero_()
+        return state
+
+    with patch.object(trainer, "resume", resume):
+        yield
+
+
+@contextmanager
+def resumed_shards_without_moments() -> Iterator[None]:
+    """A resumed run loses the optimizer's state of one shard."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        for values in self.optimizer.state.values():
+            if self.dp_rank == 1 and self.config.parallelism.zero_stage:
+                values["exp_avg"].to_local().zero_()
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def resumed_one_sample_late() -> Iterator[None]:
+    """A resumed run leaves a sample out."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        self.consumed_samples += resumed
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def computes_for_ever() -> Iterator[None]:
+    """The first step never ends."""
+
+    def train_step(self: Trainer, data: Any) -> Any:
+        while True:
+            pass
+
+    with patch.object(Trainer, "train_step", train_step):
         yield

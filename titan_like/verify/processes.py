@@ -238,7 +238,6 @@ def _work(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)
 
 
 def _end_with(pipe: connection.Connection) -> None:

@@ -155,7 +155,7 @@ def train(
     optimizer = build_optimizer(list(parameters.values()), config)
     held_out = validation_samples(config).first(len(validation_samples(config))).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
-    trace = Trace(list(parameters))
+    trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # as in the forward pass
     trace.keep(0, record.INITIAL, parameters)
 
     def validate(step: int, row: str, size: int) -> None:
@@ -206,7 +206,7 @@ def train(
     if dtype == EXACT:
         with torch.no_grad():
             for parameter in model.norm.parameters():
-                parameter *= LARGE
+                parameter.mul_(LARGE)
         gradients_of(total + 1, consumed, (record.LARGE_LOSS, record.LARGE_GRADIENT, record.LARGE_NORM))
     return trace
 

@@ -159,7 +159,13 @@ class Verifier:
         (recorded,) = self.processes.run(jobs.record_places, 1, self.small, self.truth(), first.step, file)
         outcomes = self._run(jobs.compare_places, config, self.small, config, self.truth(), first.step, file)
         seen: list[PlaceSeen] = [outcome.results[0] for outcome in outcomes if outcome.results]
-        return first_place(recorded.results[0], seen, first.step) if recorded.results else None
+        if not recorded.results or len(seen) < len(outcomes):
+            return None
+        place = first_place(recorded.results[0], seen, first.step)
+        if place is None and first.row == record.GRADIENT:
+            told = "outputs of all modules and their gradients are right, but not what becomes of them"
+            return f"{first.parameter}: {told}: this gradient, or its sum over microbatches and processes"
+        return place
 
     def _blame(self, config: JobConfig, kind: str, symptom: str, progress: Progress) -> Blame:
         def outcome_of(changed: JobConfig) -> str:
