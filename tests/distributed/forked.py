@@ -66,6 +66,7 @@ def _worker(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     meet_at(port, rank, world_size)
     torch.set_num_threads(1)
     with process_group(torch.device("cpu")):

@@ -26,8 +26,8 @@ from titan_like.train import trainer
 from titan_like.train.job import process_group
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.processes import FORK_SERVER, meet_at, meeting_store
 
-FORK_SERVER = mp.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["torch._dynamo", "tests.distributed.crash_worker"])
 
 
@@ -136,19 +136,8 @@ def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
     mp.start_processes(_worker, (world_size, store.port, function, args), nprocs=world_size, start_method="forkserver")
 
 
-def meeting_store() -> dist.TCPStore:
-    """Where processes meet that are told its port by `meet_at`. A port that is only probed may be taken by then."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def meet_at(port: int, rank: int, world_size: int) -> None:
-    """Be a rank of the processes that meet at this port, as torchrun would have it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     meet_at(port, rank, world_size)
     sys.stderr = open(os.devnull, "w") if rank else sys.stderr
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Which axis of a layout is at fault. Works with any function that tells whether a configuration differs."""
+"""Which axis of a layout is at fault. Pure: runs are somebody else's."""
 
 from __future__ import annotations
 
@@ -38,37 +38,35 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     """
     axes, trials = axes_in_use(config), []
 
-    def outcome(title: str, changed: JobConfig) -> str:
+    def shows(title: str, changed: JobConfig) -> bool:
         trials.append(Trial(title, outcome_of(changed)))
-        return trials[-1].outcome
+        return trials[-1].outcome in (DIFFERENT, symptom)
 
-    def shows(seen: str) -> bool:
-        return seen in (DIFFERENT, symptom)
-
-    if num_processes(config) > 1 or axes:
-        alone = outcome("everything: one process, one microbatch", on_one_process(config))
-    else:
-        alone = symptom
-    if shows(alone):
+    is_parallel = num_processes(config) > 1 or bool(axes)
+    if not is_parallel or shows("everything: one process, one microbatch", on_one_process(config)):
         return _of_one_process(trials)
-    vanishes = [axis for axis in axes if outcome(axis.title, without(config, [axis.name])) == SAME]
+    alone_fails = trials[-1].outcome == FAILS
+    vanishes = []
+    for axis in axes:
+        shows(axis.title, without(config, [axis.name]))
+        if trials[-1].outcome == SAME:
+            vanishes.append(axis)
     if vanishes:
         return _verdict(vanishes, trials)
+    stays = {trial.left_out for trial in trials if trial.outcome in (DIFFERENT, symptom)}
     wrong: list[Axis] = []
-    for axis in axes:
-        if axis.within is not None and any(other.name == axis.within for other in wrong):
-            continue  # what it is a part of is wrong already
-        if shows(outcome(f"all but {axis.title}", with_only(config, axis))):
-            wrong.append(axis)
-    if not wrong and alone == FAILS:
+    for axis in axes:  # what it is a part of may be wrong already
+        if axis.within not in [other.name for other in wrong]:
+            wrong += [axis] if shows(f"all but {axis.title}", with_only(config, axis)) else []
+    if not wrong and alone_fails:
         return _of_one_process(trials)
     if not wrong:
         sentence = "no single axis: the difference stays when any one is left out, and none is wrong alone"
         return Blame(" + ".join(axis.name for axis in axes), sentence, trials)
     sentence = f"more than one axis: each of {_listed(wrong)} is wrong alone"
     if len(wrong) == 1:
-        rest = any(trial.left_out == wrong[0].title and shows(trial.outcome) for trial in trials)
-        sentence = f"{wrong[0].title} is wrong alone{', and something else is wrong without it' if rest else ''}"
+        rest = ", and something else is wrong without it" if wrong[0].title in stays else ""
+        sentence = f"{wrong[0].title} is wrong alone{rest}"
     return Blame(" + ".join(axis.name for axis in wrong), sentence, trials)
 
 
@@ -88,13 +86,13 @@ def _verdict(vanishes: list[Axis], trials: list[Trial]) -> Blame:
     needed = [axis for axis in vanishes if axis.name not in wholes]
     if len(needed) > 1:
         needed = [axis for axis in needed if axis.name != "accumulation"]
-    whole = needed[0].within
-    part_of = f", a part of {find_axis(whole).title}" if whole else ""
-    sentence = f"{needed[0].title}{part_of}: without it alone every difference vanishes"
-    if len(needed) > 1:
-        sentence = f"{_listed(needed)} together: without any one of them every difference vanishes"
-    elif any(axis.name == "accumulation" for axis in vanishes) and needed[0].name != "accumulation":
-        sentence += "; it takes several microbatches to show"
+    sentence = f"{_listed(needed)} together: without any one of them every difference vanishes"
+    if len(needed) == 1:
+        whole = needed[0].within
+        part_of = f", a part of {find_axis(whole).title}" if whole else ""
+        sentence = f"{needed[0].title}{part_of}: without it alone every difference vanishes"
+        if vanishes[-1].name == "accumulation" != needed[0].name:
+            sentence += "; it takes several microbatches to show"
     return Blame(" + ".join(axis.name for axis in needed), sentence, trials)
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -32,13 +32,16 @@ from titan_like.verify import record
 from titan_like.verify.observe import Watched, digest
 from titan_like.verify.record import EXACT, Key, Measure, Seen, Tensors
 from titan_like.verify.reference import FLOOR, REPORTED, mean_loss, norm, summed_loss
-from titan_like.verify.samples import IGNORED, fingerprint
+from titan_like.verify.samples import IGNORED, Samples, fingerprint
 from titan_like.verify.shrink import FLAVOR, Small, edit
 
 _STEPS = 2
 _RATE = 0.1  # where the model has none
 _DEVIATIONS = 6.0  # of a binomial distribution, that the share of what is kept may be off
 _GRADIENT_ROUNDING = 64 * FLOOR[EXACT]
+
+Where = tuple[str, bool, int, int, int]  # site, whether in attention, step, data-parallel rank, microbatch
+Gradients = tuple[float, Tensors]  # and the loss
 
 
 @dataclass
@@ -52,11 +55,6 @@ class Draw:
     microbatch: int  # in the order of drawing at this site
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, [batch, seq, hidden] or [batch, heads, seq, seq]; parts of it on this process
-
-    @property
-    def where(self) -> tuple[str, bool]:
-        """The place in the model."""
-        return self.site, self.is_attention
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Recorder:
         def watched_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             if not training or p == 0:
                 return dropout(x, p, training, inplace)
-            with again(x.device) as redraw:
+            with redrawing(x.device) as redraw:
                 result = dropout(x, p, training, inplace)
                 with redraw() as stream:
                     self.note(dropout(torch.ones_like(x), p, True), stream, is_attention=False)
@@ -85,7 +83,7 @@ class Recorder:
         def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
             if not options.get("dropout_p"):
                 return attention(q, k, v, *args, **options)
-            with again(q.device) as redraw:
+            with redrawing(q.device) as redraw:
                 result = attention(q, k, v, *args, **options)
                 with redraw() as stream:
                     # With unit vectors as values the result is the probabilities, those dropped being zero.
@@ -97,9 +95,10 @@ class Recorder:
         with patch.object(F, "dropout", watched_dropout), watched:
             yield
 
-    def enter(self, name: str) -> None:
-        """A module's forward pass begins, for the first time or in recomputation."""
-        self.site = name
+    def follow(self, model: nn.Module) -> None:
+        """Note which module's forward pass began last, for the first time or in recomputation."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda m, i, name=name: setattr(self, "site", name))
 
     def note(self, result: torch.Tensor, stream: str, is_attention: bool) -> None:
         """Keep the mask: elements that are not zero."""
@@ -111,7 +110,7 @@ class Recorder:
 
 
 @contextmanager
-def again(device: torch.device) -> Iterator[Callable[[], Any]]:
+def redrawing(device: torch.device) -> Iterator[Callable[[], Any]]:
     """A function whose context draws again the device's numbers drawn since this one's start, and leaves no trace.
 
     The context's value is a digest of where in which random stream they begin.
@@ -134,7 +133,6 @@ def again(device: torch.device) -> Iterator[Callable[[], Any]]:
 class Share:
     """What one process has of a run with dropout."""
 
-    rank: int
     data_rank: int
     tensor_rank: int
     draws: list[Draw]
@@ -161,11 +159,13 @@ def observe_dropout(run: Run, seen: Seen, small: Small) -> None:
     changes = {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True}
     run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
     recorder, trainer = Recorder(), _KeepsGradients(run)
+    held_out, size = cast(Samples, run.datasets["validation"]), run.config.training.global_batch_size
+    untrained = mean_loss(_fresh_model(run), held_out.first(size), torch.float64, size)
     loss = trainer.validate()
-    key = Key(1, record.DROPOUT_VALIDATION)
-    wanted = _untrained_loss(run)
-    seen.add(key, Measure(abs(loss - wanted) / abs(wanted), REPORTED, f"it is {loss:.9g}, not {wanted:.9g}"))
-    _watch_sites(recorder, (stage.module for stage in trainer.model.stages))
+    told = f"it is {loss:.9g}, not {untrained:.9g}"
+    seen.add(Key(1, record.DROPOUT_VALIDATION), Measure(abs(loss / untrained - 1), REPORTED, told))
+    for stage in trainer.model.stages:
+        recorder.follow(stage.module)
     samples = run.datasets["train"]
     batch = run.config.training.global_batch_size
     drawn: list[list[int]] = []
@@ -184,36 +184,26 @@ def observe_dropout(run: Run, seen: Seen, small: Small) -> None:
     for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = digest(local_part(parameter)[0]) == digest(local_part(other)[0])
         seen.wrong(Key(_STEPS, record.DROPOUT_RESUMED, name), None if same else "its weights are others")
+    _check_recomputed(seen, recorder.draws)
     places = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
     data_rank = places["dp_replicate"] * trainer.mesh["dp_shard"].size() + places["dp_shard"]
     shares: list[Share] = [None] * dist.get_world_size()  # type: ignore[list-item]
-    dist.all_gather_object(shares, Share(dist.get_rank(), data_rank, places["tp"], recorder.draws, first_step))
-    results: list[Any] = [None]
+    dist.all_gather_object(shares, Share(data_rank, places["tp"], recorder.draws, first_step))
+    results: list[Gradients] = [(0.0, {})]
     if dist.get_rank() == 0:
-        _check_masks(run, seen, shares, rate)
-        results = [_replay(run, shares, rate)]
+        draws = _by_place(shares)
+        _check_kept(seen, draws, rate)
+        _check_masks(run, seen, draws)
+        results = [_replay(run, seen, draws, shares, rate)]
     dist.broadcast_object_list(results, src=0)
-    if isinstance(results[0], str):
-        seen.wrong(Key(1, record.MASKS_EVERYWHERE), results[0])
-        return
     wanted_loss, wanted = results[0]
-    key = Key(1, record.DROPOUT_LOSS)
-    detail = f"{first_loss:.9g}, not {wanted_loss:.9g}"
-    seen.add(key, Measure(abs(first_loss - wanted_loss) / abs(wanted_loss), REPORTED, detail))
+    told = f"{first_loss:.9g}, not {wanted_loss:.9g}"
+    seen.add(Key(1, record.DROPOUT_LOSS), Measure(abs(first_loss / wanted_loss - 1), REPORTED, told))
     whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in wanted.values()))
     for name, local, offset in trainer.gradients or []:
         part = wanted[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
-        size = max(norm(wanted[name]), 1e-8 * whole)
-        difference = norm(local.cpu() - part) / size
+        difference = norm(local.cpu() - part) / max(norm(wanted[name]), 1e-8 * whole)
         seen.add(Key(1, record.DROPOUT_GRADIENT, name), Measure(difference, _GRADIENT_ROUNDING))
-
-
-def _untrained_loss(run: Run) -> float:
-    """The validation loss of the initial weights, in float64."""
-    held_out = run.datasets["validation"]
-    model = _fresh_model(run)
-    size = run.config.evaluation.steps * run.config.training.global_batch_size
-    return mean_loss(model, held_out.first(size), torch.float64, size)  # type: ignore[attr-defined]
 
 
 def _fresh_model(run: Run) -> Transformer:
@@ -222,170 +212,113 @@ def _fresh_model(run: Run) -> Transformer:
     return model
 
 
-def _watch_sites(recorder: Recorder, modules: Iterator[nn.Module]) -> None:
-    for module in modules:
-        for name, part in module.named_modules():
-            part.register_forward_pre_hook(lambda m, i, name=name: recorder.enter(name))
-
-
-def _replay(run: Run, shares: list[Share], rate: float) -> tuple[float, Tensors] | str:
-    """Loss and gradients of one process, without parallelism, that drops what the layout's processes dropped.
-
-    A sentence where they have not drawn all that it needs.
-    """
-    config, samples = run.config, run.datasets["train"]
-    masks: dict[tuple[str, bool, int, int], dict[int, torch.Tensor]] = defaultdict(dict)
+def _by_place(shares: list[Share]) -> dict[Where, dict[int, Draw]]:
+    """Draws of the forward passes: place → tensor-parallel rank → draw."""
+    draws: dict[Where, dict[int, Draw]] = defaultdict(dict)
     for share in shares:
         for draw in share.draws:
-            if draw.step == 1 and not draw.is_recomputed:
-                masks[*draw.where, share.data_rank, draw.microbatch][share.tensor_rank] = draw.kept
+            if not draw.is_recomputed:
+                where = (draw.site, draw.is_attention, draw.step, share.data_rank, draw.microbatch)
+                draws[where][share.tensor_rank] = draw
+    return draws
+
+
+def _replay(run: Run, seen: Seen, draws: dict[Where, dict[int, Draw]], shares: list[Share], rate: float) -> Gradients:
+    """The first step's loss and gradients of one process, without parallelism, that drops what the layout dropped."""
+    config, samples = run.config, cast(Samples, run.datasets["train"])
     model, recorder = _fresh_model(run), Recorder()
-    _watch_sites(recorder, iter([model]))
-    now = (0, 0)
-    missing: list[str] = []
+    recorder.follow(model)
+    now = (0, 0)  # data-parallel rank, microbatch
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
-        parts = masks.get((recorder.site, is_attention, *now), {})
-        kept = [part for _, part in sorted(parts.items())]
-        if not kept:
-            missing.append(f"no process draws dropout after {recorder.site} for data rank {now[0]}")
-            return torch.ones(shape, dtype=torch.float64)
-        whole = kept[0] if kept[0].shape == shape else torch.cat(kept, 1)  # parts of the sequence, or heads
-        if whole.shape != shape:
-            missing.append(f"masks after {recorder.site} have shape {tuple(whole.shape)}, not {tuple(shape)}")
-            return torch.ones(shape, dtype=torch.float64)
-        return whole.double() / (1 - rate)
+        parts = draws.get((recorder.site, is_attention, 1, *now), {})
+        kept = [draw.kept for _, draw in sorted(parts.items())]
+        if kept and kept[0].shape != shape:  # parts of the sequence, or heads
+            kept = [torch.cat(kept, 1)]
+        if kept and kept[0].shape == shape:
+            return kept[0].double() / (1 - rate)
+        told = f"data rank {now[0]} has no mask {list(shape)} after {recorder.site}"
+        seen.wrong(Key(1, record.MASKS_EVERYWHERE, recorder.site), told)
+        return torch.ones(shape, dtype=torch.float64)
 
     def dropout(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return x * mask(False, x.shape)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(
-            torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -math.inf
-        )
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(future, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 
-    whole_batch = samples.first(config.training.global_batch_size)  # type: ignore[attr-defined]
-    step = {share.data_rank: share.samples for share in shares}
-    num_tokens = sum(
-        (whole_batch[indices][:, 1] != IGNORED).sum() for microbatches in step.values() for indices in microbatches
-    )
+    batch = samples.first(config.training.global_batch_size)
+    num_tokens = (batch[:, 1] != IGNORED).sum()
     loss = torch.zeros((), dtype=torch.float64)
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
-        for data_rank, microbatches in step.items():
-            for number, indices in enumerate(microbatches):
-                now = (data_rank, number)
-                part = summed_loss(model, whole_batch[indices], torch.float64) / num_tokens
+        for data_rank, microbatches in {share.data_rank: share.samples for share in shares}.items():
+            for microbatch, indices in enumerate(microbatches):
+                now = (data_rank, microbatch)
+                part = summed_loss(model, batch[indices], torch.float64) / num_tokens
                 part.backward()
                 loss += part.detach()
-    if missing:
-        return missing[0]
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _check_masks(run: Run, seen: Seen, shares: list[Share], rate: float) -> None:
-    """Whether masks are equal and different where they must be, and keep as much as they must."""
-    microbatches = len(shares[0].samples)
-    layers = {f"layers.{number}" for number in range(run.model.num_layers)}
-    sites: dict[str, set[tuple[str, bool]]] = {layer: set() for layer in layers}
-    outside = False
-    for share in shares:
-        counts: Counter[tuple[str, bool, int]] = Counter()
-        for draw in share.draws:
-            if draw.is_recomputed:
-                continue
-            layer = ".".join(draw.site.split(".")[:2])
-            outside = outside or layer not in layers
-            if layer in layers:
-                sites[layer].add((draw.site.removeprefix(layer), draw.is_attention))
-            counts[*draw.where, draw.step] += 1
-        for (site, _, step), times in counts.items():
-            wrong = f"rank {share.rank} draws {times} times after {site}, not {microbatches}"
-            seen.wrong(Key(step, record.MASKS_EVERYWHERE, site), wrong if times % microbatches else None)
-        _check_kept(seen, share, rate)
-    everywhere = set.union(*sites.values())
-    for layer in sorted(layers):
-        lacking = everywhere - sites[layer]
-        told = f"layer {layer} draws nothing after {min(lacking)[0]}" if lacking else None
-        seen.wrong(Key(1, record.MASKS_EVERYWHERE, layer), told)
-    nothing = "no layer draws dropout" if not everywhere else None if outside else "the embedding draws no dropout"
-    seen.wrong(Key(1, record.MASKS_EVERYWHERE), nothing)
-    _check_identities(run, seen, shares)
-
-
-def _check_kept(seen: Seen, share: Share, rate: float) -> None:
+def _check_kept(seen: Seen, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
     """Every place in the model keeps its share, as far as chance allows."""
     kept: Counter[tuple[str, bool]] = Counter()
     drawn: Counter[tuple[str, bool]] = Counter()
-    for draw in share.draws:
-        causal = draw.kept.tril() if draw.is_attention else draw.kept
-        kept[draw.where] += int(causal.sum())
-        drawn[draw.where] += int(torch.ones_like(draw.kept).tril().sum()) if draw.is_attention else draw.kept.numel()
+    for (site, is_attention, *_), parts in draws.items():
+        for draw in parts.values():
+            whole = torch.ones_like(draw.kept)
+            kept[site, is_attention] += int((draw.kept.tril() if is_attention else draw.kept).sum())
+            drawn[site, is_attention] += int((whole.tril() if is_attention else whole).sum())
     for (site, is_attention), total in drawn.items():
-        found = kept[site, is_attention] / total
-        allowed = _DEVIATIONS * math.sqrt(rate * (1 - rate) / total) + 1 / total
-        what = "attention probabilities" if is_attention else "elements"
-        told = f"{found:.1%} of {what} after {site} are kept, not {1 - rate:.1%}, on rank {share.rank}"
-        seen.add(Key(1, record.KEPT, f"{site} {what}"), Measure(abs(found - (1 - rate)), allowed, told))
+        found, wanted = kept[site, is_attention] / total, 1 - rate
+        allowed = _DEVIATIONS * math.sqrt(rate * wanted / total) + 1 / total
+        told = f"{found:.1%} of {'probabilities' if is_attention else 'elements'} are kept, not {wanted:.1%}"
+        seen.add(Key(1, record.KEPT, site), Measure(abs(found - wanted), allowed, told))
 
 
-_Identity = tuple[str, int, int, int, int, object, bool]  # see `_parts`
+def _check_masks(run: Run, seen: Seen, draws: dict[Where, dict[int, Draw]]) -> None:
+    """Every layer draws where the others do. Masks of the same activations are equal, and no others are."""
+    sites: dict[str, set[tuple[str, bool]]] = defaultdict(set)
+    for site, is_attention, *_ in draws:
+        layer = ".".join(site.split(".")[:2]) if site.startswith("layers.") else "the embedding"
+        sites[layer].add((site.removeprefix(layer), is_attention))
+    everywhere = set.union(*(sites[f"layers.{number}"] for number in range(run.model.num_layers)))
+    for layer in ("the embedding", *(f"layers.{number}" for number in range(run.model.num_layers))):
+        lacks = not sites[layer] if layer == "the embedding" else not everywhere or sites[layer] != everywhere
+        told = f"{layer} does not draw dropout where the other layers do"
+        seen.wrong(Key(1, record.MASKS_EVERYWHERE, layer), told if lacks else None)
+    known: dict[tuple[object, ...], Where] = {}
+    for where, parts in draws.items():
+        site, is_attention, *_ = where
+        first, *others = parts.values()
+        # Parts of the sequence or heads are different activations; else tensor-parallel processes hold the same ones.
+        length = run.model.num_attention_heads if is_attention else run.config.training.seq_len
+        is_split = first.kept.shape[1] < length
+        same = is_split or all(torch.equal(first.kept, other.kept) for other in others)
+        told = f"tensor-parallel processes draw other masks {_told(where)}"
+        seen.wrong(Key(1, record.MASKS_EQUAL, site), None if same else told)
+        for draw in parts.values() if is_split else [first]:
+            masks = draw.kept.flatten(0, 1) if is_attention else draw.kept
+            # Two draws that begin at one place of a random stream need not have the same shape.
+            for mark in ((draw.stream,), *((tuple(mask.shape), digest(mask)) for mask in masks)):
+                again = f"it is that {_told(known[mark])} as well as {_told(where)}" if mark in known else None
+                known.setdefault(mark, where)
+                seen.wrong(Key(1, record.MASKS_DIFFER, site), again)
 
 
-def _check_identities(run: Run, seen: Seen, shares: list[Share]) -> None:
-    """Masks of the same activations are equal, and no two of different activations are."""
-    by_identity: dict[_Identity, tuple[str, int]] = {}
-    by_digest: dict[tuple[tuple[int, ...], str], tuple[_Identity, int]] = {}
-    streams: dict[str, tuple[_Identity, int]] = {}
-    problems: dict[str, str] = {}
-    for share in shares:
-        forward = {(draw.where, draw.step, digest(draw.kept)) for draw in share.draws if not draw.is_recomputed}
-        for draw in share.draws:
-            if draw.is_recomputed and (draw.where, draw.step, digest(draw.kept)) not in forward:
-                told = f"rank {share.rank} recomputes a mask after {draw.site} that no forward pass drew"
-                problems.setdefault(record.MASKS_AGAIN, told)
-        for identity, part, stream in _parts(run, share):
-            if stream is not None:  # two draws that begin at one place of a stream need not have the same shape
-                other, rank = streams.setdefault(stream, (identity, share.rank))
-                if other != identity:
-                    told = f"{_name(identity)} on rank {share.rank} begins as {_name(other)} on rank {rank} does"
-                    problems.setdefault(record.MASKS_DIFFER, told)
-            mine = digest(part)
-            known, rank = by_identity.setdefault(identity, (mine, share.rank))
-            if known != mine:
-                told = f"{_name(identity)} is drawn otherwise on rank {share.rank} than on rank {rank}"
-                problems.setdefault(record.MASKS_EQUAL, told)
-                continue
-            other, rank = by_digest.setdefault((tuple(part.shape), mine), (identity, share.rank))
-            if other != identity:
-                told = f"{_name(identity)} on rank {share.rank} is that of {_name(other)} on rank {rank}"
-                problems.setdefault(record.MASKS_DIFFER, told)
-    for row in (record.MASKS_EQUAL, record.MASKS_DIFFER, record.MASKS_AGAIN):
-        seen.wrong(Key(1, row), problems.get(row))
+def _told(where: Where) -> str:
+    site, _, step, data_rank, microbatch = where
+    return f"after {site} in step {step}, data rank {data_rank}, microbatch {microbatch}"
 
 
-def _parts(run: Run, share: Share) -> Iterator[tuple[_Identity, torch.Tensor, str | None]]:
-    """Each sample's (and head's) mask with what it is a mask of: equal identities are the same activations.
-
-    As (identity, mask, digest of the stream that the draw began with if this is its first part).
-    """
-    for draw in share.draws:
+def _check_recomputed(seen: Seen, draws: list[Draw]) -> None:
+    """Recomputation draws what the forward pass has drawn."""
+    forward = {(draw.site, draw.is_attention, draw.step, digest(draw.kept)) for draw in draws if not draw.is_recomputed}
+    for draw in draws:
         if draw.is_recomputed:
-            continue
-        count = draw.kept.shape[1]
-        place: object = share.tensor_rank if count < run.config.training.seq_len else "whole"
-        first = share.tensor_rank * count if count < run.model.num_attention_heads else 0
-        for sample, mask in enumerate(draw.kept):
-            heads = list(mask) if draw.is_attention else [mask]
-            for number, part in enumerate(heads):
-                within = first + number if draw.is_attention else place
-                identity = (draw.site, draw.step, share.data_rank, draw.microbatch, sample, within, draw.is_attention)
-                yield identity, part, None if sample or number else draw.stream
-
-
-def _name(identity: _Identity) -> str:
-    site, step, data_rank, microbatch, sample, within, is_attention = identity
-    what = f", head {within}" if is_attention else "" if within == "whole" else f", part {within} of the sequence"
-    return f"the mask after {site} (step {step}, data rank {data_rank}, microbatch {microbatch}, sample {sample}{what})"
+            known = (draw.site, draw.is_attention, draw.step, digest(draw.kept)) in forward
+            told = None if known else "a mask that no forward pass drew"
+            seen.wrong(Key(1, record.MASKS_AGAIN, draw.site), told)
