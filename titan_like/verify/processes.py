@@ -111,6 +111,8 @@ class Processes:
 def start_fork_server(on_gpus: bool) -> None:
     """Start the process that the others are forked from; it imports in the background, and keeps its environment."""
     environment = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}  # no threads before a fork
+    # The code beside the calling script, not another copy of it in the folder that the command is called from.
+    environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compilers stay in the processes that wait for them
     if not on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
