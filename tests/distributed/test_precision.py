@@ -221,7 +221,7 @@ def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_siz
         assert torch.equal(value, run["after"][key]), key
     assert any(not torch.equal(value, run["end"][key]) for key, value in run["after"].items())
     assert all(value.isfinite().all() for value in run["end"].values())
-    assert [record["lr"] for record in records] == pytest.approx([1e-3 / STEPS, 2e-3 / STEPS, 2e-3 / STEPS])
+    assert [record["lr"] for record in records] == pytest.approx([1e-3 / STEPS, 2e-3 / STEPS, 3e-3 / STEPS])
     assert [record["consumed_samples"] for record in records] == [8, 16, 24]
     assert "loss_scale" not in records[0]
 
