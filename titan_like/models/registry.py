@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from titan_like.config.errors import ConfigError, first_problem
+from titan_like.config.errors import ConfigError, all_of, problem_of
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -34,7 +34,7 @@ def model_config(section: ModelSection) -> TransformerConfig:
     """The shape that a run's [model] section names, its overrides applied.
 
     Raises:
-        ConfigError: unknown flavor or field, wrong type, sizes that do not divide.
+        ConfigError: unknown flavor or fields, wrong types, sizes that do not divide: a line for each.
     """
     flavors = builtin_flavors(section.family) | section.flavors
     if section.flavor not in flavors:
@@ -46,21 +46,24 @@ def model_config(section: ModelSection) -> TransformerConfig:
     try:
         return FAMILIES[section.family].model_validate(fields)
     except ValidationError as error:
-        raise _field_error(section, error) from None
+        details = error.errors(include_url=False)
+        # A field that nobody gave is wrong only because of those that it follows from.
+        given = [d for d in details if not d["loc"] or d["loc"][0] in fields or d["type"] == "missing"]
+        raise all_of([_field_error(section, detail) for detail in given or details]) from None
 
 
-def _field_error(section: ModelSection, error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
+def _field_error(section: ModelSection, detail: Any) -> ConfigError:
+    """One of pydantic's ``errors()`` as a sentence."""
+    field = ".".join(str(part) for part in detail["loc"])
     table = "model.overrides" if field.split(".")[0] in section.overrides else f"model.flavors.{section.flavor}"
-    message = first_problem(error)
-    if first["type"] == "extra_forbidden":
+    message = problem_of(detail)
+    if detail["type"] == "extra_forbidden":
         known = list(FAMILIES[section.family].model_fields)
         near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; there are {', '.join(known)}"
     if not field:  # a rule over several fields
         return ConfigError("model.flavor", section.flavor, message)
-    return ConfigError(f"{table}.{field}", first["input"] if first["type"] != "missing" else None, message)
+    return ConfigError(f"{table}.{field}", detail["input"] if detail["type"] != "missing" else None, message)
 
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:

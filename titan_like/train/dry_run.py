@@ -6,7 +6,6 @@ torch's fake process group, where tensors have shapes and no memory. What happen
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,14 +33,8 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.shapes import place_of
 from titan_like.parallel.step_plan import StepPlan, plan_step
 from titan_like.train.batch_size import total_samples, total_steps
-from titan_like.train.setup import (
-    check_folders,
-    check_settings,
-    check_tokenizer,
-    environment_number,
-    open_data,
-    with_chosen_layout,
-)
+from titan_like.train.environment import dry_run_world
+from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data, with_chosen_layout
 
 
 @dataclass(frozen=True)
@@ -147,29 +140,6 @@ def dry_run(config: JobConfig) -> DryRun:
         plan=plan_step(config, model, layout, place_of(layout, rank)),
         data=data,
         notes=notes,
-    )
-
-
-def dry_run_world(config: JobConfig) -> int:
-    """Processes of the job that a dry run describes.
-
-    Raises:
-        ConfigError: nodes of unknown size.
-    """
-    cluster, degrees = config.cluster, config.parallelism
-    if cluster.nodes is not None:
-        if cluster.gpus_per_node is None:
-            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-            raise ConfigError("cluster.gpus_per_node", None, problem)
-        return cluster.nodes * cluster.gpus_per_node
-    if "WORLD_SIZE" in os.environ:
-        return environment_number("WORLD_SIZE", 1, least=1)
-    return (
-        degrees.pipeline_parallel_degree
-        * degrees.data_parallel_replicate_degree
-        * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
     )
 
 

@@ -13,7 +13,7 @@ from titan_like.checkpoint.compatible import check_same_run
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
+from titan_like.config.rules import resolve_settings
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
@@ -21,10 +21,10 @@ from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.metrics.hardware import check_gpu_name
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
-from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.layout import Layout
 from titan_like.planner.profile import load_profile
 from titan_like.train.batch_size import total_steps
+from titan_like.train.environment import check_meeting, environment_number, number_of_processes
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    world_size = number_of_processes()
     config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
+    check_meeting()
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
     return Run(
@@ -87,9 +88,7 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
     Raises:
         ConfigError: anything the user has to change.
     """
-    model = model_config(config.model)
-    layout = resolve_layout(config.parallelism, world_size)
-    check_rules(config, model, layout)
+    model, layout = resolve_settings(config, world_size)
     check_gpu_name(config.cluster.gpu)
     if config.cluster.profile is not None:
         load_profile(config.cluster.profile, "cluster.profile")  # refuses
@@ -135,19 +134,6 @@ def select_device(dtype: str) -> torch.device:
         name = torch.cuda.get_device_name(device)
         raise ConfigError("training.dtype", dtype, f'{name} has no bfloat16 arithmetic; use "float16" or "float32"')
     return device
-
-
-def environment_number(name: str, default: int, least: int = 0) -> int:
-    """A whole number that torchrun sets.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < least:
-        problem = f"must be a whole number of at least {least}; torchrun sets it"
-        raise ConfigError(f"environment variable {name}", text, problem)
-    return int(text)
 
 
 def _check_writable(key: str, folder: Path, make: bool) -> None:
