@@ -25,11 +25,13 @@ def main(argv: list[str]) -> int:
 
     # torch loads only for settings that do not contradict each other, and only then do they meet machine and data.
     from titan_like.config.rules import resolve_settings
-    from titan_like.train.environment import dry_run_world, number_of_processes
+    from titan_like.train.environment import check_meeting, dry_run_world, number_of_processes
 
     world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
     if not config.parallelism.auto:
         resolve_settings(config, world_size)
+    if not config.job.dry_run:
+        check_meeting()
     if config.job.dry_run:
         from titan_like.train.dry_run_text import print_dry_run
 

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
+install_environment
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 processes=${NPROC:-$((gpus > 0 ? gpus : 2))}

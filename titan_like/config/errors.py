@@ -20,6 +20,7 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, problem: str) -> None:
         super().__init__(f"{shortened(key)} = {_show(value)}: {problem}")
         self.key = key
+        self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
 
 class RunError(RuntimeError):

@@ -73,7 +73,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except (ConfigError, RunError) as error:
-        if os.environ.get("RANK", "0") != "0":
+        told_by_rank_0 = not (isinstance(error, ConfigError) and error.of_this_process)
+        if told_by_rank_0 and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None

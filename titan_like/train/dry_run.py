@@ -6,6 +6,7 @@ torch's fake process group, where tensors have shapes and no memory. What happen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -229,9 +230,9 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     named = tokenizer_files(section.tokenizer)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         build_tokenizer(section.tokenizer)  # refuses
-    absent = [str(path) for path in named if not path.is_file()]
+    absent = [str(path) for path in named if not path.exists()]
     if section.dataset != "stdlib":
-        absent += [pattern for pattern in section.paths if not glob(pattern, recursive=True)]
+        absent += [name for name in section.paths if not os.path.lexists(name) and not glob(name, recursive=True)]
     if absent:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     check_tokenizer(config, build_tokenizer(section.tokenizer), model)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.compatible import check_same_run
+from titan_like.checkpoint.compatible import check_readable, check_same_run
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.checkpoint.initial import check_initial_weights
+from titan_like.checkpoint.lock import lock_path, lock_problem
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import resolve_settings
 from titan_like.config.schema import JobConfig
@@ -24,7 +25,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
 from titan_like.planner.profile import load_profile
 from titan_like.train.batch_size import total_steps
-from titan_like.train.environment import check_meeting, environment_number, number_of_processes
+from titan_like.train.environment import environment_number, number_of_processes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ def prepare_run(config: JobConfig) -> Run:
     world_size = number_of_processes()
     config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
-    check_meeting()
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
     return Run(
@@ -107,6 +107,9 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     if config.checkpoint.enable:
         folder = checkpoint_folder(config)
         _check_writable("checkpoint.folder", folder, make)
+        problem = lock_problem(folder)
+        if problem is not None:
+            raise ConfigError("checkpoint.folder", str(folder), f"{lock_path(folder)} {problem}")
         _check_checkpoints(config, model, folder)
         if make:
             _check_space(config, model, folder)
@@ -156,6 +159,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
     if wanted is not None and wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    check_readable(folder, steps if wanted is None else [wanted])
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
 
