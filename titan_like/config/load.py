@@ -253,7 +253,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
     """A sentence for each wrong key that says what would be valid."""
-    found = {}
+    found: dict[str, ConfigError] = {}
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")

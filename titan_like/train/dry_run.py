@@ -106,9 +106,6 @@ def dry_run(config: JobConfig) -> DryRun:
         ConfigError: anything the user has to change.
     """
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
-    if rank >= world_size:
-        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
-        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
     config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
     _check_gpu_type(config)

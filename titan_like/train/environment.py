@@ -78,30 +78,30 @@ def dry_run_world(config: JobConfig) -> int:
     """Processes of the job that a dry run describes.
 
     Raises:
-        ConfigError: nodes of unknown size, or more processes than can be described.
+        ConfigError: nodes of unknown size, more processes than can be described, or `job.dry_run_rank` is none of them.
     """
-    cluster, degrees = config.cluster, config.parallelism
+    cluster, degrees, rank = config.cluster, config.parallelism, config.job.dry_run_rank
     if cluster.nodes is not None:
         if cluster.gpus_per_node is None:
             problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
             raise ConfigError("cluster.gpus_per_node", None, problem)
-        world_size = cluster.nodes * cluster.gpus_per_node
-        if world_size > _MOST_DESCRIBED:
-            problem = (
-                f"× {cluster.gpus_per_node} GPUs are more processes than the {_MOST_DESCRIBED:,} that can be described"
-            )
-            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}; use fewer")
-        return world_size
-    if "WORLD_SIZE" in os.environ:
-        return environment_number("WORLD_SIZE", 1, least=1, most=_MOST_DESCRIBED)
-    world_size = (
-        degrees.pipeline_parallel_degree
-        * degrees.data_parallel_replicate_degree
-        * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
-    )
+        key, value, world_size = "cluster.nodes", cluster.nodes, cluster.nodes * cluster.gpus_per_node
+    elif "WORLD_SIZE" in os.environ:
+        value = world_size = environment_number("WORLD_SIZE", 1, least=1)
+        key = "environment variable WORLD_SIZE"
+    else:
+        key, value = "parallelism.tensor_parallel_degree", degrees.tensor_parallel_degree
+        world_size = (
+            degrees.pipeline_parallel_degree
+            * degrees.data_parallel_replicate_degree
+            * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
+            * degrees.context_parallel_degree
+            * degrees.tensor_parallel_degree
+        )
     if world_size > _MOST_DESCRIBED:
-        problem = f"the degrees multiply to {world_size:,} processes, and {_MOST_DESCRIBED:,} can be described"
-        raise ConfigError("parallelism.tensor_parallel_degree", degrees.tensor_parallel_degree, f"{problem}; use fewer")
+        problem = f"makes a job of {world_size:,} processes; a dry run describes one of at most {_MOST_DESCRIBED:,}"
+        raise ConfigError(key, value, problem)
+    if rank >= world_size:
+        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
     return world_size

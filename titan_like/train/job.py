@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titan_like.checkpoint.lock import release
 from titan_like.config.errors import ConfigError
 from titan_like.train.environment import is_one_of_several
+from titan_like.train.out_of_memory import out_of_memory_names
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import Trainer
@@ -27,6 +28,7 @@ def run_job(run: Run) -> None:
     """Train.
 
     Raises:
+        ConfigError: the memory does not suffice.
         RunError: the run cannot go on; the message says why.
     """
     patience = run.config.health.hang_timeout_seconds
@@ -34,10 +36,13 @@ def run_job(run: Run) -> None:
         warning = clock_warning()
         if warning is not None and dist.get_rank() == 0:
             print(warning, flush=True)
-        trainer = Trainer(run)
+        with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
+            trainer = Trainer(run)
         trainer.signals = signals
         watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
-        trainer.train()
+        size = run.config.training.micro_batch_size
+        with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):
+            trainer.train()
     release()
 
 

@@ -26,6 +26,9 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.profile import load_profile
 from titan_like.train.batch_size import total_steps
 from titan_like.train.environment import environment_number, number_of_processes
+from titan_like.train.out_of_memory import host_memory_bytes
+
+_LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def prepare_run(config: JobConfig) -> Run:
     model, layout = check_settings(config, world_size)
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
+    _check_memory(config, model, device)
     return Run(
         config=config,
         model=model,
@@ -137,6 +141,23 @@ def select_device(dtype: str) -> torch.device:
         name = torch.cuda.get_device_name(device)
         raise ConfigError("training.dtype", dtype, f'{name} has no bfloat16 arithmetic; use "float16" or "float32"')
     return device
+
+
+def _check_memory(config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
+    """Whether weights, gradients and optimizer state, each held once, fit into a machine that has all processes.
+
+    Without this the kernel would kill a process, which could say nothing.
+    """
+    on_this_machine = environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1
+    needed, there = checkpoint_bytes(config, model) + 4 * model.num_parameters(), host_memory_bytes()
+    if device.type == "cpu" and on_this_machine and needed > there:
+        problem = (
+            f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients and "
+            f"optimizer state, and this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+        )
+        key = next((f"model.overrides.{name}" for name in _LARGE if name in config.model.overrides), "model.flavor")
+        value = config.model.overrides.get(key.rpartition(".")[2], config.model.flavor)
+        raise ConfigError(key, value, problem)
 
 
 def _check_writable(key: str, folder: Path, make: bool) -> None:
