@@ -79,11 +79,17 @@ def read_run_state(path: Path) -> RunState:
         ValueError: this file or the one that describes the tensors is not as it was written.
     """
     try:
-        return _checked(json.loads((path / RUN_FILE).read_bytes()), path)
+        return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
     except RecursionError:
         raise ValueError(f"brackets in {RUN_FILE} are nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{RUN_FILE} is not JSON: {error}") from None
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20:  # Python refuses those of more than 4,300, in words of its own
+        raise ValueError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
+    return int(digits)
 
 
 def _checked(numbers: Any, path: Path) -> RunState:

@@ -69,7 +69,8 @@ def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + shortened(value.replace("\n", "\\n").replace("\r", "\\r")) + '"'
+        plain = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+        return '"' + shortened("".join(plain)) + '"'
     if value is None:
         return "(not set)"
     try:

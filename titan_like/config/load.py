@@ -151,7 +151,7 @@ def _takes_any_text(dotted: str, values: list[str]) -> bool:
     """Whether a key still waits for its value, which may be any text."""
     section, _, key = dotted.partition(".")
     fields = _section_fields(section) or {}
-    return not values and key in fields and dotted != "job.config_file" and _wants_text(fields[key].annotation)
+    return not values and key in fields and _wants_text(fields[key].annotation)
 
 
 def _without_dashes(word: str) -> ConfigError:

@@ -18,7 +18,7 @@ _MOST_SEED = 2**63 - 1  # generators take 64 bits, and each process adds its own
 _MOST_SEQ_LEN = 2**27
 _MOST_LAYERS = 2048
 _MOST_PROCESSES = 2**20
-_MOST_NODES = 2**17
+_MOST_NODES = 2**15
 _MOST_SECONDS = 10**6  # sockets count milliseconds in 32 bits
 
 

@@ -6,11 +6,6 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Far above any model, and low enough that the bytes of any one matrix are a number of 63 bits.
-_MOST_LAYERS = 2048
-_MOST_WIDTH = 2**20
-_MOST_ROWS = 2**27
-
 
 class TransformerConfig(BaseModel):
     """The fields every family has.
@@ -23,14 +18,14 @@ class TransformerConfig(BaseModel):
 
     mlp_matrices: ClassVar[int]  # matrices in one MLP: 2 (GELU) or 3 (SwiGLU)
 
-    num_layers: int = Field(gt=0, le=_MOST_LAYERS, description="transformer layers")
-    hidden_size: int = Field(gt=0, le=_MOST_WIDTH, description="width of the residual stream")
-    num_attention_heads: int = Field(gt=0, le=_MOST_WIDTH, description="query heads")
-    num_kv_heads: int = Field(0, ge=0, le=_MOST_WIDTH, description="key and value heads; 0 means one per query head")
-    ffn_hidden_size: int = Field(0, ge=0, le=8 * _MOST_WIDTH, description="width of the MLP; 0 means 4 × hidden_size")
-    vocab_size: int = Field(gt=0, le=_MOST_ROWS, description="tokens the tokenizer can produce")
-    vocab_multiple: int = Field(128, gt=0, le=2**20, description="the embedding table is padded to a multiple of this")
-    max_seq_len: int = Field(gt=0, le=_MOST_ROWS, description="longest sequence, tokens")
+    num_layers: int = Field(gt=0, description="transformer layers")
+    hidden_size: int = Field(gt=0, description="width of the residual stream")
+    num_attention_heads: int = Field(gt=0, description="query heads")
+    num_kv_heads: int = Field(0, ge=0, description="key and value heads; 0 means one per query head")
+    ffn_hidden_size: int = Field(0, ge=0, description="width of the MLP; 0 means 4 × hidden_size")
+    vocab_size: int = Field(gt=0, description="tokens the tokenizer can produce")
+    vocab_multiple: int = Field(128, gt=0, description="the embedding table is padded to a multiple of this")
+    max_seq_len: int = Field(gt=0, description="longest sequence, tokens")
     norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norms")
     init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     tied_embeddings: bool = Field(True, description="the output matrix is the embedding table")

@@ -152,8 +152,8 @@ def _check_memory(config: JobConfig, model: TransformerConfig, device: torch.dev
     needed, there = checkpoint_bytes(config, model) + 4 * model.num_parameters(), host_memory_bytes()
     if device.type == "cpu" and on_this_machine and needed > there:
         problem = (
-            f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients and "
-            f"optimizer state, and this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+            f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
+            f"and optimizer state, and this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
         )
         key = next((f"model.overrides.{name}" for name in _LARGE if name in config.model.overrides), "model.flavor")
         value = config.model.overrides.get(key.rpartition(".")[2], config.model.flavor)

@@ -17,7 +17,7 @@ class RopeScaling(BaseModel):
     factor: float = Field(gt=0, description="how much longer the context becomes")
     low_freq_factor: float = Field(gt=0, description="wavelengths above original_max_seq_len / this are stretched")
     high_freq_factor: float = Field(gt=0, description="wavelengths below original_max_seq_len / this are kept")
-    original_max_seq_len: int = Field(gt=0, le=2**27, description="context length of the first training phase, tokens")
+    original_max_seq_len: int = Field(gt=0, description="context length of the first training phase, tokens")
 
     @model_validator(mode="after")
     def _check_order(self) -> RopeScaling:
