@@ -25,7 +25,8 @@ REPO = Path(__file__).parents[2]
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl")
 # What stands for a file of the reader's, and is made here.
 FILES = {
-    "FILE.toml": '[cluster]\ngpu = "A100"\ngpus_per_node = 8\nnodes = 1\n[training]\nglobal_batch_size = 64\n',
+    "FILE.toml": '[cluster]\ngpu = "A100"\ngpus_per_node = 8\nnodes = 1\n'
+    "[training]\nglobal_batch_size = 64\nsteps = 5\n",
     "FILE.csv": "model,gpu,gpus,gbs,notes\n",
     "measured.csv": "model,gpu,gpus,gbs,notes\n",
     "mine.toml": None,  # a shipped profile
