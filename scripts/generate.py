@@ -48,7 +48,7 @@ def check_options(options: argparse.Namespace) -> None:
         ConfigError: the first that is out of range.
     """
     if not 0 <= options.temperature < math.inf:
-        raise ConfigError("--temperature", options.temperature, "must be a number of at least 0")
+        raise ConfigError("--temperature", options.temperature, "must be at least 0 and finite")
     if not 0 < options.top_p <= 1:
         raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
     for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):

@@ -119,7 +119,7 @@ def test_run_json_that_cannot_be_read(monkeypatch, capfd, folder, case):
 
 
 def test_one_readable_checkpoint_is_enough(folder, monkeypatch, capfd):
-    for step, content in ((1, json.dumps({"step": 1})), (2, "[")):
+    for step, content in ((1, '{"step":'), (2, "[")):
         path = folder / "out" / "checkpoint" / f"step-{step}"
         path.mkdir(parents=True)
         (path / "run.json").write_text(content)

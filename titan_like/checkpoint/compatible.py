@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_like.checkpoint.folder import RunState, checkpoint_path, read_run_state
+from titan_like.checkpoint.folder import RunState, UnreadableError, checkpoint_path, read_run_state
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -51,7 +51,7 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
 
 
 def check_readable(folder: Path, steps: list[int]) -> None:
-    """Refuse checkpoints none of which says what it is. One that does is enough: the run goes on from that.
+    """Refuse checkpoints of which no `run.json` can be read. One is enough: loading tells what else is wrong.
 
     Raises:
         ConfigError: what is wrong with the last of ``steps``.
@@ -61,8 +61,10 @@ def check_readable(folder: Path, steps: list[int]) -> None:
         try:
             read_run_state(checkpoint_path(folder, step))
             return
-        except Exception as error:  # whatever a damaged file raises
+        except UnreadableError as error:
             problem = problem or f"{checkpoint_path(folder, step)} cannot be loaded ({first_line(error)})"
+        except Exception:  # whatever a damaged file raises
+            return
     if problem is not None:
         others = ", nor any other there" if len(steps) > 1 else ""
         cure = "move it away to start anew, or name another folder"

@@ -31,6 +31,10 @@ _DESCRIPTION = ".metadata"  # torch's name for it
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class UnreadableError(ValueError):
+    """A `run.json` that is no JSON which can be read."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """The part of a checkpoint that is numbers, not tensors."""
@@ -76,19 +80,20 @@ def read_run_state(path: Path) -> RunState:
     """The numbers of a checkpoint. Checksums that are not there, as in a file written by hand, are not compared.
 
     Raises:
+        UnreadableError: this file is no JSON.
         ValueError: this file or the one that describes the tensors is not as it was written.
     """
     try:
         return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
     except RecursionError:
-        raise ValueError(f"brackets in {RUN_FILE} are nested too deeply") from None
+        raise UnreadableError(f"brackets in {RUN_FILE} are nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{RUN_FILE} is not JSON: {error}") from None
+        raise UnreadableError(f"{RUN_FILE} is not JSON: {error}") from None
 
 
 def _parse_int(digits: str) -> int:
     if len(digits) > 20:  # Python refuses those of more than 4,300, in words of its own
-        raise ValueError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
+        raise UnreadableError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
     return int(digits)
 
 
