@@ -18,17 +18,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", nargs="?", const="")
     options, settings = parser.parse_known_args(argv)
     config = load_config(settings)
+    if options.json is not None and not config.job.dry_run:
+        raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 
-    # torch loads only for a readable configuration, and only then do settings meet the machine and the data.
+    # torch loads only for settings that do not contradict each other, and only then do they meet machine and data.
+    from titan_like.config.rules import resolve_settings
+    from titan_like.train.environment import check_meeting, dry_run_world, number_of_processes
+
+    world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
+    if not config.parallelism.auto:
+        resolve_settings(config, world_size)
+    if not config.job.dry_run:
+        check_meeting()
     if config.job.dry_run:
         from titan_like.train.dry_run_text import print_dry_run
 
         print_dry_run(config, options.json)
         return 0
-    if options.json is not None:
-        raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
 
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job

@@ -15,13 +15,12 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The two commands and their options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
     to_hf.add_argument(

@@ -1,14 +1,18 @@
-# Sourced by train.sh and test.sh: makes .venv with the project and the extras named in $1, once, and activates it.
-extras="${1:-}"
-stamp=".venv/installed-$(sha256sum pyproject.toml | cut -c1-12)${extras:+-$extras}"
-if [ ! -e "$stamp" ]; then
-  echo "installing into .venv (once)..."
-  [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-  .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "error: $(.venv/bin/python --version) is too old: remove .venv and set PYTHON to Python 3.11 or newer" >&2
-    exit 2
-  }
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
-  touch "$stamp"
-fi
-export PATH="$PWD/.venv/bin:$PATH"
+# Sourced by train.sh, test.sh and .ci/run. A function, since a sourced file sees the arguments of the script around it.
+
+# install_environment [EXTRAS]: make .venv with the project and these extras, once, and activate it.
+install_environment() {
+  local extras="${1:-}" stamp
+  stamp=".venv/installed-$(sha256sum pyproject.toml | cut -c1-12)${extras:+-$extras}"
+  if [ ! -e "$stamp" ]; then
+    echo "installing into .venv (once)..."
+    [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+    .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+      echo "error: $(.venv/bin/python --version) is too old: remove .venv and set PYTHON to Python 3.11 or newer" >&2
+      exit 2
+    }
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
+    touch "$stamp"
+  fi
+  export PATH="$PWD/.venv/bin:$PATH"
+}

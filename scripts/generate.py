@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         description=__doc__,
         epilog="Any --section.key of the run may follow; python train.py --help lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,14 +47,18 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the first that is out of range.
     """
-    if not options.temperature >= 0:
-        raise ConfigError("--temperature", options.temperature, "must be at least 0")
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError("--temperature", options.temperature, "must be at least 0 and finite")
     if not 0 < options.top_p <= 1:
         raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
-    if options.top_k < 0:
-        raise ConfigError("--top_k", options.top_k, "must be at least 0")
-    if options.max_new_tokens < 1:
-        raise ConfigError("--max_new_tokens", options.max_new_tokens, "must be at least 1")
+    for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
+        value = getattr(options, name)
+        if not least <= value < 2**63:
+            raise ConfigError(f"--{name}", value, f"must be at least {least} and below 2^63")
+    try:
+        options.prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt", options.prompt, "is not valid UTF-8; write it in a UTF-8 terminal") from None
     if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
         raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
 
@@ -88,8 +94,9 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference
     from titan_like.evaluate.sampling import generate
     from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
-    from titan_like.train.setup import check_settings, environment_number, select_device
+    from titan_like.train.setup import check_settings, select_device
 
     def continue_prompt(model: LanguageModel, device: torch.device) -> list[int]:
         return generate(
@@ -104,7 +111,8 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
             eod_id=eod_id,
         )
 
-    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    world_size = number_of_processes()
+    check_meeting()
     if world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return continue_prompt(load_for_inference(config, path, device), device)

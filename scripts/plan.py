@@ -21,28 +21,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the code beside this file
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
 
 CONFIG_FILE = "--job.config_file"
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with an option in one sentence, as all else here."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
-        option, _, problem = message.removeprefix("argument ").partition(": ")
-        raise ConfigError("command line", option, f"{problem}; {self.prog} --help says more")
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +40,7 @@ def main(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         raise ConfigError("command", argv[0], f"unknown; use {', '.join(COMMANDS)}")
     command = importlib.import_module(f"titan_like.planner.commands.{argv[0]}")
-    parser = _Parser(
+    parser = OptionParser(
         prog=f"plan.py {argv[0]}",
         description=command.__doc__,
         epilog="Any --section.key of the run may follow; python train.py --help lists them.",

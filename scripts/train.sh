@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
+install_environment
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 processes=${NPROC:-$((gpus > 0 ? gpus : 2))}
@@ -18,9 +19,12 @@ else # the small model, at a batch that any number of processes can share
   prompt='def __init__(self, '
 fi
 
+# torchrun's own port is taken where another run is on this machine.
+port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
+
 # A wrong setting is told in one sentence here, before processes start.
 WORLD_SIZE=$processes python train.py "${settings[@]}" --job.dry_run true
-torchrun --nproc_per_node="$processes" train.py "${settings[@]}"
+torchrun --master_port="$port" --nproc_per_node="$processes" train.py "${settings[@]}"
 if [ -n "$prompt" ]; then
   echo "--- the trained model continues a prompt ---"
   python scripts/generate.py "${settings[@]}" --prompt "$prompt" --max_new_tokens 300

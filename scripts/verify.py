@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
 
 if TYPE_CHECKING:
     from titan_like.verify.checks import Check
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """The options that verification adds to the run's settings."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         description=__doc__,
         epilog="Any --section.key of the run may follow; python train.py --help lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

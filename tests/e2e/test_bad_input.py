@@ -115,7 +115,7 @@ OVERRIDES = {
     ),
     "unknown GPU": ([STEPS, "--cluster.gpu=RTX 4090"], ["cluster.gpu", '"RTX 4090"', "known are V100, A100"]),
     "disk too small for a checkpoint": (
-        [STEPS, "--checkpoint.enable", "--model.overrides.num_layers=1000000"],
+        [STEPS, "--checkpoint.enable", "--model.overrides.hidden_size=1048576"],
         ["checkpoint.folder", "{tmp}/out/checkpoint", "a checkpoint takes", "GiB left; make room, or name a folder"],
     ),
     "nothing to go back to": (

@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,29 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
         (["--parallelism.zero_stage", "4"], ["parallelism.zero_stage = 4", "0, 1, 2 or 3"]),
         (["--model.overrides", "3"], ["model.overrides = 3", "dictionary"]),
         (["--model.overrides=3", "--model.overrides.num_layers=2"], ["model.overrides = 3", "table"]),
+        (["--checkpoint.enable=True"], ["checkpoint.enable = ", '"True"', "write true"]),
+        (["--checkpoint.enable", "yes"], ["checkpoint.enable = ", '"yes"', "write true"]),
+        (["--checkpoint.enable=Off"], ["checkpoint.enable = ", "write false"]),
+        (["--checkpoint.enable=1"], ["checkpoint.enable = 1", "write true"]),
+        (["training.steps=5"], ["command line", '"training.steps=5"', "two dashes; write --training.steps=5"]),
+        (["--job.seed=1", "-training.steps", "5"], ['"-training.steps"', "write --training.steps VALUE"]),
+        (["--job.seed=1", "training.stepz=5"], ['"training.stepz=5"', "two dashes"]),
+        (["--job.config_file", "training.steps=5"], ['"training.steps=5"', "write --training.steps=5"]),
+        (
+            ["--job.seed=18446744073709551616"],
+            ["job.seed = 18446744073709551616", "less than or equal to 9223372036854"],
+        ),
+        (["--training.steps=" + 5000 * "1"], ["training.steps", "… (5,000 characters)", "too many digits"]),
+        (["--training.steps=0x" + 5000 * "f"], ["training.steps", "thousands of digits", "less than or equal to"]),
+        (["--training.steps=" + 5000 * "["], ["training.steps", "… (5,000 characters)", "nested too deeply"]),
+        (["--model." + "flavors." * 9000 + "x=1", "--job.seed=-1"], ["job.seed"]),
+        (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "valid number"]),
+        (["--health.hang_timeout_seconds=1e308"], ["hang_timeout_seconds = 1e+308", "less than or equal to 1000000"]),
+        (["--cluster.nodes=1000000000"], ["cluster.nodes = 1000000000", "less than or equal to 32768"]),
+        (["--data.num_workers=100000"], ["data.num_workers = 100000", "less than or equal to 1024"]),
+        (["--training.global_batch_size=1000000000"], ["global_batch_size", "less than or equal to 1048576"]),
+        (["--training.micro_batch_size=1000000000"], ["micro_batch_size", "less than or equal to 65536"]),
+        (["--job.description=caf\udce9"], ["job.description", "caf\\udce9", "not valid UTF-8"]),
     ],
 )
 def test_bad_override_names_key_value_and_cure(argv, words):
@@ -126,6 +151,12 @@ def test_bad_override_names_key_value_and_cure(argv, words):
         ('[training]\nsteps = "5"\n', ["training.steps = ", '"5"', "integer"]),
         ("[optimizer]\nlr = true\n", ["optimizer.lr = true", "number"]),
         ("[model]\noverrides = 3\n", ["model.overrides = 3", "dictionary"]),
+        ("[checkpoint]\nenable = True\n", ["line 2", "write true instead of True"]),
+        ("[checkpoint]\nenable = yes # please\n", ["line 2", "write true instead of yes"]),
+        ("[training]\nsteps = " + 5000 * "1", ["steps in line 2 is a number of 5,000 digits", "at most 18"]),
+        ("[training]\nsteps = " + 5000 * "[", ["nested too deeply"]),
+        ("[training]\nsteps = 2026-02-30\n", ["not valid TOML", "correct that"]),
+        ('[job]\ndump_folder = "a\\u0000b"\n', ["job.dump_folder", "null character"]),
     ],
 )
 def test_bad_toml_names_key_value_and_cure(tmp_path, toml, words):
@@ -206,3 +237,104 @@ def test_none_on_the_command_line_unsets_what_the_file_sets(tmp_path):
     argv = [f"--job.config_file={tmp_path}/run.toml", "--training.steps", "none", "--training.tokens=4096"]
     training = load_config(argv).training
     assert (training.steps, training.tokens) == (None, 4096)
+
+
+WRONG = """
+steps = 3
+[training]
+stepz = 5
+seq_len = "long"
+micro_batch_size = 0
+[optimiser]
+lr = 1.0
+[optimizer]
+lr = true
+[model.overrides]
+layers = 2
+hidden_size = "wide"
+"""
+WRONG_ARGUMENTS = ["--checkpoint.enable=yes", "--job.sed=1", "training.tokens=5", "--lr_scheduler.decay=cosinus"]
+WRONG_KEYS = [
+    "steps = 3: unknown section",
+    "training.stepz = 5: unknown key; did you mean training.steps?",
+    'training.seq_len = "long": should be a valid integer',
+    "training.micro_batch_size = 0: should be greater than 0",
+    'optimiser = "[table]": unknown section; did you mean [optimizer]?',
+    "optimizer.lr = true: should be a valid number",
+    "model.overrides.layers = 2: unknown field; did you mean num_layers?",
+    'model.overrides.hidden_size = "wide": should be a valid integer',
+    'checkpoint.enable = "yes": should be a valid boolean; write true',
+    '--job.sed = "1": unknown key; did you mean job.seed?',
+    'command line = "training.tokens=5": a setting needs two dashes; write --training.tokens=5',
+    "lr_scheduler.decay = \"cosinus\": should be 'cosine', 'linear'",
+]
+
+
+def test_all_wrong_keys_are_named_at_once_without_torch(tmp_path):
+    file = write_toml(tmp_path, WRONG)
+    rules = ["--training.steps=5", "--training.seq_len=9999", "--training.global_batch_size=5"]
+    rules += ["--lr_scheduler.warmup_steps=6", "--training.reduce_dtype=bfloat16"]
+    code = f"""
+import runpy, sys
+sys.modules["torch"] = None  # an import of it raises
+for arguments in {[[file, *WRONG_ARGUMENTS], rules, ["--help"]]!r}:
+    sys.argv = ["train.py", *arguments]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as stop:
+        print("ended with", stop.code, file=sys.stderr, flush=True)
+"""
+    root = TRAIN_CONFIGS.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    first, second, third, _ = re.split(r"ended with (?=\d)", done.stderr)
+    lines = first.removeprefix("error: ").splitlines()
+    for wanted in WRONG_KEYS:
+        assert sum(line.strip().startswith(wanted) for line in lines) == 1, (wanted, first)
+    assert len(lines) == len(WRONG_KEYS), first
+    assert second.startswith("2\nerror: ")
+    for key in ("training.seq_len", "training.global_batch_size", "lr_scheduler.warmup_steps", "training.reduce_dtype"):
+        assert len(re.findall(rf"^(?:error: |       ){key} = ", second, re.MULTILINE)) == 1, second
+    assert third == "2\n"
+    assert done.stderr.endswith("ended with 0\n")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "cluster.profile", "data.tokenizer"],
+)
+def test_paths_are_expanded(key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("RUNS", "/scratch/runs")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    section, _, name = key.partition(".")
+    for text, path in {
+        "~/a": "/home/ada/a",
+        "$RUNS/a": "/scratch/runs/a",
+        "${RUNS}x/$HOME": "/scratch/runsx//home/ada",
+        "a$/~b": "a$/~b",
+    }.items():
+        assert getattr(getattr(load_config([f"--{key}={text}"]), section), name) == path
+    for text, words in {"$NOWHERE/a": "variable NOWHERE is not set", "": "is empty", "  ": "is empty"}.items():
+        message = problem_of(f"--{key}={text}")
+        assert message.startswith(f'{key} = "{text}"') and words in message
+
+
+def test_lists_of_paths_and_the_file_itself_are_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TEXTS", "/texts")
+    write_toml(tmp_path, '\ufeff[data]\npaths = ["$TEXTS/*.txt", "~/b"]\ntokenizer = "gpt2:~/v.json,$TEXTS/m.txt"\n')
+    config = load_config(["--job.config_file=~/run.toml"])  # which begins with a byte-order mark
+    assert config.job.config_file == f"{tmp_path}/run.toml"
+    assert config.data.paths == ["/texts/*.txt", f"{tmp_path}/b"]
+    assert config.data.tokenizer == f"gpt2:{tmp_path}/v.json,/texts/m.txt"
+    assert "variable NOWHERE is not set" in problem_of("--job.config_file=$NOWHERE/run.toml")
+    assert "variable NOWHERE is not set" in problem_of("--data.paths", "a", "${NOWHERE}/b")
+
+
+def test_every_number_has_a_limit():
+    for name, section in JobConfig.model_json_schema()["$defs"].items():
+        for key, option in section["properties"].items():
+            for kind in [option, *option.get("anyOf", [])]:
+                kind = kind.get("items", kind)
+                if kind.get("type") == "integer" and "enum" not in kind:
+                    assert {"maximum", "exclusiveMaximum"} & kind.keys(), f"{name}.{key}"

@@ -46,6 +46,11 @@ def test_jsonl_holds_one_document_a_line(tmp_path):
     assert documents_of(corpus) == [[*text.encode("utf-8"), EOD] for text in texts]
 
 
+def test_byte_order_mark_is_no_text(tmp_path):
+    corpus = corpus_of(tmp_path, {"a.txt": b"\xef\xbb\xbfone", "b.jsonl": b'\xef\xbb\xbf{"text": "two"}\n'})
+    assert sorted(documents_of(corpus)) == sorted([[*b"one", EOD], [*b"two", EOD]])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

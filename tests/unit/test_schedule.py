@@ -10,7 +10,7 @@ from titan_like.models.registry import model_config
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import Layout
-from titan_like.train.batch_size import global_batch_size_at, rampup_batch_sizes, total_steps
+from titan_like.train.batch_size import global_batch_size_at, rampup_batch_sizes, total_samples, total_steps
 
 
 def factors(total, **settings):
@@ -143,6 +143,18 @@ def test_total_steps_takes_the_whole_batches_that_samples_or_tokens_allow(rampup
     assert total_steps(Training(tokens=samples * 32, **settings)) == steps
     assert total_steps(Training(tokens=samples * 32 + 31, **settings)) == steps  # part of a sample is none
     assert total_steps(Training(steps=samples, **settings)) == samples
+    assert total_samples(Training(steps=steps, **settings)) == consumed if steps else consumed == 0
+
+
+@pytest.mark.timeout(60)  # step by step it would take days
+def test_rampup_over_a_million_billion_samples_is_counted():
+    rampup = [16, 16, 5 * 10**14]
+    training = Training(global_batch_size=160_000, batch_size_rampup=rampup, samples=10**15)
+    # Ten thousand sizes of 5·10¹⁴/9999 samples each: Σ samples/size, give or take a step for each, then whole batches.
+    of_rampup = sum(rampup[2] / 9999 / (16 * number) for number in range(1, 10_000))
+    steps = total_steps(training)
+    assert steps == pytest.approx(of_rampup + rampup[2] / 160_000, abs=10_000)
+    assert 0 <= 10**15 - total_samples(training) < 160_000
 
 
 def check(*argv, data_parallel=1):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_like.checkpoint.folder import RunState, read_run_state
-from titan_like.config.errors import ConfigError
+from titan_like.checkpoint.folder import RunState, UnreadableError, checkpoint_path, read_run_state
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 
@@ -48,6 +48,27 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
     if state is not None and state.step > 0:  # before the first step there is no cursor and no optimizer state
         now, then = config.model_dump(mode="json"), state.config
         _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
+
+
+def check_readable(folder: Path, steps: list[int]) -> None:
+    """Refuse checkpoints of which no `run.json` can be read. One is enough: loading tells what else is wrong.
+
+    Raises:
+        ConfigError: what is wrong with the last of ``steps``.
+    """
+    problem = None
+    for step in reversed(steps):
+        try:
+            read_run_state(checkpoint_path(folder, step))
+            return
+        except UnreadableError as error:
+            problem = problem or f"{checkpoint_path(folder, step)} cannot be loaded ({first_line(error)})"
+        except Exception:  # whatever a damaged file raises
+            return
+    if problem is not None:
+        others = ", nor any other there" if len(steps) > 1 else ""
+        cure = "move it away to start anew, or name another folder"
+        raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
 
 
 def _readable_state(path: Path) -> RunState | None:

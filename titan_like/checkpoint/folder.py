@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from titan_like.config.schema import JobConfig
 
@@ -28,21 +28,27 @@ UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
 
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class UnreadableError(ValueError):
+    """A `run.json` that is no JSON which can be read."""
+
 
 @dataclass(frozen=True)
 class RunState:
     """The part of a checkpoint that is numbers, not tensors."""
 
-    step: NonNegativeInt
-    consumed_samples: NonNegativeInt  # the whole data cursor
-    consumed_tokens: NonNegativeInt
-    skipped_steps: NonNegativeInt  # steps whose update was left out
+    step: _Count
+    consumed_samples: _Count  # the whole data cursor
+    consumed_tokens: _Count
+    skipped_steps: _Count  # steps whose update was left out
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
     config: dict[str, Any]  # the whole configuration
     recent_losses: list[float] = field(default_factory=list)  # that a loss is compared with to tell a spike
-    consecutive_skips: NonNegativeInt = 0
+    consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
 
@@ -74,9 +80,24 @@ def read_run_state(path: Path) -> RunState:
     """The numbers of a checkpoint. Checksums that are not there, as in a file written by hand, are not compared.
 
     Raises:
+        UnreadableError: this file is no JSON.
         ValueError: this file or the one that describes the tensors is not as it was written.
     """
-    numbers = json.loads((path / RUN_FILE).read_bytes())
+    try:
+        return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
+    except RecursionError:
+        raise UnreadableError(f"brackets in {RUN_FILE} are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"{RUN_FILE} is not JSON: {error}") from None
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20:  # Python refuses those of more than 4,300, in words of its own
+        raise UnreadableError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
+    return int(digits)
+
+
+def _checked(numbers: Any, path: Path) -> RunState:
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):

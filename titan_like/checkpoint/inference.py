@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.compatible import check_same_model
+from titan_like.checkpoint.compatible import check_readable, check_same_model
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.config.errors import ConfigError, RunError
@@ -36,7 +36,9 @@ def find_checkpoint(config: JobConfig) -> Path:
     if not steps:
         problem = "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
         raise ConfigError("checkpoint.folder", str(folder), problem)
-    path = checkpoint_path(folder, steps[-1] if wanted is None else wanted)
+    step = steps[-1] if wanted is None else wanted
+    check_readable(folder, [step])
+    path = checkpoint_path(folder, step)
     check_same_model(path, config, model_config(config.model))
     return path
 

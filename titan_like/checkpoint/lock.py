@@ -8,8 +8,23 @@ import os
 import time
 from pathlib import Path
 
+from titan_like.config.paths import file_problem
+
 _PATIENCE = 30.0  # seconds that a run which was stopped may take to end
 _held: list[int] = []  # descriptors; the system gives the locks back when the process ends, however that comes
+
+
+def lock_path(folder: Path) -> Path:
+    """The file that is locked: beside the folder."""
+    return folder.with_name(folder.name + ".lock")
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Why the file cannot be locked, as the predicate of a sentence with what to do; None if it can, or can be made."""
+    problem = file_problem(lock_path(folder))
+    if problem is None or problem == "does not exist":
+        return None
+    return f"{problem}, and runs lock it; remove it"
 
 
 def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
@@ -18,7 +33,10 @@ def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
     Why that is not possible, as a sentence; None where it is.
     A file system without locks keeps nobody out.
     """
-    path = folder.with_name(folder.name + ".lock")
+    path = lock_path(folder)
+    problem = lock_problem(folder)
+    if problem is not None:
+        return f"{path} {problem}"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + patience

@@ -27,15 +27,19 @@ def one_checkpoint(path: Path, key: str) -> Path:
     """A step-N folder, or the newest in the folder of a run's checkpoints.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or its run.json is damaged.
     """
-    if is_checkpoint(path):
-        return path
-    steps = complete_steps(path)
-    if not steps:
-        problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
-        raise ConfigError(key, str(path), problem)
-    return checkpoint_path(path, steps[-1])
+    if not is_checkpoint(path):
+        steps = complete_steps(path)
+        if not steps:
+            problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
+            raise ConfigError(key, str(path), problem)
+        path = checkpoint_path(path, steps[-1])
+    try:
+        read_run_state(path)
+    except Exception as error:  # whatever a damaged file raises
+        raise ConfigError(key, str(path), f"cannot be loaded ({first_line(error)}); name another checkpoint") from None
+    return path
 
 
 class CheckpointWeights:

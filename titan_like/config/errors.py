@@ -1,6 +1,14 @@
 """The exceptions that end a command with one sentence instead of a traceback."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 from pydantic import ValidationError
+
+_MOST_SHOWN = 200  # characters of a value
+_NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
 class ConfigError(ValueError):
@@ -10,12 +18,20 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{key} = {_show(value)}: {problem}")
+        super().__init__(f"{shortened(key)} = {_show(value)}: {problem}")
         self.key = key
+        self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
 
 class RunError(RuntimeError):
     """A run that cannot go on, for a reason that one sentence tells (exit code 1)."""
+
+
+def all_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """Several errors as one, with a line for each; its key is the first one's."""
+    told = ConfigError(errors[0].key, None, "")
+    told.args = (_NEXT_LINE.join(dict.fromkeys(map(str, errors))),)
+    return told
 
 
 def first_line(error: BaseException) -> str:
@@ -26,8 +42,26 @@ def first_line(error: BaseException) -> str:
 
 def first_problem(error: ValidationError) -> str:
     """What would be valid in place of the first wrong value, as a part of one sentence."""
-    message = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return problem_of(error.errors(include_url=False)[0])
+
+
+def problem_of(detail: Any) -> str:
+    """What would be valid in place of a wrong value, from one of pydantic's ``errors()``, as a part of one sentence."""
+    if detail["type"] == "bool_type":
+        near = _BOOLEANS.get(str(detail["input"]).lower()) if isinstance(detail["input"], str | int) else None
+        return f"should be a valid boolean; write {near or 'true or false'}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message[0].lower() + message[1:]
+
+
+# What other languages write.
+_BOOLEANS = dict.fromkeys(("true", "yes", "y", "on", "1"), "true")
+_BOOLEANS |= dict.fromkeys(("false", "no", "n", "off", "0"), "false")
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text that is too long to be shown."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text):,} characters)"
 
 
 def _show(value: object) -> str:
@@ -35,7 +69,13 @@ def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + value.replace("\n", "\\n") + '"'
+        plain = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+        return '"' + shortened("".join(plain)) + '"'
     if value is None:
         return "(not set)"
-    return str(value)
+    try:
+        return shortened(str(value))
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return f"(a {type(value).__name__} with thousands of digits)"
+    except RecursionError:
+        return f"(a {type(value).__name__} with thousands of levels)"

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from titan_like.config.errors import ConfigError, RunError, first_problem
+from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
 from titan_like.config.help import format_help
-from titan_like.config.schema import JobConfig, options_of
+from titan_like.config.paths import expanded
+from titan_like.config.schema import JobConfig, Model, options_of
+from titan_like.config.toml import read_toml
 
 # Tables whose keys are the user's or the model family's, not the schema's.
 _FREE_TABLES = ("model.overrides", "model.flavors")
@@ -29,23 +31,31 @@ def load_config(argv: list[str]) -> JobConfig:
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
 
     Raises:
-        ConfigError: unknown key, wrong type or value, unreadable file.
+        ConfigError: unknown keys, wrong types or values, an unreadable file: all that is wrong, a line for each.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(format_help(JobConfig))
         raise SystemExit(0)
-    overrides = parse_overrides(argv)
-    config_file = overrides.get("job.config_file")
-    if not isinstance(config_file, str | None):
-        raise ConfigError("job.config_file", config_file, "must be the path of one TOML file")
-    tree = read_toml(config_file) if config_file is not None else {}
-    _check_known_keys(tree)
-    for dotted, value in overrides.items():
-        _set_dotted(tree, dotted, value)
+    overrides, errors = _read_overrides(argv)
+    tree: dict[str, Any] = {}
     try:
-        return JobConfig.model_validate(tree)
+        tree = _file_settings(overrides.get("job.config_file"))
+    except ConfigError as error:
+        errors.append(error)
+    errors += _remove_unknown(tree)
+    for dotted, value in overrides.items():
+        try:
+            _set_dotted(tree, dotted, value)
+        except ConfigError as error:
+            errors.append(error)
+    try:
+        config = JobConfig.model_validate(tree)
     except ValidationError as error:
-        raise _first_problem(error) from None
+        told = {one.key for one in errors}
+        errors += [one for one in _validation_errors(error) if one.key not in told]
+    if errors:
+        raise all_of([*errors, *_model_errors(tree)])
+    return config
 
 
 def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
@@ -63,31 +73,12 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except (ConfigError, RunError) as error:
-        if os.environ.get("RANK", "0") != "0":
+        told_by_rank_0 = not (isinstance(error, ConfigError) and error.of_this_process)
+        if told_by_rank_0 and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)
-
-
-def read_toml(path: str) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not UTF-8 or not TOML.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError("job.config_file", path, "no such file; give the path of a TOML file") from None
-    except UnicodeDecodeError as error:
-        problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
-        raise ConfigError("job.config_file", path, problem) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError("job.config_file", path, f"not valid TOML ({error}); correct that line") from None
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); give a readable TOML file"
-        raise ConfigError("job.config_file", path, problem) from None
 
 
 def parse_overrides(argv: list[str]) -> dict[str, Any]:
@@ -97,38 +88,103 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
     A key without a value is true; several values make a list; none unsets a key that has no value by default.
 
     Raises:
-        ConfigError: a word that belongs to no key, a malformed or an unknown key.
+        ConfigError: words that belong to no key, malformed or unknown keys, numbers and lists that cannot be read.
     """
-    overrides: dict[str, Any] = {}
-    for dotted, values in _grouped(argv):
-        annotation = _annotation_of(dotted, values)
-        wants_text = annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
-        if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
-            overrides[dotted] = None
-            continue
-        parsed = [value if wants_text and not value.startswith("[") else _parse_value(value) for value in values]
-        overrides[dotted] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+    overrides, errors = _read_overrides(argv)
+    if errors:
+        raise all_of(errors)
     return overrides
 
 
-def _grouped(argv: list[str]) -> list[tuple[str, list[str]]]:
+def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
+    """What `parse_overrides` returns, and all that is wrong."""
+    overrides: dict[str, Any] = {}
+    groups, errors = _grouped(argv)
+    for dotted, values in groups:
+        try:
+            overrides[dotted] = _parse_values(dotted, values)
+        except ConfigError as error:
+            errors.append(error)
+    return overrides, errors
+
+
+def _parse_values(dotted: str, values: list[str]) -> Any:
+    annotation = _annotation_of(dotted, values)
+    wants_text = _wants_text(annotation)
+    if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
+        return None
+    parsed = [value if wants_text and not value.startswith("[") else _parse_value(dotted, value) for value in values]
+    return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+
+
+def _wants_text(annotation: Any) -> bool:
+    return annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
+
+
+def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigError]]:
+    """Each key with its values, and the words that belong to none."""
     groups: list[tuple[str, list[str]]] = []
+    errors = []
     for word in argv:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             groups.append((key, [value] if equals else []))
+        elif _lacks_dashes(word) and not (groups and _takes_any_text(*groups[-1])):
+            errors.append(_without_dashes(word))
+            groups.append(("", []))  # takes the words that follow
         elif groups:
             groups[-1][1].append(word)
         else:
-            raise ConfigError("command line", word, "not a setting; write --section.key value")
-    return groups
+            errors.append(ConfigError("command line", word, "not a setting; write --section.key value"))
+    return [(key, values) for key, values in groups if key or not errors], errors
 
 
-def _parse_value(text: str) -> Any:
+def _lacks_dashes(word: str) -> bool:
+    """Whether a word is a setting but for the two dashes before it; other dashes are what editors make of them."""
+    dotted, equals, _ = word.lstrip("-–—").partition("=")
+    section, _, key = dotted.partition(".")
+    fields = _section_fields(section) or {}
+    return bool(fields) and (key in fields or (bool(equals) and bool(key)))
+
+
+def _takes_any_text(dotted: str, values: list[str]) -> bool:
+    """Whether a key still waits for its value, which may be any text."""
+    section, _, key = dotted.partition(".")
+    fields = _section_fields(section) or {}
+    return not values and key in fields and _wants_text(fields[key].annotation)
+
+
+def _without_dashes(word: str) -> ConfigError:
+    bare = word.lstrip("-–—")
+    example = f"--{bare}" if "=" in bare else f"--{bare} VALUE"
+    return ConfigError("command line", word, f"a setting needs two dashes; write {shortened(example)}")
+
+
+def _file_settings(path: Any) -> dict[str, Any]:
+    """The tables of `job.config_file`, if there is one."""
+    if path is None:
+        return {}
+    if not isinstance(path, str):
+        raise ConfigError("job.config_file", path, "must be the path of one TOML file")
+    try:
+        found = expanded(path)
+    except ValueError as error:
+        raise ConfigError("job.config_file", path, str(error)) from None
+    if _lacks_dashes(path) and not Path(found).exists():
+        raise _without_dashes(path)
+    return read_toml(found)
+
+
+def _parse_value(dotted: str, text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         return text
+    except RecursionError:
+        problem = "brackets are nested too deeply; at most some hundred levels can be read"
+        raise ConfigError(dotted, text, problem) from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ConfigError(dotted, text, "a number with too many digits; write one of at most 18") from None
 
 
 def _annotation_of(dotted: str, values: list[str]) -> Any:
@@ -166,18 +222,24 @@ def _unknown(dotted: str) -> str:
     return f"unknown key; did you mean {matches[0]}?" if matches else "unknown key; --help lists every key"
 
 
-def _check_known_keys(tree: dict[str, Any]) -> None:
-    for section, table in tree.items():
+def _remove_unknown(tree: dict[str, Any]) -> list[ConfigError]:
+    """Take out what the schema does not have, so that the rest can be checked; an error for each."""
+    errors = []
+    for section, table in list(tree.items()):
         fields = _section_fields(section)
         if fields is None:
             near = difflib.get_close_matches(section, JobConfig.model_fields, n=1, cutoff=0.5)
             cure = f"did you mean [{near[0]}]?" if near else f"the sections are {', '.join(JobConfig.model_fields)}"
-            raise ConfigError(section, table if not isinstance(table, dict) else "[table]", f"unknown section; {cure}")
-        if not isinstance(table, dict):
-            raise ConfigError(section, table, f"must be a table; write [{section}] above its keys")
-        for key, value in table.items():
-            if key not in fields:
-                raise ConfigError(f"{section}.{key}", value, _unknown(f"{section}.{key}"))
+            shown = table if not isinstance(table, dict) else "[table]"
+            errors.append(ConfigError(section, shown, f"unknown section; {cure}"))
+            del tree[section]
+        elif not isinstance(table, dict):
+            errors.append(ConfigError(section, table, f"must be a table; write [{section}] above its keys"))
+            del tree[section]
+        else:
+            for key in [key for key in table if key not in fields]:
+                errors.append(ConfigError(f"{section}.{key}", table.pop(key), _unknown(f"{section}.{key}")))
+    return errors
 
 
 def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -189,11 +251,26 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[key] = value
 
 
-def _first_problem(error: ValidationError) -> ConfigError:
-    """The first validation error as one sentence that says what would be valid."""
-    first = error.errors()[0]
-    dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
-    section, _, key = dotted.partition(".")
-    fields = _section_fields(section) or {}
-    meaning = f" ({fields[key].description})" if key in fields else ""
-    return ConfigError(dotted, first["input"], f"{first_problem(error)}{meaning}")
+def _validation_errors(error: ValidationError) -> list[ConfigError]:
+    """A sentence for each wrong key that says what would be valid."""
+    found: dict[str, ConfigError] = {}
+    for detail in error.errors(include_url=False):
+        dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
+        section, _, key = dotted.partition(".")
+        fields = _section_fields(section) or {}
+        meaning = f" ({fields[key].description})" if key in fields else ""
+        found.setdefault(dotted, ConfigError(dotted, detail["input"], f"{problem_of(detail)}{meaning}"))
+    return list(found.values())
+
+
+def _model_errors(tree: dict[str, Any]) -> list[ConfigError]:
+    """What is wrong in the model's own fields, where the rest of [model] is right."""
+    from titan_like.models.registry import model_config  # it imports what is here
+
+    try:
+        model_config(Model.model_validate(tree.get("model", {})))
+    except ValidationError:
+        return []
+    except ConfigError as error:
+        return [error]
+    return []

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from titan_like.config.errors import ConfigError
+from collections.abc import Callable, Iterator
+
+from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import model_config
 from titan_like.optim.schedule import wsd_decay_steps
-from titan_like.parallel.layout import Layout
+from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
-from titan_like.train.batch_size import rampup_batch_sizes, total_steps
+from titan_like.train.batch_size import batch_sizes_to_check, total_steps
+
+_MOST_PASSES = 2**18  # of a step's forward, over all stages: each is an entry in the schedule's table
+_MOST_INCREMENTS = 10_000  # of a batch size ramp-up: steps are counted increment by increment
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -17,16 +23,55 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
     Raises:
         ConfigError: the first rule that is broken.
     """
-    _check_rampup(config)
-    _check_length(config)
-    _check_batches(config, layout)
-    check_sequence(config, model, layout)
-    check_tensor_parallel(config, model, layout)
-    check_pipeline(config, model, layout)
-    _check_precision(config)
-    _check_health(config)
-    _check_compile(config, model)
-    _check_available(config)
+    for error in broken_rules(config, model, layout):
+        raise error
+
+
+def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
+    """What settings contradict each other, each rule in turn; those of a model or layout only where there is one."""
+    rules: list[Callable[[], None]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
+    if layout is not None:
+        rules.append(lambda: _check_batches(config, layout))
+    if model is not None and layout is not None:
+        rules += [
+            lambda: check_sequence(config, model, layout),
+            lambda: check_tensor_parallel(config, model, layout),
+            lambda: check_pipeline(config, model, layout),
+        ]
+    rules += [lambda: _check_precision(config), lambda: _check_health(config)]
+    if model is not None:
+        rules.append(lambda: _check_compile(config, model))
+    rules.append(lambda: _check_available(config))
+    for rule in rules:
+        try:
+            rule()
+        except ConfigError as error:
+            yield error
+            if rule is rules[0]:  # nothing can be said of batches that do not grow as they are to
+                return
+
+
+def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
+    """The model and the layout that the settings describe, checked against each other. Without torch.
+
+    Raises:
+        ConfigError: all rules that are broken, a line for each.
+    """
+    model: TransformerConfig | None = None
+    layout: Layout | None = None
+    errors = []
+    try:
+        model = model_config(config.model)
+    except ConfigError as error:
+        errors.append(error)
+    try:
+        layout = resolve_layout(config.parallelism, world_size)
+    except ConfigError as error:
+        errors.append(error)
+    errors += broken_rules(config, model, layout)
+    if errors or model is None or layout is None:
+        raise all_of(errors)
+    return model, layout
 
 
 def _check_rampup(config: JobConfig) -> None:
@@ -40,6 +85,10 @@ def _check_rampup(config: JobConfig) -> None:
     if start > training.global_batch_size or (training.global_batch_size - start) % increment:
         problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
         raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
+    increments = (training.global_batch_size - start) // increment
+    if increments > _MOST_INCREMENTS:
+        problem = f"{increments:,} increments are more than {_MOST_INCREMENTS:,}; use larger ones"
+        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
 
 
 def _check_length(config: JobConfig) -> None:
@@ -49,7 +98,7 @@ def _check_length(config: JobConfig) -> None:
         shown = {key: getattr(training, key) for key in given} or None
         raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
     if total_steps(training) == 0:
-        unit = rampup_batch_sizes(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
+        unit = batch_sizes_to_check(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
         problem = f"less than one global batch; give at least {unit}"
         raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
     scheduler, steps = config.lr_scheduler, total_steps(training)
@@ -71,7 +120,7 @@ def _check_length(config: JobConfig) -> None:
 def _check_batches(config: JobConfig, layout: Layout) -> None:
     training = config.training
     unit = training.micro_batch_size * layout.data_parallel
-    for size in rampup_batch_sizes(training):
+    for size in batch_sizes_to_check(training):
         if size % unit:
             key = "global_batch_size" if size == training.global_batch_size else "batch_size_rampup"
             below = size // unit * unit
@@ -81,6 +130,14 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
                 f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
             )
             raise ConfigError(f"training.{key}", getattr(training, key), problem)
+    degrees, size = config.parallelism, training.global_batch_size
+    stages = layout.pipeline * stages_per_rank(degrees.pipeline_schedule, degrees.virtual_stages_per_rank)
+    if stages * (size // unit) > _MOST_PASSES:
+        problem = (
+            f"is {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in each "
+            f"of {stages} stages, and a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
+        )
+        raise ConfigError("training.global_batch_size", size, problem)
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -156,7 +213,7 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
         problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
         raise ConfigError("parallelism.pipeline_layers", counts, problem)
-    for size in rampup_batch_sizes(config.training):
+    for size in batch_sizes_to_check(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
         refusal = check_schedule(schedule, pipeline, virtual, microbatches)
         if refusal is not None:

@@ -6,6 +6,7 @@ memory-mapped by all.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -22,10 +23,11 @@ import numpy as np
 from filelock import FileLock
 
 from titan_like.config.errors import ConfigError
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data
 from titan_like.data.tokenizer import Tokenizer, tokenizer_files
 
-_FORMAT = 1  # raise when the token file's content would change for the same input
+_FORMAT = 2  # raise when the token file's content would change for the same input
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,35 @@ def _match_paths(patterns: list[str]) -> list[Path]:
         raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()]
-        if not matches:
-            raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
+        matches = [Path(pattern)] if os.path.lexists(pattern) else _matches(pattern)
         found |= dict.fromkeys(matches)
     for path in found:
+        problem = file_problem(path)
+        if problem is not None:
+            cure = "; name the files in it, such as *.txt" if problem.startswith("is a folder") else ""
+            raise ConfigError("data.paths", str(path), f"{problem}{cure or '; name files of text'}")
         if path.stat().st_size == 0:
             raise ConfigError("data.paths", str(path), "the file is empty; remove it or give one with text")
+        if path.suffix == ".json" and _begins_as_json(path):
+            problem = (
+                "holds JSON, not text; write one document a line as .jsonl (of an array: jq -c '.[]'), or name the "
+                "file .txt to train on it as it stands"
+            )
+            raise ConfigError("data.paths", str(path), problem)
     return list(found)
+
+
+def _matches(pattern: str) -> list[Path]:
+    """The files that a glob pattern matches, without folders and devices; what else it matches where there is none."""
+    everything = [Path(match) for match in glob.glob(pattern, recursive=True)]
+    if not everything:
+        raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
+    return [path for path in everything if path.is_file()] or everything[:1]
+
+
+def _begins_as_json(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
 
 
 def fingerprint(section: Data, files: list[Path]) -> str:
@@ -130,7 +153,7 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
 
 def _documents(path: Path, section: Data) -> Iterator[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark is no text
     except UnicodeDecodeError as error:
         if section.dataset == "stdlib":  # a few encodings' own test data
             return
@@ -151,6 +174,11 @@ def _text_of_json(line: str, place: str, key: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError("data.paths", place, f"the line is not JSON ({error.msg}); correct it") from None
+    except RecursionError:
+        problem = "brackets are nested too deeply; at most some hundred levels can be read"
+        raise ConfigError("data.paths", place, problem) from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ConfigError("data.paths", place, "the line has a number with too many digits; write it as text") from None
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         raise ConfigError("data.paths", place, f'the line has no text under "{key}"; set data.text_key')
     try:

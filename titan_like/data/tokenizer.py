@@ -9,7 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import file_problem
 
 _KEY = "data.tokenizer"
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -84,7 +85,7 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
         try:
             tokenizer = HFTokenizer.from_file(spec)
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({error})") from None
+            raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({first_line(error)})") from None
     for token in _END_OF_DOCUMENT:
         eod_id = tokenizer.token_to_id(token)
         if eod_id is not None:
@@ -108,7 +109,7 @@ def _read_gpt2(spec: str, key: str) -> HFTokenizer:
     try:
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(key, spec, f"not GPT-2's vocab.json and merges.txt ({error})") from None
+        raise ConfigError(key, spec, f"not GPT-2's vocab.json and merges.txt ({first_line(error)})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -116,5 +117,7 @@ def _read_gpt2(spec: str, key: str) -> HFTokenizer:
 
 
 def _require_file(path: str, spec: str, key: str, cure: str) -> None:
-    if not Path(path).is_file():
-        raise ConfigError(key, spec, f"no such file as {path}; {cure}")
+    problem = file_problem(Path(path))
+    if problem is not None:
+        problem = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
+        raise ConfigError(key, spec, f"{problem}; {cure}")

@@ -110,7 +110,7 @@ def read_trace(path: Path) -> StepTimeline:
             [Phase(e["pid"], str(e["name"]), *_span(e)) for e in slices if e["tid"] == _PHASES],
             about["clock_error_us"] / 1e6,
         )
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"no timeline: {error!r}") from None
     problem = _problem(timeline)
     if problem is not None:

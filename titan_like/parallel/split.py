@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -44,8 +45,12 @@ def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list
     def cost_with_one_more(stage: int) -> tuple[float, bool, int]:
         return counts[stage] + 1 + extra[stage], stage in (0, num_stages - 1), stage
 
+    cheapest = [cost_with_one_more(stage) for stage in range(num_stages)]
+    heapify(cheapest)
     for _ in range(num_layers - num_stages):
-        counts[min(range(num_stages), key=cost_with_one_more)] += 1
+        stage = cheapest[0][-1]
+        counts[stage] += 1
+        heapreplace(cheapest, cost_with_one_more(stage))
     return counts
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError
+from titan_like.config.toml import read_toml
 from titan_like.planner.cluster import Links
 from titan_like.planner.devices import (
     Device,
@@ -300,13 +301,8 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     if name in builtin_profiles():
         return builtin_profiles()[name]
     path = Path(name)
-    if path.suffix == ".toml" and path.is_file():
-        try:
-            return profile_from(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(key, name, f"is not TOML: {error}") from None
-        except OSError as error:
-            raise ConfigError(key, name, f"cannot be read ({error.strerror}); name another file") from None
+    if path.suffix == ".toml" and path.exists():
+        return profile_from(path.stem, read_toml(name, key))
     known = ", ".join(builtin_profiles())
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from titan_like.config.schema import Training
 
 
@@ -28,27 +30,56 @@ def rampup_batch_sizes(training: Training) -> list[int]:
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
 
 
+def batch_sizes_to_check(training: Training) -> list[int]:
+    """The first two batch sizes and the last: a number that divides these divides all of `rampup_batch_sizes`."""
+    if training.batch_size_rampup is None:
+        return [training.global_batch_size]
+    start, increment, _ = training.batch_size_rampup
+    return [size for size in (start, start + increment) if size < training.global_batch_size] + [
+        training.global_batch_size
+    ]
+
+
+def _rampup(training: Training) -> Iterator[tuple[int, int]]:
+    """Each batch size of the ramp-up with the steps that have it, ascending, until the ramp-up is over.
+
+    The batch grows to start + k · increment when ⌈k · samples / increments⌉ samples are consumed. A step that begins
+    before that is still of the size before, so the batch may pass over a size.
+    """
+    if training.batch_size_rampup is None:
+        return
+    start, increment, ramp_samples = training.batch_size_rampup
+    increments = (training.global_batch_size - start) // increment
+    consumed = 0
+    while increments and consumed < ramp_samples:
+        number = consumed * increments // ramp_samples
+        size = start + increment * number
+        until = -(-(number + 1) * ramp_samples // increments)  # consumed samples at which the batch grows
+        steps = -(-(until - consumed) // size)
+        yield size, steps
+        consumed += steps * size
+
+
 def total_steps(training: Training) -> int:
     """Optimizer steps of the run: as many whole batches as ``samples`` or ``tokens`` allow."""
     if training.steps is not None:
         return training.steps
-    samples = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
-    steps = consumed = 0
-    ramp_samples = training.batch_size_rampup[2] if training.batch_size_rampup else 0
-    while consumed < ramp_samples:
-        batch = global_batch_size_at(training, consumed)
-        if consumed + batch > samples:
-            return steps
-        consumed += batch
-        steps += 1
-    return steps + (samples - consumed) // training.global_batch_size
+    left = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
+    done = 0
+    for size, steps in _rampup(training):
+        if steps * size > left:
+            return done + left // size
+        left -= steps * size
+        done += steps
+    return done + left // training.global_batch_size
 
 
 def total_samples(training: Training) -> int:
     """Samples that the run's steps train on."""
-    steps, consumed = total_steps(training), 0
-    ramp_samples = training.batch_size_rampup[2] if training.batch_size_rampup else 0
-    while steps and consumed < ramp_samples:
-        consumed += global_batch_size_at(training, consumed)
-        steps -= 1
-    return consumed + steps * training.global_batch_size
+    left, consumed = total_steps(training), 0
+    for size, steps in _rampup(training):
+        if steps >= left:
+            return consumed + left * size
+        left -= steps
+        consumed += steps * size
+    return consumed + left * training.global_batch_size

@@ -34,14 +34,8 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.shapes import place_of
 from titan_like.parallel.step_plan import StepPlan, plan_step
 from titan_like.train.batch_size import total_samples, total_steps
-from titan_like.train.setup import (
-    check_folders,
-    check_settings,
-    check_tokenizer,
-    environment_number,
-    open_data,
-    with_chosen_layout,
-)
+from titan_like.train.environment import dry_run_world
+from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data, with_chosen_layout
 
 
 @dataclass(frozen=True)
@@ -112,9 +106,6 @@ def dry_run(config: JobConfig) -> DryRun:
         ConfigError: anything the user has to change.
     """
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
-    if rank >= world_size:
-        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
-        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
     config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
     _check_gpu_type(config)
@@ -147,29 +138,6 @@ def dry_run(config: JobConfig) -> DryRun:
         plan=plan_step(config, model, layout, place_of(layout, rank)),
         data=data,
         notes=notes,
-    )
-
-
-def dry_run_world(config: JobConfig) -> int:
-    """Processes of the job that a dry run describes.
-
-    Raises:
-        ConfigError: nodes of unknown size.
-    """
-    cluster, degrees = config.cluster, config.parallelism
-    if cluster.nodes is not None:
-        if cluster.gpus_per_node is None:
-            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-            raise ConfigError("cluster.gpus_per_node", None, problem)
-        return cluster.nodes * cluster.gpus_per_node
-    if "WORLD_SIZE" in os.environ:
-        return environment_number("WORLD_SIZE", 1, least=1)
-    return (
-        degrees.pipeline_parallel_degree
-        * degrees.data_parallel_replicate_degree
-        * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
     )
 
 
@@ -259,9 +227,9 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     named = tokenizer_files(section.tokenizer)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         build_tokenizer(section.tokenizer)  # refuses
-    absent = [str(path) for path in named if not path.is_file()]
+    absent = [str(path) for path in named if not path.exists()]
     if section.dataset != "stdlib":
-        absent += [pattern for pattern in section.paths if not glob(pattern, recursive=True)]
+        absent += [name for name in section.paths if not os.path.lexists(name) and not glob(name, recursive=True)]
     if absent:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     check_tokenizer(config, build_tokenizer(section.tokenizer), model)

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.lock import release
+from titan_like.config.errors import ConfigError
+from titan_like.train.environment import is_one_of_several
+from titan_like.train.out_of_memory import out_of_memory_names
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import Trainer
@@ -25,6 +28,7 @@ def run_job(run: Run) -> None:
     """Train.
 
     Raises:
+        ConfigError: the memory does not suffice.
         RunError: the run cannot go on; the message says why.
     """
     patience = run.config.health.hang_timeout_seconds
@@ -32,10 +36,13 @@ def run_job(run: Run) -> None:
         warning = clock_warning()
         if warning is not None and dist.get_rank() == 0:
             print(warning, flush=True)
-        trainer = Trainer(run)
+        with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
+            trainer = Trainer(run)
         trainer.signals = signals
         watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
-        trainer.train()
+        size = run.config.training.micro_batch_size
+        with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):
+            trainer.train()
     release()
 
 
@@ -67,10 +74,20 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
     torchrun may keep one store from one start of the processes to the next, and with it the addresses of processes that
     are gone. On one machine each start gets its own part of it, by the number of restarts. Several torchruns count
     those differently, and have to be told to make a new store.
+
+    Raises:
+        ConfigError: another program listens at the port where they are to meet.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not is_one_of_several():
         return dist.HashStore(), 0, 1
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        problem = "the port is in use on this machine; choose another one, the same for all processes"
+        raise ConfigError("environment variable MASTER_PORT", port, problem) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start-{start}-of-{world_size}", store)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.compatible import check_same_run
+from titan_like.checkpoint.compatible import check_readable, check_same_run
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.checkpoint.initial import check_initial_weights
+from titan_like.checkpoint.lock import lock_path, lock_problem
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
+from titan_like.config.rules import resolve_settings
 from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
@@ -21,10 +22,13 @@ from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.metrics.hardware import check_gpu_name
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
-from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.layout import Layout
 from titan_like.planner.profile import load_profile
 from titan_like.train.batch_size import total_steps
+from titan_like.train.environment import environment_number, number_of_processes
+from titan_like.train.out_of_memory import host_memory_bytes
+
+_LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,12 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    world_size = environment_number("WORLD_SIZE", 1, least=1)
+    world_size = number_of_processes()
     config = with_chosen_layout(config, world_size)
     model, layout = check_settings(config, world_size)
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
+    _check_memory(config, model, device)
     return Run(
         config=config,
         model=model,
@@ -87,9 +92,7 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
     Raises:
         ConfigError: anything the user has to change.
     """
-    model = model_config(config.model)
-    layout = resolve_layout(config.parallelism, world_size)
-    check_rules(config, model, layout)
+    model, layout = resolve_settings(config, world_size)
     check_gpu_name(config.cluster.gpu)
     if config.cluster.profile is not None:
         load_profile(config.cluster.profile, "cluster.profile")  # refuses
@@ -108,6 +111,9 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     if config.checkpoint.enable:
         folder = checkpoint_folder(config)
         _check_writable("checkpoint.folder", folder, make)
+        problem = lock_problem(folder)
+        if problem is not None:
+            raise ConfigError("checkpoint.folder", str(folder), f"{lock_path(folder)} {problem}")
         _check_checkpoints(config, model, folder)
         if make:
             _check_space(config, model, folder)
@@ -137,17 +143,21 @@ def select_device(dtype: str) -> torch.device:
     return device
 
 
-def environment_number(name: str, default: int, least: int = 0) -> int:
-    """A whole number that torchrun sets.
+def _check_memory(config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
+    """Whether weights, gradients and optimizer state, each held once, fit into a machine that has all processes.
 
-    Raises:
-        ConfigError: it is something else.
+    Without this the kernel would kill a process, which could say nothing.
     """
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < least:
-        problem = f"must be a whole number of at least {least}; torchrun sets it"
-        raise ConfigError(f"environment variable {name}", text, problem)
-    return int(text)
+    on_this_machine = environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1
+    needed, there = checkpoint_bytes(config, model) + 4 * model.num_parameters(), host_memory_bytes()
+    if device.type == "cpu" and on_this_machine and needed > there:
+        problem = (
+            f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
+            f"and optimizer state, and this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+        )
+        key = next((f"model.overrides.{name}" for name in _LARGE if name in config.model.overrides), "model.flavor")
+        value = config.model.overrides.get(key.rpartition(".")[2], config.model.flavor)
+        raise ConfigError(key, value, problem)
 
 
 def _check_writable(key: str, folder: Path, make: bool) -> None:
@@ -170,6 +180,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
     if wanted is not None and wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    check_readable(folder, steps if wanted is None else [wanted])
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
 

@@ -35,7 +35,7 @@ class Samples(Dataset[torch.Tensor]):
         return 1 << 40 if self.size is None else self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         if index % 2:
             tokens[self.seq_len // 2] = self.vocab_size - 1  # the last token before the padding

@@ -1,0 +1,268 @@
+"""Files, environments and sizes that no run can begin with end in one sentence, at once."""
+
+import json
+import os
+import socket
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import titan_like.train.job
+import titan_like.train.setup
+from scripts import convert, generate
+from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
+from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import RunError
+from titan_like.config.paths import file_problem
+from titan_like.data.text import corpus_files
+from titan_like.planner.profile import load_profile
+from titan_like.train.job import meeting_place
+from titan_like.train.out_of_memory import out_of_memory_names
+
+# What a file is, by the name that it has in the test's folder, and the words that name it.
+KINDS = {
+    "folder.x": "is a folder, not a file",
+    "fifo.x": "is a named pipe (FIFO), not a file",
+    "socket.x": "is a socket, not a file",
+    "device.x": "is a character device, not a file",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("some text to learn from, " * 20)
+    (tmp_path / "run.toml").write_text(TOML.format(tmp=tmp_path, length=""))
+    (tmp_path / "folder.x").mkdir()
+    os.mkfifo(tmp_path / "fifo.x")
+    (tmp_path / "device.x").symlink_to("/dev/zero")
+    here = os.getcwd()
+    os.chdir(tmp_path)  # a socket's path must be short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket.x")
+    os.chdir(here)
+    return tmp_path
+
+
+@pytest.mark.timeout(60)  # opening a pipe would wait for ever
+def test_what_is_no_file_is_named_as_what_it_is(monkeypatch, capfd, folder):
+    for name, words in KINDS.items():
+        path = f"{folder}/{name}"
+        for argv in (
+            [f"--job.config_file={path}"],
+            arguments(folder, [STEPS, f"--data.paths={path}"]),
+            arguments(folder, [STEPS, f"--data.paths={folder}/{name[:3]}*.x"]),
+            arguments(folder, [STEPS, f"--data.tokenizer={path}"]),
+        ):
+            check_refusal(run_here(monkeypatch, capfd, argv), [path, words])
+    files = corpus_files(load_config(["--data.dataset=text", f"--data.paths={folder}/*"]).data)
+    assert sorted(path.name for path in files) == ["run.toml", "text.txt"]  # a pattern passes over what is no file
+
+
+def test_unreadable_files_are_named(monkeypatch, capfd, folder):
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(".txt"))
+    assert file_problem(folder / "text.txt") == "cannot be read (Permission denied)"
+    for argv in (
+        [f"--job.config_file={folder}/text.txt"],
+        arguments(folder, [STEPS, f"--data.paths={folder}/text.txt"]),
+    ):
+        check_refusal(run_here(monkeypatch, capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
+
+
+DATA = {  # name of the file, its content, words
+    "brackets": ("a.jsonl", '{"text": "a"}\n{"text": ' + 100_000 * "[", ["a.jsonl:2", "nested too deeply"]),
+    "digits": ("a.jsonl", '{"text": "a", "n": ' + 5000 * "1" + "}", ["a.jsonl:1", "too many digits"]),
+    "array": (
+        "a.json",
+        '\ufeff [{"text": "a"}]',
+        ["a.json", "holds JSON, not text", "as .jsonl", "name the file .txt"],
+    ),
+    "object": ("a.json", '{"text": "a"}', ["a.json", "holds JSON, not text"]),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_bad_documents(monkeypatch, capfd, folder, case):
+    name, content, words = DATA[case]
+    (folder / name).write_text(content)
+    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, f"--data.paths={folder}/{name}"])), words)
+
+
+def test_profile_with_thousands_of_brackets(tmp_path):
+    (tmp_path / "mine.toml").write_text("device = " + 5000 * "[")
+    with pytest.raises(ConfigError, match=r'cluster.profile = ".*mine.toml": brackets are nested too deeply'):
+        load_profile(f"{tmp_path}/mine.toml", "cluster.profile")
+
+
+RUN_FILES = {
+    "brackets": (100_000 * "[", "brackets in run.json are nested too deeply"),
+    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json holds an integer of 5,000 digits"),
+    "no JSON": ("step 5", "run.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", RUN_FILES)
+def test_run_json_that_cannot_be_read(monkeypatch, capfd, folder, case):
+    content, words = RUN_FILES[case]
+    path = folder / "out" / "checkpoint" / "step-1"
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(content)
+    argv = arguments(folder, [STEPS, "--checkpoint.enable"])
+    refused = [f'checkpoint.folder = "{path.parent}": {path} cannot be loaded', words, "move it away"]
+    check_refusal(run_here(monkeypatch, capfd, argv), refused)
+    check_refusal(run_here(monkeypatch, capfd, [*argv, "--job.dry_run"]), refused)
+    with pytest.raises(ConfigError, match=words):
+        generate.main(argv)
+    with pytest.raises(ConfigError, match=words):
+        convert.main(["to-hf", f"--checkpoint={path.parent}", f"--output={folder}/hf"])
+
+
+def test_one_readable_checkpoint_is_enough(folder, monkeypatch, capfd):
+    for step, content in ((1, '{"step":'), (2, "[")):
+        path = folder / "out" / "checkpoint" / f"step-{step}"
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(content)
+    argv = arguments(folder, [STEPS, "--checkpoint.enable", "--job.dry_run"])
+    refused = [f"{path} cannot be loaded (run.json is not JSON", "nor any other there"]
+    check_refusal(run_here(monkeypatch, capfd, argv), refused)
+    numbers = dict.fromkeys(("step", "consumed_samples", "consumed_tokens", "skipped_steps"), 1)
+    numbers |= {"loss_scale": 1.0, "loss_scale_good_steps": 0, "model": {}, "config": {}}
+    (path.with_name("step-1") / "run.json").write_text(json.dumps(numbers))
+    assert run_here(monkeypatch, capfd, argv)[0] == 0
+
+
+def test_lock_that_is_a_folder(monkeypatch, capfd, folder):
+    (folder / "out" / "checkpoint.lock").mkdir(parents=True)
+    argv = arguments(folder, [STEPS, "--checkpoint.enable"])
+    check_refusal(run_here(monkeypatch, capfd, argv), ["checkpoint.folder", "checkpoint.lock is a folder", "remove it"])
+
+
+OPTIONS = {
+    "prompt": (["--prompt=caf\udce9"], r'--prompt = "caf\\udce9": is not valid UTF-8'),
+    "large seed": (["--seed=18446744073709551616"], "--seed = 18446744073709551616: must be at least 0 and below 2.63"),
+    "seed of many digits": (["--seed=" + 5000 * "1"], '"--seed": invalid int value: .1{99,180}… .5,0.. characters'),
+    "word for a seed": (["--seed=x"], "\"--seed\": invalid int value: 'x'"),
+    "temperature": (["--temperature=inf"], "--temperature = inf"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_option_of_generate(case):
+    argv, words = OPTIONS[case]
+    with pytest.raises(ConfigError, match=words) as error:
+        generate.main(argv)
+    assert "\n" not in str(error.value)
+
+
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29401"}
+ENVIRONMENTS = {  # variables, words of each line
+    "no rank": ({"WORLD_SIZE": "2"} | MEETING, [["RANK = (not set)", "start with torchrun"]]),
+    "no address": (
+        {"WORLD_SIZE": "2", "RANK": "1"},
+        [["MASTER_ADDR = (not set)", "a job of 2 processes"], ["MASTER_PORT = (not set)"]],
+    ),
+    "rank alone": ({"RANK": "3"} | MEETING, [["WORLD_SIZE = (not set)", "a process of RANK 3"]]),
+    "rank beyond": ({"WORLD_SIZE": "2", "RANK": "2"}, [["RANK = 2", "below WORLD_SIZE = 2", "from 0 to 1"]]),
+    "local rank beyond": (
+        {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"} | MEETING,
+        [["LOCAL_RANK = 1", "below LOCAL_WORLD_SIZE = 1"]],
+    ),
+    "words": (
+        {"WORLD_SIZE": "two", "RANK": "one", "LOCAL_RANK": "-1", "MASTER_PORT": "http"},
+        [['WORLD_SIZE = "two"'], ['RANK = "one"', "whole number"], ['LOCAL_RANK = "-1"'], ['PORT = "http"', "65535"]],
+    ),
+    "digits": ({"WORLD_SIZE": 5000 * "1"}, [["WORLD_SIZE", "(5,000 characters)", "whole number"]]),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_bad_environment(monkeypatch, capfd, folder, case):
+    variables, words = ENVIRONMENTS[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # Each process has an environment of its own: none waits for the first to speak.
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits"))
+    code, out, err = run_here(monkeypatch, capfd, arguments(folder, [STEPS]))
+    lines = err.removeprefix("error: ").splitlines()
+    assert (code, out, len(lines)) == (2, "", len(words)), err
+    for line, wanted in zip(lines, words, strict=True):
+        assert line.strip().startswith("environment variable ")
+        assert all(word in line for word in wanted), line
+
+
+def test_port_in_use_is_named(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f'MASTER_PORT = "{port}": the port is in use'):
+            meeting_place(timedelta(seconds=20))
+
+
+BILLION = "1000000000"
+SIZES = {  # settings, words
+    "layers": ([f"--model.overrides.num_layers={BILLION}"], ["model.overrides.num_layers = 1000000000", "2,048"]),
+    "width": ([f"--model.overrides.hidden_size={BILLION}"], ["model.overrides.hidden_size", "at most 1,048,576"]),
+    "digits": (["--model.overrides.hidden_size=0x" + 5000 * "f"], ["hidden_size", "thousands of digits", "64 bits"]),
+    "rows": ([f"--model.overrides.vocab_multiple={BILLION}"], ["model.overrides.vocab_multiple", "at most 1,048,576"]),
+    "positions": ([f"--model.overrides.max_seq_len={BILLION}"], ["model.overrides.max_seq_len", "134,217,728"]),
+    "passes": (
+        ["--training.micro_batch_size=1", "--training.global_batch_size=1048576"],
+        ["training.global_batch_size = 1048576", "1,048,576 microbatches of 1 × 1 samples", "raise micro_batch_size"],
+    ),
+    "increments": (
+        ["--training.global_batch_size=1048576", "--training.batch_size_rampup=[2, 2, 9000000]"],
+        ["training.batch_size_rampup", "increments are more than 10,000", "use larger ones"],
+    ),
+    "processes": (
+        ["--cluster.nodes=32768", "--cluster.gpus_per_node=512", "--job.dry_run"],
+        ["cluster.nodes = 32768", "a job of 16,777,216 processes", "at most 262,144"],
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_that_nothing_could_loop_over(monkeypatch, capfd, folder, case):
+    settings, words = SIZES[case]
+    for dry_run in ([], ["--job.dry_run=true"]):
+        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, *settings, *dry_run])), words)
+
+
+def test_host_without_memory_names_the_model(monkeypatch, capfd, folder):
+    monkeypatch.setattr(titan_like.train.setup, "host_memory_bytes", lambda: 100_000)
+    wide = ["model.overrides.hidden_size = 32", "this machine has 9.31e-05 GiB", "choose a smaller model"]
+    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), wide)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("build", ['model.flavor = "debug"', "not enough memory", "choose a smaller model"]),
+        ("train", ["training.micro_batch_size = 2", "not enough memory", "lower it"]),
+    ],
+)
+def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, place, words):
+    def fail():
+        torch.empty(1 << 60)  # torch's own words
+
+    trainer = SimpleNamespace(step=0, pipeline=SimpleNamespace(num_actions=0), train=fail)
+    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run: fail() if place == "build" else trainer)
+    try:
+        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_only_memory_names_a_setting():
+    for error in (MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")):
+        with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", "choose another"):
+            raise error
+        assert str(told.value).startswith('model.flavor = "x": this machine has not enough memory for it (')
+    for error in (RuntimeError("mat1 and mat2"), RunError("stop"), OSError(2, "gone"), KeyError("memory")):
+        with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", "choose another"):
+            raise error
+        assert seen.value is error

@@ -1,0 +1,79 @@
+"""Paths in settings, and text files that users name."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from titan_like.config.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+}
+_MOST_BYTES = 64 << 20  # of a file of settings
+
+
+def expanded(text: str) -> str:
+    """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
+
+    Raises:
+        ValueError: it is empty, holds a null character, or names a variable that is not set.
+    """
+    if "\0" in text:
+        raise ValueError("holds a null character, which no path can; remove it")
+    for plain, braced in _VARIABLE.findall(text):
+        if (plain or braced) not in os.environ:
+            raise ValueError(f"the environment variable {plain or braced} is not set; set it or write the path out")
+    path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
+    if not path.strip():
+        raise ValueError("is empty; name a path")
+    return path
+
+
+def file_problem(path: Path) -> str | None:
+    """Why a file cannot be read, as the predicate of a sentence; None if it can. Opens nothing, so cannot hang.
+
+    A file that does not exist is one that cannot be read.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    if not stat.S_ISREG(mode):
+        return f"is {_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a file"
+    return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
+
+
+def read_settings(path: str, key: str) -> str:
+    """The text of a file of settings, without a byte-order mark.
+
+    Args:
+        path: the file.
+        key: the setting that names it, for the error.
+
+    Raises:
+        ConfigError: it is missing, not a regular file, unreadable, far too large or not UTF-8.
+    """
+    problem = file_problem(Path(path))
+    if problem == "does not exist":
+        raise ConfigError(key, path, "no such file; give the path of a TOML file")
+    if problem is not None:
+        raise ConfigError(key, path, f"{problem}; give a readable TOML file")
+    try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise ConfigError(key, path, f"is larger than {_MOST_BYTES >> 20} MiB; give a TOML file")
+        return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not valid UTF-8; save the file as UTF-8"
+        raise ConfigError(key, path, problem) from None
+    except OSError as error:
+        raise ConfigError(key, path, f"cannot be read ({error.strerror}); give a readable TOML file") from None

@@ -1,0 +1,107 @@
+"""What the environment says of a job's processes. Without torch, so that a mistake is told at once."""
+
+from __future__ import annotations
+
+import os
+
+from titan_like.config.errors import ConfigError, all_of
+from titan_like.config.schema import JobConfig
+
+_LARGEST = 2**31 - 1
+_MOST_DESCRIBED = 2**18  # processes: torch makes a list of each group of them
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment_number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
+    """A whole number that torchrun sets.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+        above = f" and at most {most}" if most != _LARGEST else ""
+        problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
+        raise ConfigError(f"environment variable {name}", text, problem)
+    return int(text)
+
+
+def number_of_processes() -> int:
+    """The processes of the job that this one belongs to: one, or as torchrun's variables say.
+
+    Raises:
+        ConfigError: variables that are no numbers or contradict each other, a line for each.
+    """
+    errors: list[ConfigError] = []
+
+    def number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
+        try:
+            return environment_number(name, default, least, most)
+        except ConfigError as error:
+            errors.append(error)
+            return default
+
+    world_size = number("WORLD_SIZE", 1, least=1)
+    local_size = number("LOCAL_WORLD_SIZE", 1, least=1)
+    number("GROUP_WORLD_SIZE", 1, least=1)
+    for name, of, size in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size)):
+        rank = number(name, 0)
+        if not errors and of in os.environ and rank >= size:
+            problem = f"must be below {of} = {size}; number the processes from 0 to {size - 1}"
+            errors.append(ConfigError(f"environment variable {name}", rank, problem))
+    number("MASTER_PORT", 29500, least=1, most=65535)
+    if errors:
+        raise all_of(errors)
+    return world_size
+
+
+def check_meeting() -> None:
+    """Whether a process of several knows which one it is, and where they meet.
+
+    Raises:
+        ConfigError: variables are missing, a line for each.
+    """
+    world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+    missing = [name for name in _MEETING if not os.environ.get(name)]
+    if missing and (world_size > 1 or rank > 0):
+        job = f"a job of {world_size} processes" if world_size > 1 else f"a process of RANK {rank}"
+        problem = f"{job} needs it; start with torchrun, which sets it"
+        raise all_of([ConfigError(f"environment variable {name}", None, problem) for name in missing])
+
+
+def is_one_of_several() -> bool:
+    """Whether the process is to meet others, or itself, at MASTER_ADDR; else it is alone."""
+    return all(os.environ.get(name) for name in _MEETING)
+
+
+def dry_run_world(config: JobConfig) -> int:
+    """Processes of the job that a dry run describes.
+
+    Raises:
+        ConfigError: nodes of unknown size, more processes than can be described, or `job.dry_run_rank` is none of them.
+    """
+    cluster, degrees, rank = config.cluster, config.parallelism, config.job.dry_run_rank
+    if cluster.nodes is not None:
+        if cluster.gpus_per_node is None:
+            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
+            raise ConfigError("cluster.gpus_per_node", None, problem)
+        key, value, world_size = "cluster.nodes", cluster.nodes, cluster.nodes * cluster.gpus_per_node
+    elif "WORLD_SIZE" in os.environ:
+        value = world_size = environment_number("WORLD_SIZE", 1, least=1)
+        key = "environment variable WORLD_SIZE"
+    else:
+        key, value = "parallelism.tensor_parallel_degree", degrees.tensor_parallel_degree
+        world_size = (
+            degrees.pipeline_parallel_degree
+            * degrees.data_parallel_replicate_degree
+            * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
+            * degrees.context_parallel_degree
+            * degrees.tensor_parallel_degree
+        )
+    if world_size > _MOST_DESCRIBED:
+        problem = f"makes a job of {world_size:,} processes; a dry run describes one of at most {_MOST_DESCRIBED:,}"
+        raise ConfigError(key, value, problem)
+    if rank >= world_size:
+        problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+        raise ConfigError("job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    return world_size
