@@ -27,8 +27,8 @@ class StopSignals:
 
     Python runs signal handlers in the main thread, between two bytecodes: a collective or a compilation may keep them
     waiting for minutes. So a thread of its own acts on signals, woken by the number that Python's C handler writes
-    into a pipe. A signal that the process was started to ignore, as by nohup, stays ignored. Only the main thread can
-    install handlers; in another one this does nothing.
+    into a pipe. Under nohup SIGHUP stays ignored. Only the main thread can install handlers; in another one this does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,11 @@ class StopSignals:
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._act, args=(self._pipe[0],), name="signals", daemon=True).start()
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._hold_main_thread) for number in handled}
+        self._before = {
+            number: signal.signal(number, self._hold_main_thread)
+            for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        }
         os.register_at_fork(after_in_child=self._leave_to_parent)
         return self
 
