@@ -192,39 +192,28 @@ def test_the_rank_that_the_others_wait_for_is_named(
         assert line.startswith(f"error: rank 1 died or was stopped after step {last},")
 
 
-def test_a_second_job_in_the_same_folder_is_kept_out(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
-    dump = tmp_path / "out"
+def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+    dump, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with start("--checkpoint.enable=false", processes=1) as first:
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(DISTURBED), *arguments, "--disturb=impatient"]
+        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+
+    with start(f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2", processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")
-        for enable in ("true", "false"):
-            arguments = [*settings(dump), f"--checkpoint.enable={enable}", "--disturb=impatient"]
-            second = subprocess.run(
-                [sys.executable, str(DISTURBED), *arguments], cwd=REPO, env=environment, capture_output=True, text=True
-            )
-            assert second.returncode == 2
-            assert second.stderr == (
-                f'error: job.dump_folder = "{dump}": another job writes to this folder; '
-                "stop it, or name another folder\n"
-            )
+        second = run(*settings(dump), "--checkpoint.enable=false")
+        assert second.returncode == 2
+        problem = "another job writes to this folder; stop it, or name another folder"
+        assert second.stderr == f'error: job.dump_folder = "{dump}": {problem}\n'
+        third = run(*settings(tmp_path / "other"), f"--checkpoint.folder={checkpoints}")
+        assert third.returncode != 0
+        assert f"error: another run writes to {checkpoints}; stop it, or set checkpoint.folder" in third.stderr
         kill(first.workers()[0], signal.SIGKILL)
         first.wait()
     seen = steps(dump)
     assert seen == list(range(1, seen[-1] + 1))
-    with start("--checkpoint.enable=false", "--training.steps=2", processes=1) as third:  # no lock outlives its job
-        assert third.wait() == 0, third.output
-    assert "another job" not in third.output
+    fourth = run(*settings(dump, last=2), "--checkpoint.enable=false")  # no lock outlives its job
+    assert fourth.returncode == 0 and "another job" not in fourth.stdout, fourth.stderr
     assert steps(dump) == [1, 2]
     assert [path.name for path in dump.glob("metrics.*.jsonl")] == ["metrics.1.jsonl"]
-
-
-def test_a_second_run_in_the_same_folder_of_checkpoints_is_kept_out(
-    start: Callable[..., TorchrunJob], tmp_path: Path
-) -> None:
-    folder = tmp_path / "shared"
-    with start(f"--checkpoint.folder={folder}", "--checkpoint.interval=2", processes=1) as first:
-        first.until(lambda: len(steps(tmp_path / "out")) >= 3, "the third step")
-        arguments = [*settings(tmp_path / "other"), f"--checkpoint.folder={folder}", "--disturb=impatient"]
-        with TorchrunJob(tmp_path / "second.txt", DISTURBED, arguments, 1, STANDALONE) as second:
-            assert second.wait() != 0
-        assert f"error: another run writes to {folder}; stop it, or set checkpoint.folder" in second.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import queue
 import re
@@ -191,29 +190,6 @@ def test_only_a_lost_connection_means_that_the_store_is_gone(
     else:
         watchdog._watch()
     assert len(calls) == (1 if ends else 3)
-
-
-def test_signs_while_modules_are_imported(store: dist.Store, capfd: pytest.CaptureFixture[str]) -> None:
-    watchdog, done = Watchdog(timeout=600.0), threading.Event()
-
-    def give_signs() -> None:
-        for _ in range(3000):
-            watchdog._give_sign()
-        done.set()
-
-    names = ("decimal", "email", "html", "wsgiref", "tomllib", "plistlib")
-    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
-    threading.Thread(target=give_signs, daemon=True).start()
-    try:
-        while not done.is_set():
-            for name in names:
-                for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == name]:
-                    del sys.modules[loaded]
-                importlib.import_module(name)
-    finally:
-        sys.modules.update(kept)
-    assert number_of_signs(store) == 3000
-    assert capfd.readouterr().err == ""
 
 
 class Job:
