@@ -130,6 +130,28 @@ def test_only_one_rank_of_a_machine_says_so_and_nohup_holds(tmp_path: Path) -> N
     assert (done.returncode, done.stdout, done.stderr) == (0, "the main thread has gone on\n", "")
 
 
+def test_a_script_that_has_a_signal_ignored_means_save(tmp_path: Path) -> None:
+    """As scripts/slurm and scripts/k8s do, and as a shell does with SIGINT to what it runs in the background."""
+    code = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+from titan_like.train.signals import StopSignals
+with StopSignals() as stop:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not stop.received:
+        time.sleep(0.01)
+    print("noted", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(100)
+"""
+    done = run(code)
+    assert (done.returncode, done.stdout) == (130, "noted\n")
+    assert done.stderr == "ended by SIGINT before the first step was done\n"
+
+
 def test_a_forked_child_leaves_signals_to_its_parent(ended: list[str]) -> None:
     with StopSignals() as stop:
         stop.can_save = True

@@ -27,8 +27,11 @@ class StopSignals:
 
     Python runs signal handlers in the main thread, between two bytecodes: a collective or a compilation may keep them
     waiting for minutes. So a thread of its own acts on signals, woken by the number that Python's C handler writes
-    into a pipe. Under nohup SIGHUP stays ignored. Only the main thread can install handlers; in another one this does
-    nothing.
+    into a pipe. Only the main thread can install handlers; in another one this does nothing.
+
+    What the process was started to ignore: SIGHUP stays ignored (nohup). SIGTERM and SIGUSR1 are only noted even before
+    the first step, since scripts/slurm and scripts/k8s tell a job with them to save. SIGINT is handled all the same,
+    since a shell has its background jobs ignore it unasked.
     """
 
     def __init__(self) -> None:
@@ -36,6 +39,7 @@ class StopSignals:
         self.can_save = False  # set once a step is done
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
+        self._only_noted: set[int] = set()
         self._pipe = (-1, -1)
         self._wakeup_before = -1
         self._is_parked = threading.Event()
@@ -47,10 +51,12 @@ class StopSignals:
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._act, args=(self._pipe[0],), name="signals", daemon=True).start()
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
+        self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
         self._before = {
             number: signal.signal(number, self._hold_main_thread)
             for number in STOP_SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            if number not in ignored or number != signal.SIGHUP
         }
         os.register_at_fork(after_in_child=self._leave_to_parent)
         return self
@@ -73,7 +79,7 @@ class StopSignals:
 
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
-        if not self.can_save:
+        if self._ends_at_once(number):
             self._is_parked.wait(_TIME_TO_PARK)  # not for longer: it may be in C code, which writes nothing
             with suppress(Exception):
                 remove_unfinished()
@@ -103,11 +109,14 @@ class StopSignals:
 
     def _hold_main_thread(self, number: int, _frame: FrameType | None) -> None:
         """Keep the main thread from writing and printing while the other one ends the process."""
-        if self.can_save:
+        if not self._ends_at_once(number):
             return
         self._is_parked.set()
         while True:
             time.sleep(60)
+
+    def _ends_at_once(self, number: int) -> bool:
+        return not self.can_save and number not in self._only_noted
 
     def _leave_to_parent(self) -> None:
         """In a forked child, such as a data worker: a terminal or a cluster signals it too, and its parent ends it."""
