@@ -198,7 +198,7 @@ def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., Torchru
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(DISTURBED), *arguments, "--disturb=impatient"]
-        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
 
     with start(f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2", processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")
