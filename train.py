@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
-from titan_like.config import ConfigError, load_config
-from titan_like.config.load import run_command
+from titan_like.metrics.output import keep_standard_descriptors, outlive_output
+from titan_like.train.signals import StopSignals
 
 
-def main(argv: list[str]) -> int:
-    """Load and check the configuration, then train."""
+def main(argv: list[str], signals: StopSignals | None = None) -> int:
+    """Load and check the configuration, then train.
+
+    Args:
+        argv: the command line without the program's name.
+        signals: those that are handled already; None handles them once the processes have met.
+    """
+    from titan_like.config import ConfigError, load_config
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", nargs="?", const="")
     options, settings = parser.parse_known_args(argv)
@@ -38,6 +46,7 @@ def main(argv: list[str]) -> int:
         print_dry_run(config, options.json)
         return 0
 
+    outlive_output()
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run
@@ -45,9 +54,13 @@ def main(argv: list[str]) -> int:
     run = prepare_run(config)
     if run.device.type == "cpu":
         keep_freed_memory()
-    run_job(run)
+    run_job(run, signals)
     return 0
 
 
 if __name__ == "__main__":
-    run_command(main)
+    keep_standard_descriptors()
+    with StopSignals() as signals:  # before anything that takes a moment to load
+        from titan_like.config.load import run_command
+
+        run_command(partial(main, signals=signals))

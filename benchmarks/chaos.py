@@ -1,17 +1,21 @@
-"""Kills training runs at random moments until each has reached its end, and compares them with one that was left alone.
+"""Kills and stops training runs at random moments until each has reached its end, and compares them with one that was
+left alone.
 
     python benchmarks/chaos.py --runs 20 --json chaos.json
 
 Every run is torchrun of train.py's trainer on the debug model, dropout on, a checkpoint every second step. A random
-rank gets kill -9 at a random moment (after some seconds, while a checkpoint is being written, or after some step), and
-the job is started again, until it ends by itself. Some runs keep their layout, others change it with every start.
+rank gets a signal at a random moment (after some seconds, while a checkpoint is being written, or after some step), and
+the job is started again, until it ends by itself. Every second signal is kill -9; the others ask to stop, and may go to
+torchrun in place of a rank, as from a terminal. Some runs keep their layout, others change it with every start.
 
 - Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
   kept. Where it changed: the largest difference of a weight from the reference on one rank, relative to the tensor's
   largest, beside that of undisturbed runs in the same layouts, which is rounding. It may be 8 times as large.
 - Samples: each rank logs the index of every sample that it trains on. In the history that survived (of each step the
   last attempt at it) each index from 0 on must be there exactly once.
+- A job that has said that it stopped has saved: no step is trained again after it.
 - metrics.jsonl must have each step once.
+- Nothing is printed by the watchdog, which only names ranks that died, in a job that was asked to stop.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         [f"{PIPELINE}=2", "--parallelism.pipeline_schedule=zbv_zero_bubble", "--parallelism.zero_stage=2", ASYNC],
     ),
 }
+REQUESTS = ("SIGINT", "SIGHUP", "SIGTERM", "SIGUSR1")
+NOT_PASSED_ON = ("SIGUSR1",)  # by torchrun
 DROPOUT = "--model.overrides.dropout=0.1"  # drawn otherwise in another layout
 
 
@@ -70,10 +77,13 @@ class Outcome:
     """What became of one run."""
 
     layouts: list[str]
-    kills: int
-    kills_in_saves: int
+    signals: dict[str, int]  # that were sent
+    signals_in_saves: int
+    stops: int  # times that the job said that it stopped
     seconds: float
-    lost_steps: int  # trained again after a kill
+    lost_steps: int  # trained again after a kill, or a request before the first step
+    lost_to_stops: int  # trained again after a job that said that it stopped
+    watchdog_spoke: int  # jobs that were asked to stop and in which the watchdog named a rank or failed at something
     max_difference: float  # of weights and optimizer from the reference, relative to the largest element
     undisturbed_difference: float  # the same of runs in these layouts that were left alone; 0 where it was kept
     identical: bool
@@ -84,6 +94,14 @@ class Outcome:
 def worker(log: str, argv: list[str]) -> None:
     """One rank: train.py whose samples are logged."""
     sys.path.insert(0, str(ROOT))
+    from titan_like.train.signals import StopSignals
+
+    with StopSignals() as signals:  # as in train.py
+        train_logged(log, argv, signals)
+
+
+def train_logged(log: str, argv: list[str], signals: Any) -> None:
+    """Train where each step's samples go to a file."""
     import torch
 
     import train
@@ -117,7 +135,7 @@ def worker(log: str, argv: list[str]) -> None:
     PackedDataset.__getitem__ = watched_read  # type: ignore[method-assign]
     Trainer.train_step = logged_step  # type: ignore[method-assign]
     sys.argv = ["train.py", *argv]
-    run_command(train.main)
+    run_command(partial(train.main, signals=signals))
 
 
 class Attempt:
@@ -159,11 +177,13 @@ def last_step(dump: Path) -> int:
     return int(json.loads(whole[-1])["step"]) if whole else 0
 
 
-def kill_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int) -> bool | None:
-    """Kill a random rank: after some time, while a checkpoint is written, or after some step.
+def signal_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int) -> tuple[str, bool] | None:
+    """Signal a random rank or torchrun: after some time, while a checkpoint is written, or after some step.
 
-    Whether a checkpoint was being written then, or None if the job ended before.
+    The signal, and whether a checkpoint was being written then; None if the job ended before.
     """
+    name = moments.choice(REQUESTS) if moments.random() < 0.5 else "SIGKILL"
+    to_torchrun = name != "SIGKILL" and name not in NOT_PASSED_ON and moments.random() < 0.5
     kind, began = moments.choice(("time", "save", "step")), time.monotonic()
     patience, step = moments.uniform(0.5, 10.0), moments.randint(min(last_step(dump) + 1, steps - 1), steps - 1)
     while True:
@@ -181,8 +201,8 @@ def kill_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int) 
     ranks = attempt.ranks()
     if not ranks or attempt.process.poll() is not None:
         return None
-    os.kill(moments.choice(ranks), signal.SIGKILL)
-    return is_writing
+    os.kill(attempt.process.pid if to_torchrun else moments.choice(ranks), getattr(signal, name))
+    return name, is_writing
 
 
 def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
@@ -223,10 +243,10 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]
     return identical, worst
 
 
-def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, int]:
-    """Whether each sample is in the surviving history exactly once, and how many steps were trained again."""
+def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, list[int]]:
+    """Whether each sample is in the surviving history exactly once, and how many steps each attempt trained again."""
     history: dict[int, list[int]] = {}
-    again = 0
+    again = [0] * attempts
     for number in range(attempts):
         by_step: dict[int, list[int]] = {}
         for path in dump.glob(f"samples-{number}-*.jsonl"):
@@ -236,36 +256,44 @@ def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, int]:
                     by_step.setdefault(entry["step"], []).extend(entry["samples"])
         for step in [step for step in history if by_step and step >= min(by_step)]:
             del history[step]
-            again += 1
+            again[number] += 1
         history |= by_step
     counted = Counter(sample for samples in history.values() for sample in samples)
     return counted == Counter(range(BATCH * steps)) and sorted(history) == list(range(1, steps + 1)), again
 
 
 def run(
-    dump: Path, layouts: list[str], settings: list[str], steps: int, kills: int, moments: random.Random
+    dump: Path, layouts: list[str], settings: list[str], steps: int, num_signals: int, moments: random.Random
 ) -> dict[str, Any]:
-    """Train in ``dump`` through that many kills; each attempt takes the next of ``layouts``, round and round."""
+    """Train in ``dump`` through that many signals; each attempt takes the next of ``layouts``, round and round."""
     dump.mkdir(parents=True)
-    used, killed, in_saves, began = [], 0, 0, time.monotonic()
+    used, signals, in_saves, began = [], Counter[str](), 0, time.monotonic()
+    stopped: list[bool] = []  # of each attempt: whether it said so
+    spoke = 0
     while True:
         layout = layouts[len(used) % len(layouts)]
         attempt = Attempt(dump, len(used), layout, [*settings, f"--training.steps={steps}"])
         used.append(layout)
-        if killed < kills:
-            was_writing = kill_once(attempt, dump, moments, steps)
-            if was_writing is not None:
-                killed, in_saves = killed + 1, in_saves + was_writing
+        sent = signal_once(attempt, dump, moments, steps) if signals.total() < num_signals else None
+        if sent is not None:
+            signals[sent[0]] += 1
+            in_saves += sent[1]
         code = attempt.wait()
-        if code == 0:
+        output = attempt.output.read_text()
+        stopped.append(" stopped by SIG" in output)
+        was_asked = sent is not None and sent[0] != "SIGKILL"
+        spoke += was_asked and ("error: rank" in output or "the watchdog of rank" in output)
+        if code == 0 and not stopped[-1]:
             break
-        if len(used) > 10 * (kills + 1):
-            raise RuntimeError(f"no end is in sight: {attempt.output.read_text()[-2000:]}")
+        if len(used) > 10 * (num_signals + 1):
+            raise RuntimeError(f"no end is in sight: {output[-2000:]}")
     once, again = check_samples(dump, len(used), steps)
+    after_stops = sum(again[number] for number in range(1, len(used)) if stopped[number - 1])
     logged = [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
     return {
-        "layouts": list(dict.fromkeys(used)), "kills": killed, "kills_in_saves": in_saves,
-        "seconds": round(time.monotonic() - began, 1), "lost_steps": again, "samples_once": once,
+        "layouts": list(dict.fromkeys(used)), "signals": dict(signals), "signals_in_saves": in_saves,
+        "stops": sum(stopped), "seconds": round(time.monotonic() - began, 1), "lost_steps": sum(again),
+        "lost_to_stops": after_stops, "watchdog_spoke": spoke, "samples_once": once,
         "steps_once": logged == list(range(1, steps + 1)),
     }  # fmt: skip
 
@@ -274,7 +302,7 @@ def main() -> None:
     """Run it all and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=3, help="in each run")
+    parser.add_argument("--signals", type=int, default=3, help="in each run")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH")
@@ -291,7 +319,7 @@ def main() -> None:
                 references[layout, dropout] = final_tensors(dump, options.steps)
             return references[layout, dropout]
 
-        titles = ("kills", "in saves", "again", "weights", "samples", "steps", "seconds")
+        titles = ("signals", "in saves", "stops", "again", "weights", "samples", "steps", "seconds")
         print(f"{'layouts':58}" + "".join(f" {title:>15}" for title in titles))
         outcomes = []
         for number in range(options.runs):
@@ -300,7 +328,7 @@ def main() -> None:
             layouts = [names[number // 2 % len(names)]] if keeps else moments.sample(names, 3)
             dump = folder / f"run {number}"
             found = run(
-                dump, layouts, [*SETTINGS, *([DROPOUT] if keeps else [])], options.steps, options.kills, moments
+                dump, layouts, [*SETTINGS, *([DROPOUT] if keeps else [])], options.steps, options.signals, moments
             )
             wanted = reference(layouts[0], True) if keeps else reference("one rank", False)
             identical, worst = compare(final_tensors(dump, options.steps), wanted)
@@ -309,14 +337,19 @@ def main() -> None:
             outcomes.append(outcome)
             same = "identical" if identical else f"{worst:.1e}/{rounding:.1e}"
             marks = ["once" if good else "WRONG" for good in (outcome.samples_once, outcome.steps_once)]
-            cells = (outcome.kills, outcome.kills_in_saves, outcome.lost_steps, same, *marks, round(outcome.seconds))
+            sent = sum(outcome.signals.values())
+            again = f"{outcome.lost_steps} ({outcome.lost_to_stops})"
+            cells = (sent, outcome.signals_in_saves, outcome.stops, again, same, *marks, round(outcome.seconds))
             print(f"{', '.join(outcome.layouts):58}" + "".join(f" {cell:>15}" for cell in cells), flush=True)
     kept = [outcome for outcome in outcomes if len(outcome.layouts) == 1]
     changed = [outcome for outcome in outcomes if len(outcome.layouts) > 1]
     summary = {
         "runs": len(outcomes),
-        "kills": sum(outcome.kills for outcome in outcomes),
-        "kills_in_saves": sum(outcome.kills_in_saves for outcome in outcomes),
+        "signals": dict(sum((Counter(outcome.signals) for outcome in outcomes), Counter())),
+        "signals_in_saves": sum(outcome.signals_in_saves for outcome in outcomes),
+        "stops": sum(outcome.stops for outcome in outcomes),
+        "lost_to_stops": sum(outcome.lost_to_stops for outcome in outcomes),
+        "watchdog_spoke": sum(outcome.watchdog_spoke for outcome in outcomes),
         "same_layout_identical": all(outcome.identical for outcome in kept),
         "other_layouts_within_rounding": all(o.max_difference <= 8 * o.undisturbed_difference for o in changed),
         "samples_once": all(outcome.samples_once for outcome in outcomes),

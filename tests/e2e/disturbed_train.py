@@ -15,6 +15,7 @@ import train
 from titan_like.checkpoint import loader
 from titan_like.config.load import run_command
 from titan_like.parallel import pipeline
+from titan_like.train import job
 
 forward_backward = pipeline.Pipeline.forward_backward
 calls = 0
@@ -24,7 +25,7 @@ def disturbed_step(self: pipeline.Pipeline, *args: object) -> None:
     """The third step's passes go well, the fourth's do not."""
     global calls
     calls += 1
-    if calls == 4 and os.environ["RANK"] == "1":
+    if calls == 4 and os.environ.get("RANK") == "1":
         if "--disturb=sleep" in ARGUMENTS:
             time.sleep(1000)
         if "--disturb=fail" in ARGUMENTS:
@@ -36,5 +37,6 @@ ARGUMENTS = list(sys.argv)
 sys.argv = [argument for argument in sys.argv if not argument.startswith("--disturb")]
 if "--disturb=impatient" in ARGUMENTS:
     loader.hold = partial(loader.hold, patience=1.0)
+    job.hold_dump_folder = partial(job.hold_dump_folder, patience=1.0)
 pipeline.Pipeline.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
 run_command(train.main)

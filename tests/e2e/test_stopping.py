@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +69,92 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
 
 
 def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+    """By a closed terminal, here."""
     dump = tmp_path / "out"
     with start() as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
-        job.process.terminate()
+        job.process.send_signal(signal.SIGHUP)
         job.wait()
-    (stopped,) = re.findall(r"^ stopped by SIGTERM after step (\d+)$", job.output, re.MULTILINE)
+    (stopped,) = re.findall(r"^ stopped by SIGHUP after step (\d+)$", job.output, re.MULTILINE)
     assert complete_steps(dump / "checkpoint") == [int(stopped)]
+
+
+def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+    dump = tmp_path / "out"
+    with start("--training.global_batch_size=1200") as job:  # whose steps take seconds
+        job.until(lambda: len(steps(dump)) >= 1, "the first step")
+        job.process.send_signal(signal.SIGINT)
+        job.until(lambda: job.output.count("closing signal SIGINT") == 2, "the signal's way to the ranks")
+        time.sleep(0.2)
+        job.process.send_signal(signal.SIGINT)
+        job.wait()
+    assert [line for line in job.output.splitlines() if line.startswith("ended")] == [
+        "ended at once by a second signal (SIGTERM)"
+    ]
+    assert complete_steps(dump / "checkpoint") == []
+
+
+def is_handling(pid: int) -> bool:
+    """Whether a process has installed its handlers."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[0], 16)
+    return all(caught >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM))
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    """While it imports, tokenizes, and in its first step, which would compile: one line, and no file half-written."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(500_000)))
+    corpus = ["--data.dataset=text", f"--data.paths={text}"]
+    cases: dict[str, tuple[signal.Signals, list[str], Callable[[Path], object]]] = {
+        "imports": (signal.SIGINT, [], lambda log: True),
+        "tokenizes": (signal.SIGTERM, corpus, lambda log: list(log.parent.glob("*/data_cache/*.unfinished"))),
+        "first step": (
+            signal.SIGHUP,
+            ["--training.global_batch_size=60000"],
+            lambda log: " gpt debug: " in log.read_text(),
+        ),
+    }
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, (number, arguments, is_there) in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        log = folder / "log.txt"
+        with open(log, "w") as output:
+            command = [sys.executable, "train.py", *settings(folder / "out"), *arguments]
+            process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 90
+            while not (is_handling(process.pid) and is_there(log)):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.wait(90) == 128 + number, log.read_text()
+        finally:
+            process.kill()
+        lines = [line for line in log.read_text().splitlines() if not line.startswith(("tokeniz", " gpt debug: "))]
+        assert lines == [f"ended by {number.name} before the first step was done"]
+        left = {path.name for path in folder.rglob("*") if path.is_file() and path.parent != folder}
+        assert not any("unfinished" in name or "removed" in name for name in left)
+        assert name == "first step" or all(file.endswith(".lock") for file in left), left
+
+
+def test_training_outlives_its_output(tmp_path: Path) -> None:
+    dump = tmp_path / "out"
+    arguments = [*settings(dump, last=12), "--checkpoint.enable=false", "--metrics.log_interval=1"]
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C"}
+    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *arguments, "--job.description=naïve"],
+        cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith(" gpt debug: ")
+    process.stdout.close()
+    errors = [line for line in process.stderr if not line.startswith("tokeniz")]
+    assert process.wait(90) == 0
+    assert errors == ["stdout cannot be written (Broken pipe); training goes on without it\n"]
+    assert steps(dump) == list(range(1, 13))
 
 
 TIMEOUT = 12.0
@@ -93,6 +175,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
             kill(job.workers()[1], signal.SIGKILL)
         job.until(lambda: "error: rank 1 " in job.output, "the name of the rank at fault", TIMEOUT + 5)
         assert time.monotonic() - began < TIMEOUT + 1
+        last = steps(dump)[-1]
         if how != "is stopped":  # torchrun gives a stopped process half a minute to end
             assert job.wait() != 0
     (line,) = {line for line in job.output.splitlines() if line.startswith("error: rank 1")}
@@ -106,19 +189,31 @@ def test_the_rank_that_the_others_wait_for_is_named(
         assert line.startswith("error: rank 1 failed after step 3,")
         assert line.endswith("ZeroDivisionError: the test divides by zero")
     else:
-        assert line.startswith("error: rank 1 died or was stopped after step")
+        assert line.startswith(f"error: rank 1 died or was stopped after step {last},")
 
 
-def test_a_second_run_in_the_same_folder_is_kept_out(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
-    dump = tmp_path / "out"
-    with start("--checkpoint.interval=2", processes=1) as first:
+def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+    dump, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(DISTURBED), *arguments, "--disturb=impatient"]
+        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+
+    with start(f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2", processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")
-        arguments = [*settings(dump), "--metrics.log_interval=1"]
-        with TorchrunJob(
-            tmp_path / "second.txt", DISTURBED, [*arguments, "--disturb=impatient"], 1, STANDALONE
-        ) as second:
-            assert second.wait() != 0
-        assert f"error: another run writes to {dump}/checkpoint; stop it, or set checkpoint.folder" in second.output
-        kill(first.workers()[0], signal.SIGTERM)
-        assert first.wait() == 0, first.output
-    assert steps(dump) == list(range(1, steps(dump)[-1] + 1))
+        second = run(*settings(dump), "--checkpoint.enable=false")
+        assert second.returncode == 2
+        problem = "another job writes to this folder; stop it, or name another folder"
+        assert second.stderr == f'error: job.dump_folder = "{dump}": {problem}\n'
+        third = run(*settings(tmp_path / "other"), f"--checkpoint.folder={checkpoints}")
+        assert third.returncode != 0
+        assert f"error: another run writes to {checkpoints}; stop it, or set checkpoint.folder" in third.stderr
+        kill(first.workers()[0], signal.SIGKILL)
+        first.wait()
+    seen = steps(dump)
+    assert seen == list(range(1, seen[-1] + 1))
+    fourth = run(*settings(dump, last=2), "--checkpoint.enable=false")  # no lock outlives its job
+    assert fourth.returncode == 0 and "another job" not in fourth.stdout, fourth.stderr
+    assert steps(dump) == [1, 2]
+    assert [path.name for path in dump.glob("metrics.*.jsonl")] == ["metrics.1.jsonl"]

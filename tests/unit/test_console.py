@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, format_log_line
+from titan_like.metrics.console import Console, format_duration, format_log_line
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.throughput import Throughput
 
@@ -118,6 +118,38 @@ def test_loss_scale_is_shown_for_float16():
     assert "loss scale" not in line(record())
 
 
+def test_line_ends_with_the_time_that_is_left():
+    console = Console(False, total_steps=1000)
+    assert console.seconds_left() is None
+    seconds = {1: 90.0, 2: 5.0, 3: 4.0, 4: 600.0, 5: 4.5}  # the first step compiles, the fourth meets a stall
+    found = {}
+    for step, time in seconds.items():
+        console.add(record(step=step, step_time_s=time))
+        found[step] = console.seconds_left()
+    assert found == {1: 999 * 90.0, 2: 998 * 5.0, 3: 997 * 5.0, 4: 996 * 5.0, 5: 995 * 5.0}
+    last = record(step=5, loss_scale=1.0)
+    line = format_log_line([last], 1000, 2048, found[5])
+    assert line.endswith(" | memory: 21.3 GiB | loss scale: 1.0 | time left: 1 h 22 min |")
+    for step in range(6, 106):  # only the most recent count
+        console.add(record(step=step, step_time_s=1.0))
+    assert console.seconds_left() == 895
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (3599, "59 min 59 s"),
+        (90_000, "1 d 1 h"),
+        (8.7e6, "100 d 16 h"),
+    ],
+)
+def test_durations_have_two_units(seconds, expected):
+    assert format_duration(seconds) == expected
+
+
 def test_wide_numbers_keep_their_digits():
     text = format_log_line([record(step=123_456_789, consumed_tokens=15_000_000_000_000)], 987_654_321, 131_072)
     assert text.startswith(" iteration 123456789/987654321 | ")
@@ -129,7 +161,7 @@ def test_wide_numbers_keep_their_digits():
 def test_only_one_process_prints(capsys, enabled):
     console = Console(enabled, total_steps=3)
     console.print("a line [not markup]")
-    console.advance_to(3)
+    console.add(record(step=3))
     console.close()
     assert capsys.readouterr().out == ("a line [not markup]\n" if enabled else "")
 
@@ -145,12 +177,13 @@ def test_line_stays_whole_above_the_progress_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = Console(True, total_steps=10)
     console.print(CONTRACT)
-    console.advance_to(5)
+    console.add(record(step=5))
+    assert console.seconds_left() is None  # the bar has it
     console.close()
     assert CONTRACT + "\n" in terminal.getvalue()
     assert "5/10" in terminal.getvalue()
     silent = Console(False, total_steps=10)
     before = terminal.getvalue()
-    silent.advance_to(5)
+    silent.add(record(step=5))
     silent.close()
     assert terminal.getvalue() == before

@@ -1,19 +1,23 @@
-"""Whom the watchdog names, from what the ranks say of themselves."""
+"""Whom the watchdog names, from what the ranks say of themselves, and that nothing ends its thread."""
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch.distributed as dist
 
 import titan_like.train.watchdog as watchdog_module
-from titan_like.train.watchdog import Sign, find_fault, position
+from titan_like.train.watchdog import Sign, Watchdog, find_fault, position
 
 SIGN = Sign(number=10, step=41, seconds=20.0, where="titan_like/x.py:1 in f", waits=True, host="node7", pid=99)
 
@@ -29,6 +33,21 @@ def test_a_rank_that_gives_no_more_signs_is_named_before_one_that_waits_longer()
     assert find_fault(4, before, after) == (
         "rank 2 died or was stopped after step 41, at titan_like/x.py:1 in f (host node7, process 99)"
     )
+
+
+def test_the_step_of_a_rank_whose_last_sign_is_old_is_that_of_the_others() -> None:
+    before, after = signs({"step": 60}, {"number": 10, "step": 41}, {"step": 59})
+    assert find_fault(3, before, after) == (
+        "rank 1 died or was stopped after step 60, at titan_like/x.py:1 in f (host node7, process 99)"
+    )
+
+
+def test_nobody_is_named_while_a_rank_for_which_the_others_wait_gets_on() -> None:
+    before, after = signs({}, {"waits": False, "seconds": 19.0}, {})
+    assert find_fault(3, before, after, patience=19.5) is None
+    assert str(find_fault(3, before, after, patience=18.5)).startswith("rank 1 has hung for 19 s")
+    before, after = signs({"seconds": 0.1, "step": 42}, {"step": 41})  # a step ahead: nobody waits for it
+    assert str(find_fault(2, before, after, patience=18.5)).startswith("rank 1 has hung")
 
 
 def test_the_rank_that_does_not_wait_is_named() -> None:
@@ -88,3 +107,165 @@ def test_the_place_is_the_product_s_line_and_what_it_called(
     line = function.__code__.co_firstlineno + 1
     assert re.fullmatch(rf"unit/test_watchdog.py:{line} in {function.__name__} \(threading.py:\d+ in wait\)", where)
     assert is_waiting == (function is waits_for_others)
+
+
+def test_a_frame_without_a_line_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own bookkeeping between two source lines, as while a module is imported, belongs to none of them."""
+    monkeypatch.setattr(watchdog_module, "_PACKAGE", str(Path(__file__).parent))
+
+    def here() -> FrameType:
+        return sys._getframe()
+
+    first = here.__code__.co_firstlineno
+    here.__code__ = here.__code__.replace(co_linetable=b"")
+    frame = here()
+    assert frame.f_lineno is None
+    assert position(frame) == (f"unit/test_watchdog.py:{first} in here", False)
+
+
+class Ended(BaseException):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """What two ranks meet at; this process is rank 0."""
+    meeting = dist.HashStore()
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: meeting)
+
+    def end(_: Watchdog, report: str) -> None:
+        raise Ended(report)
+
+    monkeypatch.setattr(Watchdog, "_end_process", end)
+    return dist.PrefixStore("watchdog", meeting)
+
+
+def number_of_signs(store: dist.Store) -> int:
+    return int(json.loads(store.get("0"))["number"])
+
+
+def test_signs_go_on_whatever_fails_in_describing_them(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("'>=' not supported")
+
+    watchdog = Watchdog(timeout=0.6)  # a sign every 0.05 s
+    monkeypatch.setattr(watchdog_module, "position", fail)
+    monkeypatch.setattr(watchdog, "progress", fail)
+    monkeypatch.setattr(watchdog, "_look_at_others", fail)
+    with watchdog:
+        deadline = time.monotonic() + 60
+        while number_of_signs(store) < 30:
+            assert watchdog._thread.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+    logged = capfd.readouterr().err.splitlines()
+    assert sorted(logged) == [
+        f"the watchdog of rank 0 could not {what} (TypeError): '>=' not supported"
+        for what in ("look after the others", "tell its rank's progress", "tell where its rank is")
+    ]
+    assert json.loads(store.get("0"))["where"] == "an unknown place"
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(RuntimeError, False), (dist.DistStoreError, False), (dist.DistNetworkError, True)]
+)
+def test_only_a_lost_connection_means_that_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store, error: type[Exception], ends: bool
+) -> None:
+    watchdog, calls = Watchdog(timeout=0.12), []
+
+    def fail() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            watchdog._ended.set()
+        raise error("something")
+
+    monkeypatch.setattr(watchdog, "_give_sign", fail)
+    if ends:
+        with pytest.raises(Ended, match="the process that the others meet at is gone"):
+            watchdog._watch()
+    else:
+        watchdog._watch()
+    assert len(calls) == (1 if ends else 3)
+
+
+class Job:
+    """Rank 0's watchdog at 60 s of patience, whose clock is turned by hand; of rank 1 only the signs exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+        self.now, self.store, self.sign = 0.0, store, replace(SIGN, number=0, step=0, seconds=0.0, waits=False)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog_module, "position", lambda _: ("titan_like/x.py:2 in g", True))
+        self.watchdog = Watchdog(timeout=60.0)
+        self.watchdog.is_starting = lambda: False
+        self.steps = 0
+        self.watchdog.progress = lambda: (self.steps, 0)
+
+    def pass_time(self, seconds: float, steps: bool = False, other: bool = True, other_steps: bool = False) -> None:
+        """Second after second in which either rank gets on or not; ``other``: whether rank 1 gives signs."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            self.steps += steps
+            if other:
+                since = 0.0 if other_steps else self.sign.seconds + 1
+                self.sign = replace(self.sign, number=self.sign.number + 1, seconds=since)
+                self.store.set("1", json.dumps(asdict(self.sign)))
+            self.watchdog._give_sign()
+            self.watchdog._look_at_others()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> Job:
+    return Job(monkeypatch, store)
+
+
+def test_a_job_that_gets_on_is_never_ended(job: Job) -> None:
+    job.pass_time(200, steps=True, other=False)  # rank 1 gives no sign, but no step is done without it
+
+
+def test_a_rank_that_waits_for_one_that_gets_on_ends_nothing(job: Job) -> None:
+    job.pass_time(300, other_steps=True)
+    with pytest.raises(Ended, match=r"rank 1 has hung for 5\d s"):
+        job.pass_time(60)  # until it does not
+
+
+def test_a_silent_rank_is_named_within_the_timeout(job: Job) -> None:
+    job.pass_time(100, steps=True)
+    with pytest.raises(Ended, match="rank 1 died or was stopped after step 100"):
+        job.pass_time(59, other=False)
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count(job: Job) -> None:
+    job.pass_time(10)
+    for _ in range(5):
+        job.now += 3600
+        job.pass_time(1, other_steps=True)
+    job.pass_time(5, steps=True)
+    job.now += 3600
+    job.pass_time(20)
+
+
+def test_another_rank_looks_where_the_first_one_was_stopped_meanwhile(job: Job) -> None:
+    assert job.store.add("round", 0) == 0 and job.store.add("looks in round 0", 1) == 1  # rank 1 is to look
+    job.pass_time(10)
+    with pytest.raises(Ended, match="rank 1 died or was stopped"):
+        job.pass_time(120, other=False)
+
+
+def test_the_word_of_the_rank_that_looked_is_taken(job: Job) -> None:
+    job.store.set("report", "rank 1 …")
+    with pytest.raises(Ended, match=r"^$"):  # which has printed it
+        job.pass_time(60)
+
+
+def test_before_the_first_step_a_main_thread_that_moves_gets_on(job: Job) -> None:
+    job.watchdog.is_starting = lambda: True
+    frames = [sys._getframe(), (lambda: sys._getframe())()]
+    for _ in range(200):
+        frames.reverse()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "_current_frames", lambda: {job.watchdog._main: frames[0]})
+            job.pass_time(1)

@@ -100,8 +100,25 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert path.read_text() == "".join(before[:start])  # byte for byte
     write_all(writer, [record(start + 1)])
     assert [line["step"] for line in read_lines(path)] == [*range(1, min(start, 5) + 1), start + 1]
-    aside = ["metrics.previous.jsonl"] if start == 0 else []  # a run that starts anew loses nothing
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["metrics.jsonl", *aside]
+    aside = ["metrics.1.jsonl"] if start == 0 else []  # a run that starts anew loses nothing
+    assert sorted(found.name for found in tmp_path.iterdir()) == [*aside, "metrics.jsonl"]
+
+
+def test_earlier_runs_keep_their_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for run in range(1, 13):
+        write_all(JsonLinesWriter(path, 0), [record(run)])
+        JsonLinesWriter(path, run).close()  # it resumes
+        if run == 4:
+            (tmp_path / "metrics.2.jsonl").unlink()  # which leaves a gap
+    steps = {found.name: [line["step"] for line in read_lines(found)] for found in tmp_path.iterdir()}
+    assert steps == {"metrics.jsonl": [12]} | {f"metrics.{run}.jsonl": [run] for run in range(1, 12) if run != 2}
+
+
+def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
+    for _ in range(2):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 0).close()
+    assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 class FullDisk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import time
@@ -62,10 +63,15 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 is done, 1 failed, 2 is bad input: one sentence on stderr (from the first process of a job only), no traceback.
+    Characters that the locale's encoding lacks are printed as escapes.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = command(sys.argv[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever read has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -11,7 +11,6 @@ import glob
 import hashlib
 import json
 import os
-import shutil
 import sys
 import sysconfig
 import time
@@ -26,6 +25,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data
 from titan_like.data.tokenizer import Tokenizer, tokenizer_files
+from titan_like.data.unfinished import removed_unless_renamed
 
 _FORMAT = 2  # raise when the token file's content would change for the same input
 
@@ -47,17 +47,13 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
     """
     files = corpus_files(section)
     folder = cache_folder / fingerprint(section, files)
-    unfinished = folder.with_suffix(".unfinished")
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                try:
+                with removed_unless_renamed(folder.with_suffix(".unfinished")) as unfinished:
                     _build(section, files, tokenizer, unfinished)
                     os.replace(unfinished, folder)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         problem = (
             f"the tokens cannot be written to {cache_folder} ({error.strerror}); make room, or name another folder"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
+from statistics import median_low
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titan_like.metrics.record import StepRecord
 
+_RECENT_STEPS = 100
 
-def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -> str:
-    """One line for the steps since the last line: means of time, loss and rates, the last step's other values."""
+
+def format_log_line(
+    records: list[StepRecord], total_steps: int, seq_len: int, seconds_left: float | None = None
+) -> str:
+    """One line for the steps since the last line: means of time, loss and rates, the last step's other values.
+
+    It ends with the time that is left, where that is given.
+    """
     last = records[-1]
     seconds = sum(record.step_time_s for record in records)
     samples = sum(record.global_batch_size for record in records)
@@ -42,14 +51,26 @@ def format_log_line(records: list[StepRecord], total_steps: int, seq_len: int) -
     parts.append(f"memory: {last.peak_memory_bytes / 2**30:.1f} GiB")
     if last.loss_scale is not None:
         parts.append(f"loss scale: {last.loss_scale:.1f}")
+    if seconds_left is not None:
+        parts.append(f"time left: {format_duration(seconds_left)}")
     return " | ".join(parts) + " |"
+
+
+def format_duration(seconds: float) -> str:
+    """A time in its two largest units, such as 1 h 12 min."""
+    seconds = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} {seconds % size // part} {smaller}"
+    return f"{seconds} s"
 
 
 class Console:
     """Prints for the whole job: only the process that is given ``enabled`` prints."""
 
     def __init__(self, enabled: bool, total_steps: int) -> None:
-        self._enabled = enabled
+        self._enabled, self._total_steps = enabled, total_steps
+        self._step, self._step_times = 0, deque[float](maxlen=_RECENT_STEPS)
         self._progress: Progress | None = None
         if enabled and sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -66,10 +87,22 @@ class Console:
         else:
             print(text, flush=True)
 
-    def advance_to(self, step: int) -> None:
-        """Move the progress bar."""
+    def add(self, record: StepRecord) -> None:
+        """Note a step that is done, and move the progress bar."""
+        self._step = record.step
+        self._step_times.append(record.step_time_s)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=record.step)
+
+    def seconds_left(self) -> float | None:
+        """For the remaining steps at the recent ones' median time; None where a progress bar shows it.
+
+        The median leaves out the first step, which compiles, and stalls; the lower one of two, or the second step's
+        line would still count the first.
+        """
+        if self._progress is not None or not self._step_times:
+            return None
+        return (self._total_steps - self._step) * median_low(self._step_times)
 
     def close(self) -> None:
         """Take the progress bar down."""

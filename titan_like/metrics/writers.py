@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Metrics
+from titan_like.data.unfinished import removed_unless_renamed
 from titan_like.metrics.record import StepRecord
 
 
@@ -55,16 +56,17 @@ def check_wandb(metrics: Metrics) -> None:
 class JsonLinesWriter:
     """One JSON object a line; not-a-number and infinity, which JSON lacks, become null.
 
-    A run that starts anew puts an earlier run's file aside as metrics.previous.jsonl.
+    A run that starts anew puts an earlier run's file aside, the first one as metrics.1.jsonl. Its job holds the folder.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
-        if start_step == 0 and path.exists():  # another run's
-            os.replace(path, path.with_name("metrics.previous.jsonl"))
-        kept = _lines_up_to(path, start_step) if path.exists() else []
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        os.replace(unfinished, path)
+        if start_step == 0 and path.exists() and path.stat().st_size:  # another run's
+            os.rename(path, path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}"))
+        kept = "".join(_lines_up_to(path, start_step)).encode() if path.exists() else b""
+        if path.exists() and kept != path.read_bytes():
+            with removed_unless_renamed(path.with_suffix(".unfinished")) as unfinished:
+                unfinished.write_bytes(kept)
+                os.replace(unfinished, path)
         self._path, self._file = path, open(path, "ab", buffering=0)
         self._size = path.stat().st_size
         self._waiting = b""  # lines that the disk had no room for
@@ -87,6 +89,12 @@ class JsonLinesWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _runs_before(path: Path) -> int:
+    """The highest number of an earlier run's file next to ``path``; 0 where there is none."""
+    numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.lock import release
+from titan_like.checkpoint.lock import hold, release
 from titan_like.config.errors import ConfigError
 from titan_like.train.environment import is_one_of_several
 from titan_like.train.out_of_memory import out_of_memory_names
@@ -21,29 +22,57 @@ from titan_like.train.trainer import Trainer
 from titan_like.train.watchdog import Watchdog
 
 _CLOCKS_MAY_DIFFER = 2.0  # seconds
+_TIME_TO_END = 10.0  # seconds that a job which was stopped is given
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def run_job(run: Run) -> None:
+def run_job(run: Run, signals: StopSignals | None = None) -> None:
     """Train.
 
+    Args:
+        run: a checked run.
+        signals: those that are handled already; None handles them from here on.
+
     Raises:
-        ConfigError: the memory does not suffice.
+        ConfigError: another job writes to the same folder, or the memory does not suffice.
         RunError: the run cannot go on; the message says why.
     """
     patience = run.config.health.hang_timeout_seconds
-    with process_group(run.device, patience), StopSignals() as signals, Watchdog(patience) as watchdog:
+    handled = StopSignals() if signals is None else nullcontext(signals)
+    with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
+        hold_dump_folder(Path(run.config.job.dump_folder))
         warning = clock_warning()
         if warning is not None and dist.get_rank() == 0:
             print(warning, flush=True)
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
             trainer = Trainer(run)
-        trainer.signals = signals
+        trainer.signals = stop
         watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
+        watchdog.is_starting = lambda: trainer.step == trainer.start_step
         size = run.config.training.micro_batch_size
         with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):
             trainer.train()
     release()
+
+
+def hold_dump_folder(folder: Path, patience: float = _TIME_TO_END) -> None:
+    """Keep other jobs out of the folder that this one's files go to, until `release` or the end of rank 0's process.
+
+    Every rank calls it.
+
+    Raises:
+        ConfigError: another job is there, and does not end within ``patience`` seconds.
+    """
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        refusal[0] = hold(folder / "run", 0.0)
+        if refusal[0] is not None and patience:
+            print(f"another job writes to {folder}; waiting {patience:.0f} s for it to end", flush=True)
+            refusal[0] = hold(folder / "run", patience)
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        problem = "another job writes to this folder; stop it, or name another folder"
+        raise ConfigError("job.dump_folder", str(folder), problem)
 
 
 @contextmanager

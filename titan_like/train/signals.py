@@ -1,4 +1,7 @@
-"""Requests to stop from outside: SIGTERM and SIGUSR1, as clusters send them before they take a machine away."""
+"""Requests to stop from outside: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
+
+Imports nothing that takes a moment, so that train.py can handle signals before it loads torch.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,119 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from titan_like.data.unfinished import remove_unfinished
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST = 5.0  # seconds
+_TIME_TO_PARK = 0.2  # seconds
 
 
 class StopSignals:
-    """Notes a signal that asks to stop. One that comes some seconds later ends the process at once.
+    """Handles the signals that ask to stop. A context manager: outside it they do what they did before.
 
-    Clusters signal every process, and torchrun passes on to its ranks what it gets: the same request comes twice.
-    A context manager: outside it signals do what they did before. Only the process's main thread can handle signals.
+    Until `can_save` is set a signal ends the process at once, with one line and nothing half-written. From then on it
+    is noted in `received`, for the trainer to save and stop after its step, and a second request ends the process.
+
+    Python runs signal handlers in the main thread, between two bytecodes: a collective or a compilation may keep them
+    waiting for minutes. So a thread of its own acts on signals, woken by the number that Python's C handler writes
+    into a pipe. Only the main thread can install handlers; in another one this does nothing.
+
+    What the process was started to ignore: SIGHUP stays ignored (nohup). SIGTERM and SIGUSR1 are only noted even before
+    the first step, since scripts/slurm and scripts/k8s tell a job with them to save. SIGINT is handled all the same,
+    since a shell has its background jobs ignore it unasked.
     """
 
     def __init__(self) -> None:
-        self.received = 0  # number of the signal
+        self.received = 0  # number of the first signal that was noted
+        self.can_save = False  # set once a step is done
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
+        self._only_noted: set[int] = set()
+        self._pipe = (-1, -1)
+        self._wakeup_before = -1
+        self._is_parked = threading.Event()
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        threading.Thread(target=self._act, args=(self._pipe[0],), name="signals", daemon=True).start()
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
+        self._only_noted = {int(number) for number in ignored - {signal.SIGINT}}
+        self._before = {
+            number: signal.signal(number, self._hold_main_thread)
+            for number in STOP_SIGNALS
+            if number not in ignored or number != signal.SIGHUP
+        }
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._pipe[1])  # ends the thread
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if self.received and time.monotonic() > self._when + _SAME_REQUEST:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if not self.received:
+    def _act(self, pipe: int) -> None:
+        while numbers := os.read(pipe, 64):
+            for number in numbers:
+                if number in STOP_SIGNALS:
+                    self._receive(number)
+        os.close(pipe)
+
+    def _receive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._ends_at_once(number):
+            self._is_parked.wait(_TIME_TO_PARK)  # not for longer: it may be in C code, which writes nothing
+            with suppress(Exception):
+                remove_unfinished()
+            self._end(number, f"ended by {name} before the first step was done")
+        elif not self.received:
             self.received, self._when = number, time.monotonic()
+        elif self._is_second_request(number):
+            self._end(number, f"ended at once by a second signal ({name})")
+
+    def _is_second_request(self, number: int) -> bool:
+        """Whether a signal is not the first request once more.
+
+        Clusters signal every process and torchrun passes on to its ranks what it gets, so that one request may come
+        twice within moments. Nobody but its user sends a lone process SIGINT; torchrun makes SIGTERM of a second one.
+        """
+        if self.received == signal.SIGINT and number == (
+            signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGINT
+        ):
+            return True
+        return time.monotonic() > self._when + _SAME_REQUEST
+
+    def _end(self, number: int, line: str) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            with suppress(OSError):
+                os.write(2, f"{line}\n".encode())  # not sys.stderr, whose lock the main thread may hold
+        os._exit(128 + number)
+
+    def _hold_main_thread(self, number: int, _frame: FrameType | None) -> None:
+        """Keep the main thread from writing and printing while the other one ends the process."""
+        if not self._ends_at_once(number):
+            return
+        self._is_parked.set()
+        while True:
+            time.sleep(60)
+
+    def _ends_at_once(self, number: int) -> bool:
+        return not self.can_save and number not in self._only_noted
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, such as a data worker: a terminal or a cluster signals it too, and its parent ends it."""
+        if self._before:
+            signal.set_wakeup_fd(-1)
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+            self._before.clear()

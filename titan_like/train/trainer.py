@@ -99,6 +99,7 @@ class Trainer:
             while self.step < total and not self.stop_signal:
                 self.profiler.begin(self.step + 1)
                 record = self.train_step(data)
+                self.signals.can_save = True
                 self.profiler.end(record)
                 was_skipped = bool(record.skipped or record.nan or record.spike)
                 if record.spike and config.health.loss_spike_action == "rewind" and self._rewind(record):
@@ -117,14 +118,15 @@ class Trainer:
                 for writer in self.writers:
                     writer.write(record)
                 self.losses.add(record.step, record.loss, was_skipped)
+                self.console.add(record)
                 is_last = is_last or self.stop_signal > 0
                 if self._logs(self.step) or is_last:
-                    self.console.print(format_log_line(unlogged, total, config.training.seq_len))
+                    seconds_left = self.console.seconds_left()
+                    self.console.print(format_log_line(unlogged, total, config.training.seq_len, seconds_left))
                     unlogged.clear()
                 compared = self.forecast.add(record) if self.forecast is not None else None
                 if compared is not None:
                     self.console.print(compared)
-                self.console.advance_to(self.step)
                 self.save_is_due = self.save_is_due or self.step % config.checkpoint.interval == 0
                 # Without an update there is nothing new, and the weights may be ruined: good checkpoints stay.
                 is_good = self.losses.consecutive_skips == 0

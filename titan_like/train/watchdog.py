@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dis
 import json
-import linecache
 import os
 import socket
 import sys
@@ -11,18 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch.distributed as dist
 
-from titan_like.config.errors import RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# What a source line or file has where a process waits for others.
-_WAITING = (".wait()", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist(", "synchronize(")
+# What a process calls where it waits for others: how the names begin.
+_WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
+_SIGNS_PER_SECOND = 2000  # of all ranks together, at most: one store takes them
 
 
 @dataclass(frozen=True)
@@ -44,24 +46,36 @@ class Sign:
 
 
 class Watchdog:
-    """A thread of every rank that says at which step it is and where, and looks after the others.
+    """A thread of every rank that says at which step it is and where, and finds out who is at fault when it gets stuck.
 
-    Where a rank has not got on for ``timeout`` seconds, be it that it hangs or that it waits for one that does, the
+    Where a rank has not got on for ``timeout`` seconds, because it hangs or because it waits for one that does, the
     rank at fault is named on stderr and the process ends with exit code 1, so that torchrun can start the job again.
+    Only a rank that is stuck looks at the others, and none is named that still gets on: a job whose steps go forward is
+    never ended. Nothing that fails in the thread ends it, except that the store is gone.
+
     A context manager; 0 seconds watch nothing.
     """
 
     def __init__(self, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.period = min(2.0, timeout / 12)  # seconds between signs
-        self.patience = timeout - 4 * self.period  # what is left is for finding out who it is
+        self.timeout = timeout
+        self.period = min(2.0, timeout / 12)  # seconds
+        self.seconds_between_signs = min(self.period, max(0.25, self.size / _SIGNS_PER_SECOND))
         # (optimizer steps done, a number that grows as work gets done); set by whoever works
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        # Until the first step is done little is counted: then a main thread that moves is one that gets on.
+        self.is_starting: Callable[[], bool] = lambda: True
         self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
-        self._main = threading.main_thread().ident
-        self._number = 0
-        self._seen, self._since = (-1, 0), time.monotonic()
-        self._next_sign, self._next_since = -1, time.monotonic()
+        self._main = threading.main_thread().ident or 0
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._number = self._step = 0
+        self._awake, self._read_at = 0.0, time.monotonic()
+        self._seen: object = None
+        self._since = 0.0  # on its own clock
+        self._round, self._in_round_since = -1, 0.0
+        self._first_look: dict[int, Sign] | None = None
+        self._next_look = 0.0
+        self._logged: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._is_on = timeout > 0
@@ -76,10 +90,11 @@ class Watchdog:
         if not self._is_on:
             return
         self._ended.set()
-        self._thread.join()
-        if error is None or not isinstance(error, Exception):
+        self._thread.join(5 * self.period)
+        if self._thread.is_alive() or not isinstance(error, Exception):  # alive: its request hangs, as others would
             return
-        by_others = not isinstance(error, RunError) and any(word in str(error).lower() for word in _COMMUNICATION)
+        is_told = isinstance(error, (ConfigError, RunError))
+        by_others = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
         if self.size > 1 and by_others and (lost := self._who_is_lost()):
             with suppress(RuntimeError):
                 lost = lost if self._store.add("reporters", 1) == 1 else ""
@@ -88,74 +103,110 @@ class Watchdog:
             self._give_sign(f"{type(error).__name__}: {first_line(error)}")
 
     def _watch(self) -> None:
-        while not self._ended.wait(self.period):
+        while not self._ended.wait(self.seconds_between_signs):
             try:
                 self._give_sign()
-                if self._is_stuck() or self._is_next_silent():
-                    self._end_process(self._report())
-            except RuntimeError:  # the store is gone, and with it the process that holds it
+                self._look_at_others()
+            except dist.DistNetworkError:  # the store is gone, and with it the process that holds it
                 if not self._ended.wait(self.period):
                     self._end_process("the process that the others meet at is gone: that of rank 0, or its node")
+            except Exception as error:
+                self._log_once("look after the others", error)
 
     def _give_sign(self, failure: str | None = None) -> None:
-        progress = self.progress()
+        now = self._clock()
+        progress = self._current_progress()
         if progress != self._seen:
-            self._seen, self._since = progress, time.monotonic()
+            self._seen, self._since = progress, now
         self._number += 1
-        frames = sys._current_frames()
-        where, waits = position(frames.get(self._main or 0))
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":  # it may be the one that hangs
-                where += f", its save at {position(frames.get(thread.ident or 0))[0]}"
-        seconds = time.monotonic() - self._since
-        sign = Sign(self._number, progress[0], seconds, where, waits, socket.gethostname(), os.getpid(), failure)
+        where, waits = self._current_position()
+        sign = Sign(
+            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
+        )  # fmt: skip
         self._store.set(str(self.rank), json.dumps(asdict(sign)))
 
-    def _is_stuck(self) -> bool:
-        return time.monotonic() - self._since > self.patience
+    def _clock(self) -> float:
+        """Seconds in which this thread could run: none pass while the process is suspended."""
+        now = time.monotonic()
+        self._awake += min(now - self._read_at, 2 * self.period)
+        self._read_at = now
+        return self._awake
 
-    def _is_next_silent(self) -> bool:
-        """Whether the next rank has given no sign for too long. Each is looked after by one other."""
-        if self.size == 1:
-            return False
-        sign = self._signs([(self.rank + 1) % self.size])
-        number = max((sign.number for sign in sign.values()), default=0)
-        if number != self._next_sign:
-            self._next_sign, self._next_since = number, time.monotonic()
-        return time.monotonic() - self._next_since > self.patience
+    def _current_progress(self) -> object:
+        """Something that changes when this rank gets on; if that cannot be told, as if it did."""
+        try:
+            self._step, work = self.progress()
+            if not self.is_starting():
+                return self._step, work
+            frame = sys._current_frames().get(self._main)
+            return self._step, work, frame and (id(frame.f_code), frame.f_lasti)
+        except Exception as error:
+            self._log_once("tell its rank's progress", error)
+            return object()
 
-    def _signs(self, ranks: list[int]) -> dict[int, Sign]:
-        """The newest sign of each of some ranks that has given one."""
-        known = [rank for rank in ranks if self._store.check([str(rank)])]
+    def _current_position(self) -> tuple[str, bool]:
+        try:
+            frames = sys._current_frames()
+            where, waits = position(frames.get(self._main))
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":  # it may be the one that hangs
+                    where += f", its save at {position(frames.get(thread.ident or 0))[0]}"
+        except Exception as error:
+            self._log_once("tell where its rank is", error)
+            return "an unknown place", False
+        return where, waits
+
+    def _look_at_others(self) -> None:
+        """Where this rank has been stuck for long, find out who is at fault; if anyone is, end the process.
+
+        One of the ranks that are stuck looks, twice; the others take its word, or its place if none comes.
+        """
+        stuck, window = self._clock() - self._since, max(8 * self.period, self.timeout / 2)
+        if stuck < self.timeout - window:
+            if self._first_look is not None:
+                self._first_look = None
+                self._leave_round()
+            return
+        if self._clock() < self._next_look:
+            return
+        self._next_look = self._clock() + self.period / 2
+        if self._store.check(["report"]):
+            self._end_process("")
+        if self._first_look is None:
+            self._stand_for_election(window)
+        elif stuck > self.timeout - 3 * self.period:
+            report = find_fault(self.size, self._first_look, self._signs(), self.timeout - 4 * self.period)
+            if report is not None:
+                self._store.set("report", report)
+                self._end_process(report if self._store.add("reporters", 1) == 1 else "")
+
+    def _stand_for_election(self, patience: float) -> None:
+        current = self._store.add("round", 0)
+        if current != self._round:
+            self._round, self._in_round_since = current, self._clock()
+            if self._store.add(f"looks in round {current}", 1) == 1:
+                self._first_look = self._signs()
+        elif self._clock() > self._in_round_since + patience:
+            self._leave_round()
+
+    def _leave_round(self) -> None:
+        """Let another rank look, unless one does already."""
+        self._store.compare_set("round", str(self._round), str(self._round + 1))
+
+    def _signs(self) -> dict[int, Sign]:
+        """The newest sign of each rank that has given one."""
+        known = [rank for rank in range(self.size) if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in known]) if known else []
         return {rank: Sign(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
-
-    def _report(self) -> str:
-        """Who is at fault. One rank finds out; the others take its word."""
-        if self._store.add("reporters", 1) > 1:
-            deadline = time.monotonic() + 4 * self.period
-            while not self._store.check(["report"]) and time.monotonic() < deadline:
-                self._give_sign()
-                time.sleep(self.period / 4)
-            return ""
-        ranks = list(range(self.size))
-        before = self._signs(ranks)
-        deadline = time.monotonic() + 2.5 * self.period
-        while time.monotonic() < deadline:
-            time.sleep(self.period / 2)
-            self._give_sign()
-        report = find_fault(self.size, before, self._signs(ranks))
-        self._store.set("report", report)
-        return report
 
     def _who_is_lost(self) -> str | None:
         """Which rank ended the connections of this one: it has failed, or gives no sign any more."""
         with suppress(RuntimeError):
-            before = self._signs(list(range(self.size)))
+            before = after = self._signs()
             deadline = time.monotonic() + 2.5 * self.period
             while time.monotonic() < deadline:
                 self._give_sign()
-                after = self._signs(list(range(self.size)))
+                after = self._signs()
                 failed = {rank: sign for rank, sign in after.items() if sign.failure is not None}
                 if failed:
                     rank, sign = next(iter(failed.items()))
@@ -166,22 +217,37 @@ class Watchdog:
                 return find_fault(self.size, before, after)
         return None
 
+    def _log_once(self, what: str, error: Exception) -> None:
+        kind = f"{what} ({type(error).__name__})"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            with suppress(Exception):
+                print(f"the watchdog of rank {self.rank} could not {kind}: {error}", file=sys.stderr, flush=True)
+
     def _end_process(self, report: str) -> None:
         if report:
-            print(f"error: {report}", file=sys.stderr, flush=True)
+            with suppress(Exception):
+                print(f"error: {report}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread may never come back
 
 
-def find_fault(size: int, before: dict[int, Sign], after: dict[int, Sign]) -> str:
-    """Names the ranks at fault, from two looks at all ranks' signs between which each should have given one."""
+def find_fault(size: int, before: dict[int, Sign], after: dict[int, Sign], patience: float = 0.0) -> str | None:
+    """Names the ranks at fault, from two looks at all ranks' signs between which each should have given one.
+
+    None where a rank for which the others may be waiting has got on within ``patience`` seconds.
+    """
     unknown = [rank for rank in range(size) if rank not in after]
     if unknown:
         return f"{_ranks(unknown)} never came as far as the first sign of life"
     silent = [rank for rank in after if rank in before and before[rank].number == after[rank].number]
     if silent:
-        return f"{_ranks(silent)} died or was stopped {after[silent[0]].described()}"
+        # Its last sign may be some steps old; all ranks are in the same step, since every step ends with all of them.
+        step = max(sign.step for sign in after.values())
+        return f"{_ranks(silent)} died or was stopped {replace(after[silent[0]], step=step).described()}"
     behind = min(sign.step for sign in after.values())
     candidates = {rank: sign for rank, sign in after.items() if sign.step == behind}
+    if min(sign.seconds for sign in candidates.values()) < patience:
+        return None
     working = {rank: sign for rank, sign in candidates.items() if not sign.waits}
     rank, sign = max((working or candidates).items(), key=lambda item: item[1].seconds)
     others = "" if size == 1 else f"; the other {size - 1} wait for it"
@@ -191,21 +257,34 @@ def find_fault(size: int, before: dict[int, Sign], after: dict[int, Sign]) -> st
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
-    """Where in the product's code a thread is, as text, and whether it waits there for other processes."""
+    """Where in the product's code a thread is, as text, and whether it waits there for other processes.
+
+    Reads no file: that might hang on the storage for which the thread itself waits. A frame that is between two source
+    lines, as at a function's entry, has no line number; then its first line is given.
+    """
     waits, innermost = False, frame
     while frame is not None:
-        file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno).strip()
-        is_ours = file.startswith(_PACKAGE)
-        waits = waits or "torch/distributed" in file or (is_ours and any(word in line for word in _WAITING))
+        code, line = frame.f_code, frame.f_lineno
+        file = code.co_filename
+        is_ours = file.startswith(_PACKAGE + os.sep)
+        waits = waits or "torch/distributed" in file or (is_ours and _waits_at(code, line))
         if is_ours:
-            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {code.co_name}"
             if innermost is not frame and innermost is not None and "torch" not in innermost.f_code.co_filename:
                 inner = innermost.f_code
-                place += f" ({Path(inner.co_filename).name}:{innermost.f_lineno} in {inner.co_name})"
+                inner_line = innermost.f_lineno or inner.co_firstlineno
+                place += f" ({Path(inner.co_filename).name}:{inner_line} in {inner.co_name})"
             return place, waits
         frame = frame.f_back
     return "an unknown place", waits
+
+
+@lru_cache(maxsize=1024)
+def _waits_at(code: CodeType, line: int | None) -> bool:
+    """Whether a source line calls something that waits for other processes, from the names in its bytecode."""
+    here = (step for step in dis.get_instructions(code) if step.positions and step.positions.lineno == line is not None)
+    names = {step.argval for step in here if step.opname != "LOAD_CONST" and step.argval in code.co_names}
+    return any(name.startswith(_WAITING) for name in names)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,0 +1,68 @@
+"""stdout and stderr that training outlives, whatever becomes of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+def outlive_output() -> None:
+    """Make `sys.stdout` and `sys.stderr` ones that never raise: closed, full, a broken pipe, or of an ASCII locale.
+
+    What cannot be written is dropped. The first time that happens to stdout, one line on stderr says so; after that
+    the console is quiet until stdout takes text again.
+    """
+    sys.stderr = _lenient(sys.stderr, 2, lambda _: None)
+    sys.stdout = _lenient(sys.stdout, 1, _tell)
+
+
+def keep_standard_descriptors() -> None:
+    """Open /dev/null where descriptor 0, 1 or 2 is closed; else the next file gets that number, and is printed into."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _tell(problem: str) -> None:
+    print(f"stdout cannot be written ({problem}); training goes on without it", file=sys.stderr, flush=True)
+
+
+def _lenient(stream: TextIO | None, descriptor: int, tell: Callable[[str], None]) -> TextIO:
+    if stream is None:  # Python found the descriptor closed
+        tell("it is closed")
+        return io.TextIOWrapper(io.BufferedWriter(_LenientFile(descriptor, lambda _: None)), errors="backslashreplace")
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LenientFile(descriptor, tell)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.isatty() or descriptor == 2,
+    )
+
+
+class _LenientFile(io.FileIO):
+    """A descriptor to which every write succeeds."""
+
+    def __init__(self, descriptor: int, tell: Callable[[str], None]) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._tell: Callable[[str], None] | None = tell
+
+    def write(self, data: Any) -> int:
+        """Write, or drop the data and tell the first time."""
+        try:
+            while (written := super().write(data)) is None:  # another process made the pipe or terminal non-blocking
+                select.select([], [self.fileno()], [])
+            return written
+        except OSError as error:
+            tell, self._tell = self._tell, None
+            if tell is not None:
+                tell(error.strerror or str(error))
+            return len(memoryview(data).cast("B"))
