@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
+from titan_like.config.schema import utf8_text
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -56,9 +57,9 @@ def check_options(options: argparse.Namespace) -> None:
         if not least <= value < 2**63:
             raise ConfigError(f"--{name}", value, f"must be at least {least} and below 2^63")
     try:
-        options.prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError("--prompt", options.prompt, "is not valid UTF-8; write it in a UTF-8 terminal") from None
+        options.prompt = utf8_text(options.prompt)
+    except ValueError as error:
+        raise ConfigError("--prompt", options.prompt, str(error)) from None
     if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
         raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
 

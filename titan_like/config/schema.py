@@ -42,16 +42,19 @@ def _expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
-def _printable(text: str) -> str:
-    """Text that can be written to logs: the command line may hold bytes that are not UTF-8."""
+def utf8_text(text: str) -> str:
+    """Text of the command line, read as UTF-8 whatever the locale: Python keeps bytes that its locale lacks apart.
+
+    Raises:
+        ValueError: its bytes are not UTF-8.
+    """
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
+        return text.encode("utf-8", errors="surrogateescape").decode("utf-8")
+    except UnicodeError:
         raise ValueError("is not valid UTF-8; write it in a UTF-8 terminal") from None
-    return text
 
 
-Text = Annotated[str, AfterValidator(_printable)]
+Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
 OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
 PathList = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_expanded_list)]
