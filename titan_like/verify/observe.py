@@ -68,13 +68,13 @@ class ObservedTrainer(Trainer):
         kind = run.config.training.dtype
         self.seen, self.kind, self.last_step = seen, kind, last_step
         self.truth, self.compared = truth, Comparison(truth, seen, kind)
-        self.bad_steps = bad_steps(good_steps)
+        self.bad_steps, self.num_steps = bad_steps(good_steps), num_steps(good_steps)
         self.updates = UpdateWatch(self, seen)
         self.places: PlaceWatch | None = None
         self.drawn: list[list[int]] = []
         batch = run.config.training.global_batch_size
         samples = run.datasets["train"]
-        self.known = {fingerprint(samples[index]): index for index in range((num_steps(good_steps) + 2) * batch)}
+        self.known = {fingerprint(samples[index]): index for index in range((self.num_steps + 2) * batch)}
         seen.coordinates = {name: self.mesh[name].get_local_rank() for name in self.mesh.mesh_dim_names or ()}
         if kind == "float16":
             self.scaler.scale = FLOAT16_SCALE
@@ -93,9 +93,13 @@ class ObservedTrainer(Trainer):
         seen = super().train_step(data)
         if self.places is not None:
             self.places.end()
+        compared, is_good = self.compared, step not in self.bad_steps
+        if step > self.num_steps:
+            compared.scalar(Key(step, record.LARGE_LOSS), seen.loss)
+            compared.scalar(Key(step, record.LARGE_NORM), seen.grad_norm)
+            return seen
         self.seen.samples[step] = list(self.drawn)
         self.drawn.clear()
-        compared, is_good = self.compared, step not in self.bad_steps
         compared.fact(Key(step, record.BATCH), (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens))
         compared.scalar(Key(step, record.RATE), seen.lr)
         compared.scalar(Key(step, record.LOSS), seen.loss)
@@ -144,7 +148,8 @@ class ObservedTrainer(Trainer):
             local, offset = local_part(parameter.grad)
             gradient = local / scale
             self.updates.unclipped(parameter, gradient)
-            if (key := Key(step, record.GRADIENT, name)) in self.truth.sizes:
+            row = record.GRADIENT if step <= self.num_steps else record.LARGE_GRADIENT
+            if (key := Key(step, row, name)) in self.truth.sizes:
                 self.compared.tensor(key, gradient, offset)
             if step == 1 and self.kind in HALF and self._rounds_as_one_process(name) and gradient.numel():
                 key = Key(1, f"{record.SAME_TYPE} {self.kind}", name)
@@ -153,7 +158,8 @@ class ObservedTrainer(Trainer):
                 measure = record.Measure(difference, SAME_TYPE_SHARE * EPS[self.kind])
                 self.seen.add(Key(1, record.SAME_TYPE, name), measure)
         self.updates.clipped_at(grad_norm)
-        super()._update(grad_norm, lr)
+        if step <= self.num_steps:
+            super()._update(grad_norm, lr)
 
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process does with the same microbatches."""
@@ -199,31 +205,15 @@ class ObservedTrainer(Trainer):
         if known != digest(tensor):  # a tied table that is held twice
             self.seen.wrong(key, "two copies on one process differ")
 
-    @torch.no_grad()
     def compare_large_logits(self) -> None:
         """One more step, without its update, with logits that only a stable softmax can take."""
         for stage in self.model.stages:
             if stage.module.is_last:
                 for parameter in stage.module.norm.parameters():
                     local_part(parameter)[0].mul_(LARGE)
-        rows, step = (record.LARGE_LOSS, record.LARGE_GRADIENT, record.LARGE_NORM), self.step + 1
-        gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
-
-        def keep(_norm: float, _lr: float) -> None:
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None:
-                    local, offset = local_part(parameter.grad)
-                    gradients.setdefault(name, (local.clone(), offset))
-
-        self._update = keep  # type: ignore[assignment, method-assign]
         data = self._load_data()
-        with torch.enable_grad():
-            seen = super().train_step(data)
+        self.train_step(data)
         data.close()
-        self.compared.scalar(Key(step, rows[0]), seen.loss)
-        self.compared.scalar(Key(step, rows[2]), seen.grad_norm)
-        for name, (gradient, offset) in gradients.items():
-            self.compared.tensor(Key(step, rows[1], name), gradient, offset)
 
 
 def observe_training(trainer: ObservedTrainer, small: Small) -> None:
