@@ -173,10 +173,11 @@ def observe_dropout(run: Run, seen: Seen, small: Small) -> None:
     with recorder.installed():
         first_loss = trainer.train_step(data).loss
         first_step = list(drawn)
-        trainer.save(is_last=True)
+        trainer.save()
         recorder.step = 2
         trainer.train_step(data)
     data.close()
+    trainer.finish_save()
     resumed = Trainer(run)
     resumed_data = resumed._load_data()
     resumed.train_step(resumed_data)

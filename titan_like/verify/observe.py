@@ -100,7 +100,8 @@ class ObservedTrainer(Trainer):
             return seen
         self.seen.samples[step] = list(self.drawn)
         self.drawn.clear()
-        compared.fact(Key(step, record.BATCH), (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens))
+        counters = (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens, self.skipped_steps)
+        compared.fact(Key(step, record.BATCH), counters)
         compared.scalar(Key(step, record.RATE), seen.lr)
         compared.scalar(Key(step, record.LOSS), seen.loss)
         compared.fact(Key(step, record.SKIPPED), bool(seen.skipped or seen.nan))
