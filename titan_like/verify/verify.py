@@ -76,7 +76,7 @@ class Verifier:
                     progress(f"{wrong} differs; looking for the place and the axis")
                     first = next(check for check in found[wrong] if not check.ok)
                     place = self.locate(config, first)
-                    blame = self._blame(config, wrong, _outcome(found[wrong]), progress)
+                    blame = self._blame(config, first, _outcome(found[wrong]), progress)
                     return Verdict(DIFFERENT, layouts, checks, blame, place, not_applicable=missing)
         except NoReferenceError as error:
             check = Check(EXACT, 0, record.RUNS, False, 1, 0, detail=f"one process alone fails: {error}")
@@ -167,17 +167,17 @@ class Verifier:
             return f"{first.parameter}: {told}: this gradient, or its sum over microbatches and processes"
         return place
 
-    def _blame(self, config: JobConfig, kind: str, symptom: str, progress: Progress) -> Blame:
+    def _blame(self, config: JobConfig, first: Check, symptom: str, progress: Progress) -> Blame:
         def outcome_of(changed: JobConfig) -> str:
             try:
-                outcome = _outcome(self.check(changed, [kind])[kind])
+                outcome = _outcome(self.check(changed, [first.kind])[first.kind])
             except UndecidedError:
                 outcome = UNDECIDED
             progress(f"  {num_processes(changed)} processes: {outcome}")
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
-        if kind != RESUME:
+        if first.kind != RESUME and first.row != record.DROPOUT_RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
