@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import Case, base_config, launch
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.activations import fullest_moment, kept
-from titan_like.planner.devices import Device, find_device
 from titan_like.planner.memory import memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles

@@ -21,9 +21,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.devices import Device
 from titan_like.planner.workload import Workload
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}

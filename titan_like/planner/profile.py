@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.planner.cluster import Links
-from titan_like.planner.devices import (
+from titan_like.metrics.devices import (
     Device,
     builtin_devices,
     check_device_table,
@@ -26,6 +25,7 @@ from titan_like.planner.devices import (
     device_to_table,
     find_device,
 )
+from titan_like.planner.cluster import Links
 
 
 @dataclass(frozen=True)
