@@ -102,11 +102,12 @@ class Watchdog:
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()
         self._number += 1
-        frames = sys._current_frames()
-        where, waits = position(frames.get(self._main or 0))
+        # All threads' frames are never kept in a variable: this function's own is one of them, and a frame that holds
+        # itself keeps those of the main thread, with all their tensors, until Python next looks for cycles.
+        where, waits = position(sys._current_frames().get(self._main or 0))
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # it may be the one that hangs
-                where += f", its save at {position(frames.get(thread.ident or 0))[0]}"
+                where += f", its save at {position(sys._current_frames().get(thread.ident or 0))[0]}"
         seconds = time.monotonic() - self._since
         sign = Sign(self._number, progress[0], seconds, where, waits, socket.gethostname(), os.getpid(), failure)
         self._store.set(str(self.rank), json.dumps(asdict(sign)))
@@ -192,19 +193,22 @@ def find_fault(size: int, before: dict[int, Sign], after: dict[int, Sign]) -> st
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
     """Where in the product's code a thread is, as text, and whether it waits there for other processes."""
-    waits, innermost = False, frame
+    stack = []  # innermost first, without the frames: what they hold must not outlive them while lines are read
     while frame is not None:
-        file = frame.f_code.co_filename
-        line = linecache.getline(file, frame.f_lineno).strip()
+        stack.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    waits = False
+    for code, number in stack:
+        file = code.co_filename
+        line = linecache.getline(file, number).strip()
         is_ours = file.startswith(_PACKAGE)
         waits = waits or "torch/distributed" in file or (is_ours and any(word in line for word in _WAITING))
         if is_ours:
-            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{frame.f_lineno} in {frame.f_code.co_name}"
-            if innermost is not frame and innermost is not None and "torch" not in innermost.f_code.co_filename:
-                inner = innermost.f_code
-                place += f" ({Path(inner.co_filename).name}:{innermost.f_lineno} in {inner.co_name})"
+            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{number} in {code.co_name}"
+            inner, inner_number = stack[0]
+            if inner is not code and "torch" not in inner.co_filename:
+                place += f" ({Path(inner.co_filename).name}:{inner_number} in {inner.co_name})"
             return place, waits
-        frame = frame.f_back
     return "an unknown place", waits
 
 
