@@ -10,6 +10,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -75,6 +76,8 @@ class BackgroundLoader:
     def close(self) -> None:
         """Stop loading and end the thread."""
         self._stopped.set()
+        with suppress(queue.Empty):
+            self._queue.get_nowait()  # the thread may wait for room
         self._thread.join(timeout=10)
 
     def _fill(self) -> None:
