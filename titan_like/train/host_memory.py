@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 # Options of glibc's mallopt(3).
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
@@ -27,4 +27,4 @@ def keep_freed_memory() -> None:
     if mallopt is not None:  # musl has none
         mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes; set, it no longer moves by itself
         mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_TOP_PAD, 64 << 20)
+        # Not M_TOP_PAD: what is free at the heap's end is handed out before the threshold is looked at.
