@@ -49,12 +49,11 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     outlive_output()
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job
-    from titan_like.train.setup import prepare_run
+    from titan_like.train.setup import prepare_run, select_device
 
-    run = prepare_run(config)
-    if run.device.type == "cpu":
+    if select_device(config.training.dtype).type == "cpu":
         keep_freed_memory()
-    run_job(run, signals)
+    run_job(prepare_run(config), signals)
     return 0
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from titan_like.metrics.devices import find_device
 from titan_like.planner.accuracy import judgement
 from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
-from titan_like.planner.devices import find_device
 from titan_like.planner.measured import Row, read_rows
 from titan_like.planner.profile import Profile, profile_to_toml
 

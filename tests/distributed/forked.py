@@ -10,10 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.distributed.launch import FORK_SERVER, meet_at, meeting_store
-from titan_like.train.job import process_group
+from tests.distributed.launch import FORK_SERVER, meet_at, meeting_store, run_as_rank
 
 
 class Job:
@@ -68,6 +65,4 @@ def _worker(
     os.dup2(descriptor, 2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     meet_at(port, rank, world_size)
-    torch.set_num_threads(1)
-    with process_group(torch.device("cpu")):
-        function(rank, *args)
+    run_as_rank(rank, function, args)

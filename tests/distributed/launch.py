@@ -124,8 +124,7 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Res
 
 
 def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
-    with patch.object(trainer, "build_mesh", cache(build_mesh)):  # groups of one layout are there once
-        results = {case.name: vars(train_case(case, folder)) for case in cases}
+    results = {case.name: vars(train_case(case, folder)) for case in cases}
     if rank == 0:
         torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")
 
@@ -140,6 +139,12 @@ def _worker(rank: int, world_size: int, port: int, function: Callable[..., None]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     meet_at(port, rank, world_size)
     sys.stderr = open(os.devnull, "w") if rank else sys.stderr
+    run_as_rank(rank, function, args)
+
+
+def run_as_rank(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Call ``function`` in the process group, on one thread."""
     torch.set_num_threads(1)
-    with process_group(torch.device("cpu")):
+    # Process groups take long to make: trainers of one layout, one after the other, share theirs.
+    with process_group(torch.device("cpu")), patch.object(trainer, "build_mesh", cache(build_mesh)):
         function(rank, *args)

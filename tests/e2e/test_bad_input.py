@@ -113,7 +113,7 @@ OVERRIDES = {
         [STEPS, "--checkpoint.enable", "--checkpoint.folder={tmp}/text.txt"],
         ["checkpoint.folder", "{tmp}/text.txt", "cannot be made", "name one"],
     ),
-    "unknown GPU": ([STEPS, "--cluster.gpu=RTX 4090"], ["cluster.gpu", '"RTX 4090"', "known are V100, A100"]),
+    "unknown GPU": ([STEPS, "--cluster.gpu=RTX 4080"], ["cluster.gpu", '"RTX 4080"', "known are V100-PCIe, V100-16GB"]),
     "disk too small for a checkpoint": (
         [STEPS, "--checkpoint.enable", "--model.overrides.hidden_size=1048576"],
         ["checkpoint.folder", "{tmp}/out/checkpoint", "a checkpoint takes", "GiB left; make room, or name a folder"],

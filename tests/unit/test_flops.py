@@ -4,10 +4,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_like.config import ConfigError
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import hardware_flops_per_token, megatron_flops_per_token, model_flops_per_token
-from titan_like.metrics.hardware import check_gpu_name, peak_tflops
+from titan_like.metrics.hardware import peak_tflops
 from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.models.registry import FAMILIES, build_model, builtin_flavors
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -144,46 +143,8 @@ def test_torch_leaves_out_each_recomputed_layer_s_last_product_which_the_convent
     assert hardware_flops_per_token(model, 128, FULL) - last_products == counted
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
-        ("NVIDIA H100 PCIe", "bfloat16", 756),
-        ("NVIDIA H100 NVL", "float16", 835),
-        ("NVIDIA H800 PCIe", "bfloat16", 756),
-        ("NVIDIA H200", "bfloat16", 989.4),
-        ("NVIDIA H200 NVL", "bfloat16", 835),
-        ("NVIDIA GH200 480GB", "bfloat16", 989.4),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
-        ("NVIDIA A100-PCIE-40GB", "float32", 19.5),
-        ("NVIDIA A800-SXM4-80GB", "float16", 312),
-        ("Tesla V100-SXM2-32GB", "float16", 125),
-        ("Tesla V100-SXM2-32GB", "bfloat16", None),
-        ("Tesla V100-PCIE-16GB", "float16", 112),
-        ("NVIDIA B200", "bfloat16", 2250),
-        ("NVIDIA GB200", "bfloat16", 2500),
-        ("NVIDIA GB300", "float16", 2500),
-        ("AMD Instinct MI300X", "bfloat16", 1307.4),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
-        ("NVIDIA H20", "bfloat16", None),
-        ("NVIDIA A10", "bfloat16", None),
-        ("", "bfloat16", None),
-    ],
-)
-def test_peak_of_real_device_names(name, dtype, peak):
-    assert peak_tflops(name, dtype) == peak
-
-
 def test_unknown_device_has_rates_but_no_utilisation():
-    rates = ThroughputMeter(flavor("gpt", "debug"), 256, NONE, 1, peak_tflops("NVIDIA H20", "bfloat16")).measure(512, 2)
+    rates = ThroughputMeter(flavor("gpt", "debug"), 256, NONE, 1, peak_tflops("NPU-9", "bfloat16")).measure(512, 2)
     assert rates.tokens_per_second == 256
     assert rates.tflops_per_device > 0
     assert (rates.mfu_model, rates.mfu_causal, rates.hfu) == (None, None, None)
-
-
-def test_unknown_cluster_gpu_is_refused_and_a_known_one_is_not():
-    for name in (None, "A100", "h100", "NVIDIA H200"):
-        check_gpu_name(name)
-    with pytest.raises(ConfigError, match=r'cluster\.gpu = "RTX 4090".*known are V100, A100'):
-        check_gpu_name("RTX 4090")

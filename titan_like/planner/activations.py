@@ -11,7 +11,7 @@ of `titan_like.models`, and differs from the paper in named places:
   dropout; a GPU with grouped queries in float32 or before the A100), the matrix is kept;
 - selective recomputation keeps the result of every product with weights and of every sum over processes, the layer's
   two last products too, which the backward pass does not need;
-- the loss keeps float32 probabilities of the whole vocabulary without tensor parallelism, else its own logits.
+- the loss keeps its own logits with tensor parallelism and on a CPU, else float32 probabilities of the vocabulary.
 
 Bytes of one microbatch. Held to torch's memory tracker by tests/distributed/test_activation_memory.py.
 """
@@ -21,11 +21,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.devices import Device
 from titan_like.planner.workload import Workload
 
+_LOSS_BLOCK = 4 << 20  # bytes of logits that the loss works on at a time on a CPU
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _PENDING_SENDS = (
     8  # that titan_like.parallel.pipeline lets be on their way, beside one message that arrives and its use
@@ -83,7 +84,10 @@ def kept(
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
     logits = model.padded_vocab_size / t
-    if t == 1:  # log-softmax; backward two gradients of it
+    if t == 1 and device.is_cpu:  # logits, and per token a label, whether it counts and a sum; their gradient
+        block = min(4 * logits, _LOSS_BLOCK / tokens)  # in float32, which narrower logits have copies in
+        loss, loss_work = e * logits + 13, e * logits + (e < 4) * block
+    elif t == 1:  # log-softmax; backward two gradients of it
         loss, loss_work = 4 * logits, 8 * logits
     else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits

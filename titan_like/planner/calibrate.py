@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError
+from titan_like.metrics.devices import find_device
 from titan_like.parallel.traffic import BYTES
 from titan_like.planner.accuracy import Prediction, judgement, predict_row
-from titan_like.planner.devices import find_device
 from titan_like.planner.measured import STUDIES, Row, adapted, stated_dtype
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin

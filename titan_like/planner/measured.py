@@ -24,10 +24,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from titan_like.config.errors import ConfigError, first_problem
+from titan_like.metrics.devices import builtin_devices, find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.devices import builtin_devices, find_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 

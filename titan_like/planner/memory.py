@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.memory import Storage, rank_state
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
-from titan_like.planner.devices import Device
 from titan_like.planner.profile import Profile
 from titan_like.planner.state import exact_state, rounds_of, trainer_state
 from titan_like.planner.workload import Pipeline, Workload, pipeline_of, ranks_from

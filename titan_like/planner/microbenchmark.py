@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.config.errors import ConfigError
+from titan_like.metrics.devices import Device, find_device
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
-from titan_like.planner.devices import Device, find_device
 from titan_like.planner.layers import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile

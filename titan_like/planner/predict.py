@@ -8,6 +8,7 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.throughput import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
@@ -15,7 +16,6 @@ from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.parallel.traffic import BYTES
-from titan_like.planner.devices import Device, find_device
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
@@ -24,7 +24,9 @@ from titan_like.planner.workload import Workload
 
 # Whose constants our own trainer is predicted with, until it has been measured itself: PyTorch's FSDP with fused
 # attention on A100 and newer; on V100 a stack with unfused attention.
-_NEAREST = {"V100": "dgx2_v100", "A100": "fsdp_a100"}
+_NEAREST = {"V100": "dgx2_v100", "T4": "dgx2_v100"} | dict.fromkeys(
+    ("A100", "A800", "A30", "A40", "A10", "A10G"), "fsdp_a100"
+)
 _NEWEST = "fsdp_h100"
 
 

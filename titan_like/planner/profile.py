@@ -18,8 +18,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.toml import read_toml
-from titan_like.planner.cluster import Links
-from titan_like.planner.devices import (
+from titan_like.metrics.devices import (
     Device,
     builtin_devices,
     check_device_table,
@@ -27,6 +26,7 @@ from titan_like.planner.devices import (
     device_to_table,
     find_device,
 )
+from titan_like.planner.cluster import Links
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.devices import Device
 from titan_like.models.registry import model_config
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
-from titan_like.planner.devices import Device
 from titan_like.planner.memory import RankMemory, memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import Profile
-from titan_like.train.host_memory import keep_freed_memory
 from titan_like.train.loss import summed_cross_entropy
 
 _SMALL, _LARGE = 64, 512  # hidden sizes
@@ -33,8 +32,7 @@ class Resident(NamedTuple):
 
 
 def resident() -> Resident:
-    """Measure this process; every process of the default group calls it, before it has held much else."""
-    keep_freed_memory()
+    """Measure this process, which has called `keep_freed_memory` and not held much else; every rank calls it."""
     small, small_tensors = _train(_SMALL)
     large, large_tensors = _train(_LARGE)
     moving = large_tensors.activations + large_tensors.logits + large_tensors.gathered

@@ -19,7 +19,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
-from titan_like.metrics.hardware import check_gpu_name
+from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
@@ -93,7 +93,8 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
         ConfigError: anything the user has to change.
     """
     model, layout = resolve_settings(config, world_size)
-    check_gpu_name(config.cluster.gpu)
+    if config.cluster.gpu is not None:
+        find_device(config.cluster.gpu)  # refuses
     if config.cluster.profile is not None:
         load_profile(config.cluster.profile, "cluster.profile")  # refuses
     check_wandb(config.metrics)

@@ -146,11 +146,12 @@ class Watchdog:
 
     def _current_position(self) -> tuple[str, bool]:
         try:
-            frames = sys._current_frames()
-            where, waits = position(frames.get(self._main))
+            # All threads' frames are never kept in a variable: this function's own is one of them, and a frame that
+            # holds itself keeps those of the main thread, with all their tensors, until Python looks for cycles.
+            where, waits = position(sys._current_frames().get(self._main))
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":  # it may be the one that hangs
-                    where += f", its save at {position(frames.get(thread.ident or 0))[0]}"
+                    where += f", its save at {position(sys._current_frames().get(thread.ident or 0))[0]}"
         except Exception as error:
             self._log_once("tell where its rank is", error)
             return "an unknown place", False
@@ -262,20 +263,22 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     Reads no file: that might hang on the storage for which the thread itself waits. A frame that is between two source
     lines, as at a function's entry, has no line number; then its first line is given.
     """
-    waits, innermost = False, frame
+    stack = []  # innermost first, without the frames: what they hold must not outlive them meanwhile
     while frame is not None:
-        code, line = frame.f_code, frame.f_lineno
+        stack.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    waits = False
+    for code, line in stack:
         file = code.co_filename
         is_ours = file.startswith(_PACKAGE + os.sep)
         waits = waits or "torch/distributed" in file or (is_ours and _waits_at(code, line))
         if is_ours:
             place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {code.co_name}"
-            if innermost is not frame and innermost is not None and "torch" not in innermost.f_code.co_filename:
-                inner = innermost.f_code
-                inner_line = innermost.f_lineno or inner.co_firstlineno
-                place += f" ({Path(inner.co_filename).name}:{inner_line} in {inner.co_name})"
+            inner, inner_line = stack[0]
+            if inner is not code and "torch" not in inner.co_filename:
+                number = inner_line or inner.co_firstlineno
+                place += f" ({Path(inner.co_filename).name}:{number} in {inner.co_name})"
             return place, waits
-        frame = frame.f_back
     return "an unknown place", waits
 
 

@@ -30,6 +30,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: there is no file to write to.
     """
     from titan_like.planner.microbenchmark import measure  # torch takes seconds, and other commands do without it
+    from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import process_group
     from titan_like.train.setup import select_device
 
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
             print(f"{time.perf_counter() - began:5.1f} s  {what}", file=sys.stderr, flush=True)
 
     device = select_device("float32")
+    if device.type == "cpu":
+        keep_freed_memory()  # as a run does
     with process_group(device):
         found = measure(device, Path(options.out).stem, show)
         dist.barrier()

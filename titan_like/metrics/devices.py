@@ -1,4 +1,8 @@
-"""GPUs by name: peak rates, memory, links. The figures are in devices.toml; a profile may bring a device of its own."""
+"""GPUs by name: peak rates, memory, links.
+
+The figures are in devices.toml, the one table that MFU, the planner and the dry run read. A stack profile may bring a
+device of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 
+# Slices (MIG; vGPU, as "GRID V100D-8Q" or "NVIDIA A10-24Q") and notebook variants: fewer units, lower clocks.
+_NO_WHOLE_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
 _ENTRIES = ("memory_gib", "memory_bandwidth", "nvlink", "multiprocessors", "tensor_element")
 
 
@@ -46,7 +52,7 @@ def builtin_devices() -> dict[str, Device]:
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    text = resources.files("titan_like.planner").joinpath("devices.toml").read_text(encoding="utf-8")
+    text = resources.files("titan_like.metrics").joinpath("devices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
@@ -104,13 +110,24 @@ def device_to_table(device: Device) -> dict[str, Any]:
 
 
 @cache
+def known_device(name: str) -> Device | None:
+    """The device of a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3"; None where the table has no such product."""
+    if _NO_WHOLE_DEVICE.search(name):
+        return None
+    devices = builtin_devices()
+    if name in devices:  # as profiles name it
+        return devices[name]
+    patterns = ((known, table["pattern"]) for known, table in _tables().items())
+    return next((devices[known] for known, pattern in patterns if re.search(pattern, name, re.IGNORECASE)), None)
+
+
 def find_device(name: str) -> Device:
-    """The device of a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3".
+    """Like `known_device`, for a name that the user gives.
 
     Raises:
         ConfigError: no device of the table matches.
     """
-    for known, table in _tables().items():
-        if re.search(table["pattern"], name, re.IGNORECASE):
-            return builtin_devices()[known]
-    raise ConfigError("cluster.gpu", name, f"unknown to the planner; known are {', '.join(_tables())}")
+    device = known_device(name)
+    if device is None:
+        raise ConfigError("cluster.gpu", name, f"no such GPU is known; known are {', '.join(_tables())}")
+    return device

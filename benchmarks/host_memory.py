@@ -1,0 +1,118 @@
+"""Memory and speed of a training process on a CPU with a large vocabulary, under three settings of the C allocator.
+
+    python benchmarks/host_memory.py --json host_memory.json
+
+A GPT of 16 million parameters, 13 million of them in its table of 50,257 tokens, trains for --steps steps in one
+process. Rounds alternate between the settings, each run a process of its own:
+
+- ours: what `train.py` does (`titan_like.train.host_memory`);
+- default: glibc's own settings, under which large buffers go back to the kernel when they are freed;
+- kept: every freed buffer stays in the process.
+
+Growth is that of the largest resident set from step 10 to the last step. Tokens per second are those of the median
+step after step 10; system time is what the kernel took, mostly to hand out pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+SETTINGS = ("ours", "default", "kept")
+TOKENS = 8 * 256
+RUN = [
+    "--data.dataset=stdlib", "--model.overrides.vocab_size=50257", "--model.overrides.hidden_size=256",
+    "--model.overrides.num_layers=4", "--model.overrides.max_seq_len=256", "--training.seq_len=256",
+    "--training.micro_batch_size=4", "--training.global_batch_size=8", "--evaluation.interval=0",
+    "--checkpoint.enable=false",
+]  # fmt: skip
+
+
+def worker(setting: str, argv: list[str]) -> None:
+    """train.py under one of the settings; its last line is the processor time."""
+    from titan_like.train import host_memory
+    from train import main
+
+    if setting != "ours":
+        host_memory.keep_freed_memory = keep_everything if setting == "kept" else lambda: None
+    status = main(argv)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps({"user_s": used.ru_utime, "system_s": used.ru_stime}))
+    sys.exit(status)
+
+
+def keep_everything() -> None:
+    """No mmap, no trimming (mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD)."""
+    for option, value in ((-4, 0), (-1, -1), (-2, 256 << 20)):
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, float]:
+    """One run."""
+    command = [sys.executable, __file__, "worker", setting, f"--job.dump_folder={folder}", *RUN]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, f"--training.steps={steps}"], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{setting} failed:\n{done.stdout}{done.stderr}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    peaks = [record["peak_memory_bytes"] for record in records]
+    return {
+        "peak_at_10_mib": peaks[9] / 2**20,
+        "peak_at_end_mib": peaks[-1] / 2**20,
+        "growth": peaks[-1] / peaks[9] - 1,
+        "tokens_per_second": TOKENS / statistics.median(record["step_time_s"] for record in records[10:]),
+        **json.loads(done.stdout.splitlines()[-1]),
+    }
+
+
+def main() -> None:
+    """Read the command line, measure in turn, write the result."""
+    from overhead import machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run (default 300)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each setting (default 2)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="OMP_NUM_THREADS (default: all cores)")
+    parser.add_argument("--json", type=Path, help="file to write the result to")
+    args = parser.parse_args()
+
+    runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in SETTINGS}
+    print(
+        f"{'':10} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
+    )
+    for number in range(args.rounds):
+        for setting in SETTINGS:
+            with tempfile.TemporaryDirectory() as folder:
+                run = measure(setting, args.steps, args.threads, Path(folder))
+            runs[setting].append(run)
+            print(
+                f"{setting:10} {run['peak_at_10_mib']:5.0f} MiB {run['peak_at_end_mib']:5.0f} MiB {run['growth']:6.1%} "
+                f"{run['tokens_per_second']:9.0f} {run['user_s']:6.0f} s {run['system_s']:6.1f} s  round {number + 1}",
+                flush=True,
+            )
+    if args.json:
+        result = {
+            "command": " ".join(["python benchmarks/host_memory.py", *sys.argv[1:]]),
+            "run": RUN,
+            "machine": machine(),
+            "libc": " ".join(os.confstr("CS_GNU_LIBC_VERSION").split()),  # type: ignore[union-attr]
+            "runs": runs,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], sys.argv[3:])
+    else:
+        main()
