@@ -22,6 +22,7 @@ from titan_like.models.layers import init
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
 from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.loss_scaler import LossScaler
 from titan_like.parallel import activation_checkpoint, apply, data, tensor_splits
 from titan_like.parallel.collectives import Enter, Group
 from titan_like.parallel.model import Stage
@@ -578,7 +579,13 @@ def later_blocks_of_shards_misplaced() -> Iterator[None]:
 @contextmanager
 def softmax_without_maximum() -> Iterator[None]:
     """Split cross entropy takes the exponential of logits as they are."""
-    with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
+    original = loss._SplitCrossEntropy.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
+            return original(*args)
+
+    with patch.object(loss._SplitCrossEntropy, "forward", staticmethod(forward)):
         yield
 
 
@@ -671,4 +678,52 @@ def computes_for_ever() -> Iterator[None]:
             pass
 
     with patch.object(Trainer, "train_step", train_step):
+        yield
+
+
+@contextmanager
+def clipped_by_another_norm_in_half_types() -> Iterator[None]:
+    """In half types gradients are clipped by their norm times the number of data-parallel processes."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def loss_scale_begins_at_1() -> Iterator[None]:
+    """float16 begins without a loss scale."""
+    with patch.object(trainer, "LossScaler", lambda scale=1.0: LossScaler(scale=1.0)):
+        yield
+
+
+@contextmanager
+def skipped_steps_forgotten_when_resumed() -> Iterator[None]:
+    """A resumed run counts skipped steps from 0."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        self.skipped_steps = 0
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def cursor_goes_back_after_a_skipped_step() -> Iterator[None]:
+    """A checkpoint of a skipped step has the samples that it consumed still to come."""
+    original = Trainer.save
+
+    def save(self: Trainer, is_last: bool = False) -> None:
+        consumed = self.consumed_samples
+        self.consumed_samples -= self.losses.consecutive_skips * self.config.training.global_batch_size
+        original(self, is_last)
+        self.consumed_samples = consumed
+
+    with patch.object(Trainer, "save", save):
         yield

@@ -226,7 +226,7 @@ def _by_place(shares: list[Share]) -> dict[Where, dict[int, Draw]]:
 
 def _replay(run: Run, seen: Seen, draws: dict[Where, dict[int, Draw]], shares: list[Share], rate: float) -> Gradients:
     """The first step's loss and gradients of one process, without parallelism, that drops what the layout dropped."""
-    config, samples = run.config, cast(Samples, run.datasets["train"])
+    samples = cast(Samples, run.datasets["train"])
     model, recorder = _fresh_model(run), Recorder()
     recorder.follow(model)
     now = (0, 0)  # data-parallel rank, microbatch
@@ -251,11 +251,12 @@ def _replay(run: Run, seen: Seen, draws: dict[Where, dict[int, Draw]], shares: l
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(future, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 
-    batch = samples.first(config.training.global_batch_size)
+    step = {share.data_rank: share.samples for share in shares}
+    batch = samples.first(sum(len(indices) for microbatches in step.values() for indices in microbatches))
     num_tokens = (batch[:, 1] != IGNORED).sum()
     loss = torch.zeros((), dtype=torch.float64)
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
-        for data_rank, microbatches in {share.data_rank: share.samples for share in shares}.items():
+        for data_rank, microbatches in step.items():
             for microbatch, indices in enumerate(microbatches):
                 now = (data_rank, microbatch)
                 part = summed_loss(model, batch[indices], torch.float64) / num_tokens

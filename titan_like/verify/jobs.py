@@ -48,12 +48,13 @@ def run_layout(place: Place, small: Small, config: JobConfig, truth: Truth, kind
 
 
 def run_leg(
-    place: Place, small: Small, config: JobConfig, truth: Truth, last_step: int, folder: Path
+    place: Place, small: Small, config: JobConfig, truth: Truth, load_step: int | None, last_step: int, folder: Path
 ) -> Iterator[Seen]:
-    """One leg of a relay: go on from the checkpoint in the folder if there is one, and save after ``last_step``."""
+    """One leg of a relay: go on from a checkpoint in the folder, and save after every good step up to ``last_step``."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS
     seen = Seen(RESUME, place.rank)
-    config = edit(in_type(config, EXACT), {"checkpoint.enable": True, "checkpoint.interval": 1 << 30})
+    saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
+    config = edit(in_type(config, EXACT), saves)
     run = prepare_run(place, small, config, truth, folder)
     ObservedTrainer(run, truth, seen, small.steps, last_step).train()
     yield seen

@@ -77,6 +77,8 @@ class ObservedTrainer(Trainer):
         self.known = {fingerprint(samples[index]): index for index in range((self.num_steps + 2) * batch)}
         seen.coordinates = {name: self.mesh[name].get_local_rank() for name in self.mesh.mesh_dim_names or ()}
         if kind == "float16":
+            told = f"training begins with a loss scale of {self.scaler.scale}, which raises no gradient"
+            seen.wrong(Key(0, record.LOSS_SCALE), None if self.scaler.scale > 1 else told)
             self.scaler.scale = FLOAT16_SCALE
 
     def _load_data(self) -> BackgroundLoader:
@@ -86,6 +88,9 @@ class ObservedTrainer(Trainer):
         """One step, and what it did to the weights."""
         step = self.step + 1
         self.updates.begin()
+        skips, wanted_skips = self.losses.consecutive_skips, int(step - 1 in self.bad_steps)
+        told = f"{skips} steps in a row count as skipped before step {step}, not {wanted_skips}"
+        self.seen.wrong(Key(step, record.BATCH), None if skips == wanted_skips else told)
         if step == self.last_step:
             self.signals.received = signal.SIGTERM
         if self.places is not None:
@@ -100,11 +105,15 @@ class ObservedTrainer(Trainer):
             return seen
         self.seen.samples[step] = list(self.drawn)
         self.drawn.clear()
-        counters = (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens, self.skipped_steps)
-        compared.fact(Key(step, record.BATCH), counters)
+        compared.fact(Key(step, record.BATCH), (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens))
         compared.scalar(Key(step, record.RATE), seen.lr)
         compared.scalar(Key(step, record.LOSS), seen.loss)
-        compared.fact(Key(step, record.SKIPPED), bool(seen.skipped or seen.nan))
+        overflows = self.kind == "float16"  # what is not finite is then called an overflow
+        so_far = sum(bad <= step for bad in self.bad_steps)
+        wanted = (int(not is_good and overflows), int(not is_good and not overflows), so_far)
+        found = (seen.skipped, seen.nan, self.skipped_steps)
+        told = f"(overflow, not finite, skipped so far) are {found}, not {wanted}"
+        self.seen.wrong(Key(step, record.SKIPPED), None if found == wanted else told)
         self.seen.scalars[Key(step, record.NORM)] = seen.grad_norm
         if is_good:
             compared.scalar(Key(step, record.NORM), seen.grad_norm)
@@ -112,7 +121,7 @@ class ObservedTrainer(Trainer):
                 compared.scalar(Key(step, record.ZEROS), math.nan if seen.num_zeros is None else seen.num_zeros)
         if self.kind == "float16":
             compared.fact(Key(step, record.LOSS_SCALE), seen.loss_scale)
-        self.updates.end(step, is_good)
+        self.updates.end(step, is_good, seen.grad_norm)
         if self.kind not in HALF:
             self._compare_parameters(step, record.WEIGHT)
         return seen
@@ -260,7 +269,12 @@ def prepare_run(place: Place, small: Small, config: JobConfig, truth: Truth, fol
 
 def wrong_learning_rate(config: JobConfig) -> str | None:
     """Where the schedule of the run that is asked for, in its full length, is not the reference's."""
-    total = total_steps(config.training)
+    training, total = config.training, total_steps(config.training)
+    if training.batch_size_rampup is None:
+        samples = training.samples or (training.tokens or 0) // training.seq_len
+        wanted_total = training.steps or samples // training.global_batch_size
+        if total != wanted_total:
+            return f"the run has {total} steps, not {wanted_total}"
     for number in range(_SCHEDULE_POINTS):
         step = 1 + number * (total - 1) // (_SCHEDULE_POINTS - 1)
         wanted = learning_rate(config, step, total)
@@ -272,5 +286,5 @@ def wrong_learning_rate(config: JobConfig) -> str | None:
 
 def digest(tensor: torch.Tensor) -> str:
     """Equal for tensors that are equal to the bit."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return hashlib.blake2b(local.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+    return hashlib.blake2b(local.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()

@@ -16,9 +16,9 @@ HALF = ("bfloat16", "float16")
 # Rows of the table, in the order in which things happen within a step.
 INITIAL = "initial weights"
 REPLICAS = "copies equal on all ranks"
-SCHEDULE = "learning rates of the whole run"
+SCHEDULE = "length and learning rates of the whole run"
 SAMPLES = "samples, each exactly once"
-BATCH = "batch size, samples, tokens and skipped steps"
+BATCH = "batch size, samples and tokens"
 RATE = "learning rate"
 LOSS = "loss"
 MISSING = "missing gradients"
@@ -47,9 +47,9 @@ DROPOUT_VALIDATION = "no dropout in validation"
 DROPOUT_RESUMED = "a resumed run draws the same dropout"
 RUNS, ENDS = "the layout runs", "the layout ends"
 ROWS = (
-    *(INITIAL, REPLICAS, SCHEDULE, SAMPLES, BATCH, RATE, LOSS, SKIPPED, MISSING, GRADIENT, SAME_TYPE, NORM, EQUAL),
-    *(ZEROS, LOSS_SCALE, CLIPPED, TYPES, UPDATE, WEIGHT, VALIDATION, WHOLE_VALIDATION),
-    *(LARGE_LOSS, LARGE_GRADIENT, LARGE_NORM),
+    *(INITIAL, REPLICAS, SCHEDULE, SAMPLES, BATCH, RATE, LOSS_SCALE, LOSS, SKIPPED, MISSING, GRADIENT, SAME_TYPE),
+    *(NORM, EQUAL, ZEROS, CLIPPED, TYPES, UPDATE, WEIGHT, VALIDATION, WHOLE_VALIDATION),
+    *(LARGE_LOSS, LARGE_NORM, LARGE_GRADIENT),
     *(MASKS_EVERYWHERE, KEPT, MASKS_EQUAL, MASKS_DIFFER, MASKS_AGAIN, DROPOUT_LOSS, DROPOUT_GRADIENT),
     *(DROPOUT_VALIDATION, DROPOUT_RESUMED, RUNS, ENDS),
 )

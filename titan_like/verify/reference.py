@@ -102,15 +102,13 @@ def compute_truth(config: JobConfig, good_steps: int, dtypes: list[str], file: P
     for step in range(1, num_steps(good_steps) + 1):
         batch_size = batch_size_at(config, consumed)
         consumed += batch_size
-        skipped = sum(bad <= step for bad in bad_steps(good_steps))
-        facts[Key(step, record.BATCH)] = (batch_size, consumed, consumed * training.seq_len, skipped)
-        facts[Key(step, record.SKIPPED)] = step in bad_steps(good_steps)
+        facts[Key(step, record.BATCH)] = (batch_size, consumed, consumed * training.seq_len)
         facts[Key(step, record.LOSS_SCALE)] = FLOAT16_SCALE / 2 ** sum(bad < step for bad in bad_steps(good_steps))
         rate, zeros = Key(step, record.RATE), Key(step, record.ZEROS)
         facts[rate], sizes[rate] = learning_rate(config, step, training.steps or 0), config.optimizer.lr
         for rows in allowed.values():
             rows[rate] = 1e-9
-        if not facts[Key(step, record.SKIPPED)]:
+        if step not in bad_steps(good_steps):
             facts[zeros], allowed[EXACT][zeros] = count_zeros(exact, other, step)
             sizes[zeros] = 1.0
     save_file(stored, file)

@@ -48,11 +48,15 @@ class UpdateWatch:
 
     def clipped_at(self, grad_norm: float) -> None:
         """Note the norm that gradients are clipped by, without the loss scale."""
+        self.norm = grad_norm
         most = self.trainer.config.training.max_norm
         self._factor = min(1.0, most / (grad_norm + 1e-6)) if most else 1.0
 
-    def end(self, step: int, is_good: bool) -> None:
-        """A step has ended: good ones update every parameter, others none."""
+    def end(self, step: int, is_good: bool, grad_norm: float) -> None:
+        """A step has ended: good ones update every parameter, others none. Clipping must go by the norm reported."""
+        if is_good and self.updated:
+            told = f"it goes by a norm of {self.norm:.9g}, and {grad_norm:.9g} is reported"
+            self.seen.wrong(Key(step, record.CLIPPED), None if self.norm == grad_norm else told)
         for name, _ in self.trainer.model.named_parameters():
             problem = None if self.updated == is_good else "it is not updated" if is_good else "it is updated"
             self.seen.wrong(Key(step, record.UPDATE if is_good else record.SKIPPED, name), problem)

@@ -25,6 +25,10 @@ _LOCATED = (record.LOSS, record.GRADIENT, record.NORM, record.ZEROS, record.MISS
 class UndecidedError(Exception):
     """A run was stopped by something that tells nothing of what it computes; the message says by what."""
 
+    def __init__(self, message: str, checks: list[Check] | None = None) -> None:
+        super().__init__(message)
+        self.checks = checks or []  # of the kinds of runs that came to their end
+
 
 class NoReferenceError(Exception):
     """The reference did not come to its end; the message says why."""
@@ -83,7 +87,7 @@ class Verifier:
             blame = Blame(ONE_PROCESS, "the reference itself fails", [])
             return Verdict(DIFFERENT, layouts, [check], blame, not_applicable=missing)
         except UndecidedError as error:
-            return Verdict(UNDECIDED, layouts, checks, reason=str(error), not_applicable=missing)
+            return Verdict(UNDECIDED, layouts, checks + error.checks, reason=str(error), not_applicable=missing)
         return Verdict(SAME, layouts, checks, not_applicable=missing)
 
     def truth(self) -> Truth:
@@ -126,12 +130,15 @@ class Verifier:
         return checks
 
     def _check_resumed(self, config: JobConfig, checks: dict[str, list[Check]]) -> list[Check]:
-        """A relay: the layout, one process, and the layout again go on from each other's checkpoints."""
+        """A relay: the layout, one process, and the layout again go on from each other's checkpoints.
+
+        The layout gets on for two steps after it has saved the first; the second, which is skipped, is done anew.
+        """
         last = num_steps(self.small.steps)
         folder = self.processes.folder / f"relay-{len(list(self.processes.folder.iterdir()))}"
         groups: list[list[Seen]] = []
-        for leg, end in ((config, 1), (on_one_process(config), 2), (config, last)):  # the second step is skipped
-            outcomes = self._run(jobs.run_leg, leg, self.small, leg, self.truth(), end, folder)
+        for leg, start, end in ((config, None, 3), (on_one_process(config), 1, 2), (config, 2, last)):
+            outcomes = self._run(jobs.run_leg, leg, self.small, leg, self.truth(), start, end, folder)
             if any(outcome.ending != DONE for outcome in outcomes):
                 return self._unfinished(RESUME, record.RUNS, outcomes, checks)
             groups.append([outcome.results[0] for outcome in outcomes])
@@ -147,7 +154,8 @@ class Verifier:
         stopped = next((outcome for outcome in outcomes if outcome.is_undecided), None)
         if stopped is not None and not any(outcome.ending == FAILED for outcome in outcomes):
             if all(_outcome(found) == SAME for found in checks.values()):
-                raise UndecidedError(f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}")
+                told = f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}"
+                raise UndecidedError(told, [check for found in checks.values() for check in found])
             return []
         return [Check(kind, 0, row, False, 1, 0, detail=_reason(outcomes))]
 
@@ -162,15 +170,20 @@ class Verifier:
         if not recorded.results or len(seen) < len(outcomes):
             return None
         place = first_place(recorded.results[0], seen, first.step)
+        right = f"the outputs of all modules and their gradients are right in step {first.step}"
+        if place is None and first.row == record.LOSS:
+            return f"the loss: {right}"
         if place is None and first.row == record.GRADIENT:
-            told = "outputs of all modules and their gradients are right, but not what becomes of them"
-            return f"{first.parameter}: {told}: this gradient, or its sum over microbatches and processes"
+            return f"{first.parameter}: {right}, but not its gradient, or the sum over microbatches and processes"
         return place
 
     def _blame(self, config: JobConfig, first: Check, symptom: str, progress: Progress) -> Blame:
         def outcome_of(changed: JobConfig) -> str:
             try:
-                outcome = _outcome(self.check(changed, [first.kind])[first.kind])
+                checks = self.check(changed, [first.kind])[first.kind]
+                outcome = _outcome(checks)
+                if outcome == SAME and first.row not in (record.RUNS, record.ENDS, *(check.row for check in checks)):
+                    outcome = UNDECIDED
             except UndecidedError:
                 outcome = UNDECIDED
             progress(f"  {num_processes(changed)} processes: {outcome}")
