@@ -50,7 +50,7 @@ def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, 
 
 def train_straight_and_in_two_parts(rank: int, folder: Path) -> None:
     for name, settings in CASES.items():
-        with_dropout = settings | {"model.overrides": {"dropout": 0.1}}
+        with_dropout = settings | {"model.overrides": {"hidden_size": 32, "dropout": 0.1}}
         straight = run_to_end(folder, folder / name / "straight", with_dropout)
         if rank == 0:  # what a crash just after step 6 leaves, with a metrics line more than the checkpoint
             shutil.copytree(folder / name / "straight", folder / name / "resumed")
