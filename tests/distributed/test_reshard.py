@@ -48,6 +48,7 @@ PAIRS = [
 ]
 SETTINGS: dict[str, Any] = {
     "model.overrides": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4},
+    "training.micro_batch_size": 2,
     "training.global_batch_size": 8,
     "training.steps": 8,
     "checkpoint.interval": 3,
