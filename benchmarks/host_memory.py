@@ -1,13 +1,12 @@
-"""Memory and speed of a training process on a CPU with a large vocabulary, under three settings of the C allocator.
+"""Memory and speed of a training process on a CPU with a large vocabulary, under two settings of the C allocator.
 
     python benchmarks/host_memory.py --json host_memory.json
 
 A GPT of 16 million parameters, 13 million of them in its table of 50,257 tokens, trains for --steps steps in one
 process. Rounds alternate between the settings, each run a process of its own:
 
-- ours: what `train.py` does (`titan_like.train.host_memory`);
-- default: glibc's own settings, under which large buffers go back to the kernel when they are freed;
-- kept: every freed buffer stays in the process.
+- ours: what `train.py` does (`titan_like.train.host_memory`): freed buffers stay in the process;
+- default: glibc's own settings, under which large buffers go back to the kernel when they are freed.
 
 Growth is that of the largest resident set from step 10 to the last step. Tokens per second are those of the median
 step after step 10; system time is what the kernel took, mostly to hand out pages.
@@ -16,7 +15,6 @@ step after step 10; system time is what the kernel took, mostly to hand out page
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import resource
@@ -28,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-SETTINGS = ("ours", "default", "kept")
+SETTINGS = ("ours", "default")
 TOKENS = 8 * 256
 RUN = [
     "--data.dataset=stdlib", "--model.overrides.vocab_size=50257", "--model.overrides.hidden_size=256",
@@ -44,17 +42,11 @@ def worker(setting: str, argv: list[str]) -> None:
     from train import main
 
     if setting != "ours":
-        host_memory.keep_freed_memory = keep_everything if setting == "kept" else lambda: None
+        host_memory.keep_freed_memory = lambda: None
     status = main(argv)
     used = resource.getrusage(resource.RUSAGE_SELF)
     print(json.dumps({"user_s": used.ru_utime, "system_s": used.ru_stime}))
     sys.exit(status)
-
-
-def keep_everything() -> None:
-    """No mmap, no trimming (mallopt's M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD)."""
-    for option, value in ((-4, 0), (-1, -1), (-2, 256 << 20)):
-        ctypes.CDLL(None).mallopt(option, value)
 
 
 def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The memory of a run on a CPU stays what it was after its first steps."""
+"""No step of a run on a CPU leaves its logits behind."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from train import main
 
 class Watchdog(watchdog.Watchdog):
     def __enter__(self):
-        self.period = 0.02
+        self.period = self.seconds_between_signs = 0.02
         return super().__enter__()
 
 watchdog.Watchdog = Watchdog
@@ -33,8 +33,8 @@ run_command(main)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets glibc's allocator")
-def test_memory_is_flat_with_a_large_vocabulary(tmp_path: Path) -> None:
-    """Logits are 51 MB a microbatch, of which not one may be kept.
+def test_logits_do_not_outlive_their_step(tmp_path: Path) -> None:
+    """With a large vocabulary logits are 51 MB a microbatch, two of them a step, 48 steps.
 
     Signs of life, each of which looks at the frames of the thread that trains, are given many times a step.
     """
@@ -46,4 +46,6 @@ def test_memory_is_flat_with_a_large_vocabulary(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     peaks = [record["peak_memory_bytes"] for record in records]
-    assert peaks[-1] - peaks[15] < 24 * 2**20
+    logits = 4 * 4 * 64 * 50_304  # bytes
+    # Heaps that fragment take one to three of them; whatever keeps logits from step to step takes dozens.
+    assert peaks[-1] - peaks[0] < 6 * logits
