@@ -43,8 +43,8 @@ def case(name: str, mode: str = "none", dtype: str = "float32", shape: dict | No
         "model.overrides": SHAPE | {"num_kv_heads": 2 if family == "llama" else 4} | (shape or {}),
         "training.dtype": dtype,
         "training.seq_len": 128,
-        "training.micro_batch_size": 2,
-        "training.global_batch_size": 2 * changes.pop("microbatches", 2),
+        "training.micro_batch_size": (size := changes.pop("micro_batch_size", 16)),
+        "training.global_batch_size": size * changes.pop("microbatches", 2),
         "activation_checkpoint.mode": mode,
     }
     return Case(name, settings | {f"parallelism.{key}": value for key, value in changes.items()})
@@ -76,14 +76,21 @@ PASSES = [
     split("llama sequence parallel, full", "full"),
 ]
 STEPS = [
-    case("gpt, 2 microbatches", shape=LARGER, microbatches=4),
-    case("gpt, 1 microbatch", shape=LARGER, microbatches=2),
-    case("gpt full, 1 microbatch", "full", shape=LARGER, microbatches=2),
-    case("gpt bfloat16", dtype="bfloat16", microbatches=4),
-    case("gpt zero 3", shape=LARGER, microbatches=4, zero_stage=3),
-    case("llama zero 3 bfloat16", dtype="bfloat16", microbatches=4, zero_stage=3),
-    case("gpt pipeline", shape=LARGER, microbatches=4, pipeline_parallel_degree=2),
-    case("llama gpipe", shape=LARGER, microbatches=4, pipeline_parallel_degree=2, pipeline_schedule="gpipe"),
+    case("gpt, 2 microbatches", shape=LARGER, micro_batch_size=2, microbatches=4),
+    case("gpt, 1 microbatch", shape=LARGER, micro_batch_size=2, microbatches=2),
+    case("gpt full, 1 microbatch", "full", shape=LARGER, micro_batch_size=2, microbatches=2),
+    case("gpt bfloat16", dtype="bfloat16", micro_batch_size=2, microbatches=4),
+    case("gpt zero 3", shape=LARGER, micro_batch_size=2, microbatches=4, zero_stage=3),
+    case("llama zero 3 bfloat16", dtype="bfloat16", micro_batch_size=2, microbatches=4, zero_stage=3),
+    case("gpt pipeline", shape=LARGER, micro_batch_size=2, microbatches=4, pipeline_parallel_degree=2),
+    case(
+        "llama gpipe",
+        shape=LARGER,
+        micro_batch_size=2,
+        microbatches=4,
+        pipeline_parallel_degree=2,
+        pipeline_schedule="gpipe",
+    ),
 ]
 
 
@@ -113,17 +120,17 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
     pipeline = build_pipeline(config, model_config(config.model), build_mesh(layout, device.type), device)
     (stage,) = pipeline.model.stages
     stage.data_parallel.before_backward(is_last=False)
-    tokens = torch.randint(97, 123, (2, 128))
+    tokens = torch.randint(97, 123, (config.training.micro_batch_size, config.training.seq_len))
 
     def loss() -> torch.Tensor:
         return summed_cross_entropy(stage.module(tokens), tokens)
 
-    loss().backward()  # weights are gathered and gradients exist from here on
     tracker = Tracker()
     tracker.knows(stage.module.parameters())
-    tracker.knows(parameter.grad for parameter in stage.module.parameters())
     with tracker:
+        loss().backward()  # weights are gathered and gradients exist from here on
         before = tracker.total("current")
+        tracker.reset_mod_stats()  # it wants to be told of modules that are called again
         value = loss()
         held = tracker.total("current") - before
         value.backward()

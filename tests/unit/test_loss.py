@@ -30,7 +30,7 @@ def test_loss_and_gradient_are_torch_s(monkeypatch, dtype, tolerance, largest, b
     exact = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     (expected / 7).backward()
-    value = summed_cross_entropy(logits, labels)
+    value = summed_cross_entropy(logits.clone(), labels)
     (value / 7).backward()
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert value.item() == pytest.approx(expected.item(), rel=min(tolerance, 1e-6))
@@ -41,7 +41,7 @@ def test_loss_and_gradient_are_torch_s(monkeypatch, dtype, tolerance, largest, b
 
 def test_no_valid_label_is_no_loss():
     logits, labels = some(torch.float32)
-    value = summed_cross_entropy(logits, torch.full_like(labels, IGNORED_LABEL))
+    value = summed_cross_entropy(logits.clone(), torch.full_like(labels, IGNORED_LABEL))
     value.backward()
     assert value.item() == 0 and not logits.grad.any()
 
@@ -61,9 +61,20 @@ class LargeBuffers(TorchDispatchMode):
         return result
 
 
-def test_one_buffer_of_the_logits_size_is_made(monkeypatch):
+def test_no_buffer_of_the_logits_size_is_made(monkeypatch):
     monkeypatch.setattr(loss_module, "_BLOCK_BYTES", 4 * 1000 * 4)
-    logits, labels = some(torch.float32)
+    leaf, labels = some(torch.float32)
+    logits = leaf * 1
     with LargeBuffers(logits.numel()) as buffers:
-        summed_cross_entropy(logits, labels).backward()
-    assert buffers.count == 1  # the gradient
+        (gradient,) = torch.autograd.grad(summed_cross_entropy(logits, labels), logits)
+    assert buffers.count == 0 and gradient.data_ptr() == logits.data_ptr()
+
+
+def test_values_of_the_logits_are_not_used_after_the_loss_s_backward_pass():
+    """A second term that is computed from them, as a z-loss is, must not read the gradient in their place."""
+    leaf, labels = some(torch.float32)
+    logits = leaf * 1
+    other = logits.square().sum()
+    summed_cross_entropy(logits, labels).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()

@@ -26,7 +26,11 @@ def global_grad_norm(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> to
 
 def count_zeros(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, over all ranks."""
-    return _sum_over_shards(parameters, mesh, lambda parts: torch.stack([(g == 0).sum() for g in parts]).sum())
+
+    def zeros(gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
+
+    return _sum_over_shards(parameters, mesh, zeros)
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:

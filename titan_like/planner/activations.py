@@ -84,9 +84,10 @@ def kept(
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
     logits = model.padded_vocab_size / t
-    if t == 1 and device.is_cpu:  # logits, and per token a label, whether it counts and a sum; their gradient
+    if t == 1 and device.is_cpu:  # logits, which become their gradient, and per token a label, whether it counts, a sum
         block = min(4 * logits, _LOSS_BLOCK / tokens)  # in float32, which narrower logits have copies in
-        loss, loss_work = e * logits + 13, e * logits + (e < 4) * block
+        # Or, after the loss, the gradients of the head's input and weight, before that is added to what there is.
+        loss, loss_work = e * logits + 13, max((e < 4) * block, e * h * (1 + logits / tokens))
     elif t == 1:  # log-softmax; backward two gradients of it
         loss, loss_work = 4 * logits, 8 * logits
     else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
@@ -179,8 +180,10 @@ def fullest_moment(
     found = held * chunk + is_last * losses * one.head
     if work.pipeline > 1:
         found += (min(_PENDING_SENDS, m * stages) + 2) * one.message
-    # While layers go back, what the loss needed is free again.
-    more = one.layer_work - is_last * (one.head + one.logits + one.loss_work)
+    # While layers go back, what the loss needed is free again, but for the last layer's output, which selective
+    # recomputation holds on to (with tensor parallelism `unused` has it).
+    head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
+    more = one.layer_work - is_last * (head + one.logits + one.loss_work)
     logits = is_last * (losses * one.logits + one.loss_work)
     forward = found + max(0.0, more)
     if held < stages * m:

@@ -39,10 +39,11 @@ _BLOCK_BYTES = 4 << 20  # of logits at a time: about what a core's caches hold
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy on a CPU in blocks of rows: of the logits' size only their gradient is made.
+    """Cross entropy on a CPU in blocks of rows, its gradient written over the logits: no second buffer of their size.
 
-    `F.cross_entropy` makes three more such buffers. With a large vocabulary they are most of a step's memory, and the
-    kernel hands memory of that size out page by page, which takes a tenth of a small model's step.
+    `F.cross_entropy` makes four. With a large vocabulary they are most of a step's memory, and the kernel hands memory
+    of that size out page by page, which takes a tenth of a small model's step. The logits are spent after the backward
+    pass: autograd refuses to go through whatever else was computed from their values.
     """
 
     @staticmethod
@@ -61,15 +62,14 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Probability, less one at the label."""
         logits, columns, valid, denominator = ctx.saved_tensors
-        rows, result = _rows(logits), torch.empty_like(logits)
-        parts = (result, logits, columns, denominator[:, None], (gradient * valid)[:, None])
-        for out, block, column, logarithm, scale in zip(*(part.split(rows) for part in parts), strict=True):
-            is_wide = out.dtype == logarithm.dtype
-            probability = torch.sub(block, logarithm, out=out) if is_wide else block - logarithm
+        parts = (logits, columns, denominator[:, None], (gradient * valid)[:, None])
+        for block, column, logarithm, scale in zip(*(part.split(_rows(logits)) for part in parts), strict=True):
+            is_wide = block.dtype == logarithm.dtype
+            probability = block.sub_(logarithm) if is_wide else block - logarithm
             probability.exp_().scatter_add_(1, column, torch.full_like(logarithm, -1)).mul_(scale)
             if not is_wide:
-                out.copy_(probability)
-        return result, None
+                block.copy_(probability)
+        return logits, None
 
 
 def _rows(logits: torch.Tensor) -> int:
