@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import mutations
+from tests.distributed.mutations import dropout, gradients, layers, runs, updates
 from titan_like.config import load_config
 from titan_like.verify import record
 from titan_like.verify.processes import Prepare, Processes
@@ -47,77 +47,77 @@ DECAY = ["--lr_scheduler.decay_steps", "400", *ONE]
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins.
 BUGS = [
-    (mutations.tied_tables_not_summed, PIPELINE, "pipeline_parallel", record.GRADIENT, "embedding.weight"),
-    (mutations.norm_of_one_stage, PIPELINE, "pipeline_parallel", record.NORM, ""),
-    (mutations.last_microbatch_dropped, PIPELINE, "pipeline_parallel", record.GRADIENT, "the loss"),
-    (mutations.last_stage_not_updated, PIPELINE, "pipeline_parallel", record.UPDATE, "embedding.weight"),
-    (mutations.same_start_on_every_stage, PIPELINE, "pipeline_parallel", record.INITIAL, "layers."),
-    (mutations.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", record.VALIDATION, ""),
-    (mutations.gradient_never_sent, PIPELINE, "pipeline_parallel", record.RUNS, ""),
-    (mutations.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", record.SKIPPED, ""),
-    (mutations.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", record.LOSS, "layers.1."),
-    (mutations.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", record.GRADIENT, "layers."),
-    (mutations.tokens_of_one_process, DATA, "data_parallel", record.LOSS, "the loss"),
-    (mutations.gradients_averaged_over_data, DATA, "data_parallel", record.GRADIENT, "norm.bias"),
-    (mutations.crash_at_the_end, DATA, "data_parallel", record.ENDS, ""),
-    (mutations.data_of_one_process_shifted, ZERO_3, "data_parallel", record.SAMPLES, ""),
-    (mutations.one_shard_not_updated, ZERO_1, "zero_stage", record.UPDATE, "embedding.weight"),
-    (mutations.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", record.SKIPPED, ""),
-    (mutations.replicas_not_summed, HSDP, "replicas", record.GRADIENT, "norm.bias"),
-    (mutations.loss_times_microbatches, ACCUMULATION, "accumulation", record.GRADIENT, "the loss"),
-    (mutations.row_bias_added_by_each, TENSOR, "tensor_parallel", record.GRADIENT, "layers."),
-    (mutations.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", record.LOSS, "the loss"),
-    (mutations.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", record.LOSS, "layers.0.attention.core"),
-    (mutations.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "norm.bias"),
-    (mutations.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "output"),
+    (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", record.GRADIENT, "embedding.weight"),
+    (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", record.NORM, ""),
+    (gradients.last_microbatch_dropped, PIPELINE, "pipeline_parallel", record.GRADIENT, "the loss"),
+    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", record.UPDATE, "embedding.weight"),
+    (layers.same_start_on_every_stage, PIPELINE, "pipeline_parallel", record.INITIAL, "layers."),
+    (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", record.VALIDATION, ""),
+    (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", record.RUNS, ""),
+    (updates.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", record.SKIPPED, ""),
+    (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", record.LOSS, "layers.1."),
+    (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", record.GRADIENT, "layers."),
+    (gradients.tokens_of_one_process, DATA, "data_parallel", record.LOSS, "the loss"),
+    (gradients.gradients_averaged_over_data, DATA, "data_parallel", record.GRADIENT, "norm.bias"),
+    (runs.crash_at_the_end, DATA, "data_parallel", record.ENDS, ""),
+    (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", record.SAMPLES, ""),
+    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", record.UPDATE, "embedding.weight"),
+    (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", record.SKIPPED, ""),
+    (gradients.replicas_not_summed, HSDP, "replicas", record.GRADIENT, "norm.bias"),
+    (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", record.GRADIENT, "the loss"),
+    (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", record.GRADIENT, "layers."),
+    (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", record.LOSS, "the loss"),
+    (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", record.LOSS, "layers.0.attention.core"),
+    (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "norm.bias"),
+    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "output"),
     (
-        mutations.positions_begin_anew_in_each_part,
+        layers.positions_begin_anew_in_each_part,
         LLAMA_SEQUENCE,
         "sequence_parallel",
         record.LOSS,
         "layers.0.attention",
     ),
-    (mutations.shard_of_padding_is_nan, PADDING, "tensor_parallel", record.LOSS, "the loss"),
-    (mutations.softmax_without_maximum, TENSOR, "tensor_parallel", record.LARGE_LOSS, ""),
-    (mutations.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", record.INITIAL, "embedding.weight"),
-    (mutations.later_blocks_of_shards_misplaced, ZERO_3, "zero_stage", record.INITIAL, "embedding.weight"),
-    (mutations.bad_gradients_kept, ACCUMULATION, "one_process", record.SKIPPED, ""),
-    (mutations.learning_rate_waits_in_skipped_steps, DATA, "one_process", record.RATE, ""),
-    (mutations.end_of_decay_forgotten, DECAY, "one_process", record.RATE, ""),
-    (mutations.validation_takes_training_samples, DATA, "one_process", record.SAMPLES, ""),
-    (mutations.validation_on_everything, DATA, "one_process", record.VALIDATION, ""),
-    (mutations.gradients_not_unscaled, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
-    (mutations.clipped_before_unscaling, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
-    (mutations.vectors_decay, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm.weight"),
-    (mutations.norms_never_updated_in_bfloat16, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm"),
-    (mutations.same_dropout_everywhere, DATA, "data_parallel", record.MASKS_DIFFER, ""),
-    (mutations.same_dropout_everywhere, SEQUENCE, "sequence_parallel", record.MASKS_DIFFER, ""),
-    (mutations.same_dropout_everywhere, PIPELINE, "pipeline_parallel", record.MASKS_DIFFER, ""),
-    (mutations.same_dropout_in_all_heads, TENSOR, "tensor_parallel", record.MASKS_DIFFER, ""),
-    (mutations.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", record.MASKS_AGAIN, ""),
-    (mutations.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", record.KEPT, "layers.0.attention.core"),
-    (mutations.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", record.KEPT, "layers."),
+    (layers.shard_of_padding_is_nan, PADDING, "tensor_parallel", record.LOSS, "the loss"),
+    (layers.softmax_without_maximum, TENSOR, "tensor_parallel", record.LARGE_LOSS, ""),
+    (layers.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", record.INITIAL, "embedding.weight"),
+    (layers.later_blocks_of_shards_misplaced, ZERO_3, "zero_stage", record.INITIAL, "embedding.weight"),
+    (updates.bad_gradients_kept, ACCUMULATION, "one_process", record.SKIPPED, ""),
+    (updates.learning_rate_waits_in_skipped_steps, DATA, "one_process", record.RATE, ""),
+    (updates.end_of_decay_forgotten, DECAY, "one_process", record.RATE, ""),
+    (runs.validation_takes_training_samples, DATA, "one_process", record.SAMPLES, ""),
+    (runs.validation_on_everything, DATA, "one_process", record.VALIDATION, ""),
+    (updates.gradients_not_unscaled, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
+    (updates.clipped_before_unscaling, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
+    (updates.vectors_decay, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm.weight"),
+    (updates.norms_never_updated_in_bfloat16, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm"),
+    (dropout.same_dropout_everywhere, DATA, "data_parallel", record.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, SEQUENCE, "sequence_parallel", record.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, PIPELINE, "pipeline_parallel", record.MASKS_DIFFER, ""),
+    (dropout.same_dropout_in_all_heads, TENSOR, "tensor_parallel", record.MASKS_DIFFER, ""),
+    (dropout.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", record.MASKS_AGAIN, ""),
+    (dropout.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", record.KEPT, "layers.0.attention.core"),
+    (dropout.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", record.KEPT, "layers."),
     (
-        mutations.dropout_scale_lost_in_split_sequences,
+        dropout.dropout_scale_lost_in_split_sequences,
         SEQUENCE,
         "sequence_parallel",
         record.DROPOUT_GRADIENT,
         "",
     ),
-    (mutations.resumed_without_moments, DATA, "resume", record.WEIGHT, "embedding.weight"),
-    (mutations.resumed_shards_without_moments, ZERO_1, "zero_stage", record.WEIGHT, "embedding.weight"),
-    (mutations.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", record.CLIPPED, ""),
-    (mutations.loss_scale_begins_at_1, FLOAT16, "one_process", record.LOSS_SCALE, ""),
-    (mutations.skipped_steps_forgotten_when_resumed, DATA, "resume", record.SKIPPED, ""),
-    (mutations.cursor_goes_back_after_a_skipped_step, DATA, "resume", record.SAMPLES, ""),
-    (mutations.resumed_one_sample_late, DATA, "resume", record.SAMPLES, ""),
+    (runs.resumed_without_moments, DATA, "resume", record.WEIGHT, "embedding.weight"),
+    (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", record.WEIGHT, "embedding.weight"),
+    (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", record.CLIPPED, ""),
+    (updates.loss_scale_begins_at_1, FLOAT16, "one_process", record.LOSS_SCALE, ""),
+    (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", record.SKIPPED, ""),
+    (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", record.SAMPLES, ""),
+    (runs.resumed_one_sample_late, DATA, "resume", record.SAMPLES, ""),
 ]
 ABOUT_DROPOUT = (record.MASKS_DIFFER, record.MASKS_AGAIN, record.KEPT, record.DROPOUT_GRADIENT)
 
 
 def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
     """The kind of run that shows a bug; one suffices, and is faster."""
-    if axis == "resume" or mutation is mutations.resumed_shards_without_moments:
+    if axis == "resume" or mutation is runs.resumed_shards_without_moments:
         return RESUME
     if "--training.dtype" in layout:
         return layout[1 + layout.index("--training.dtype")]
@@ -166,8 +166,8 @@ def test_bug_is_found_and_its_place_and_axis_named(
 
 
 def test_running_out_of_time_is_no_difference() -> None:
-    with Processes(timeout=20, prepare=mutations.computes_for_ever) as processes:
-        verdict = verify(processes, DATA, mutations.computes_for_ever, [EXACT])
+    with Processes(timeout=20, prepare=runs.computes_for_ever) as processes:
+        verdict = verify(processes, DATA, runs.computes_for_ever, [EXACT])
     assert verdict.outcome == "undecided"
     assert "float64 on 2 processes" in verdict.reason and "not over in time" in verdict.reason
     assert verdict.first_difference is None and verdict.blame is None

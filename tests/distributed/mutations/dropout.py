@@ -1,0 +1,92 @@
+"""Bugs in dropout: masks that are equal or differ where they must not, rates, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.transformer import Transformer
+from titan_like.parallel import activation_checkpoint, apply, tensor_splits
+from titan_like.parallel.collectives import Group
+from titan_like.train import trainer
+
+
+@contextmanager
+def same_dropout_everywhere() -> Iterator[None]:
+    """All processes draw dropout from one stream."""
+    with patch.object(trainer, "dropout_stream", lambda *_: 0):
+        yield
+
+
+@contextmanager
+def same_dropout_in_all_heads() -> Iterator[None]:
+    """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
+
+    def attention_core(_module: nn.Module, forward: Any, _group: Group, *inputs: torch.Tensor) -> torch.Tensor:
+        return forward(*inputs)
+
+    with patch.object(tensor_splits, "_attention_core", attention_core):
+        yield
+
+
+@contextmanager
+def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
+    """Recomputation does not put the random generator back."""
+    original = activation_checkpoint.checkpoint
+
+    def checkpoint(*args: Any, **options: Any) -> Any:
+        return original(*args, **options | {"preserve_rng_state": False})
+
+    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+        yield
+
+
+@contextmanager
+def dropout_halved_in_split_attention() -> Iterator[None]:
+    """Under tensor parallelism attention drops half as much."""
+    from titan_like.models.gpt import sharding
+
+    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
+        module.dropout /= 2
+        tensor_splits.attention_core(module, tp)
+
+    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
+    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+        yield
+
+
+@contextmanager
+def dropout_halved_in_later_stages() -> Iterator[None]:
+    """Stages after the first drop half as much."""
+    original = Transformer.keep_stage
+
+    def keep_stage(self: Transformer, layers: range, is_first: bool, is_last: bool) -> None:
+        original(self, layers, is_first, is_last)
+        for layer in self.layers.values():
+            layer.dropout = layer.dropout / (1 if is_first else 2)  # type: ignore[assignment, operator]
+
+    with patch.object(Transformer, "keep_stage", keep_stage):
+        yield
+
+
+@contextmanager
+def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
+    """What dropout keeps is not scaled up where sequences are split."""
+    apply_tensor_parallel, dropout, is_split = apply.apply_tensor_parallel, F.dropout, [False]
+
+    def note(model: Any, mesh: Any, sequence_parallel: bool) -> None:
+        is_split[0] = sequence_parallel
+        apply_tensor_parallel(model, mesh, sequence_parallel)
+
+    def without_scale(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        kept = dropout(x, p, training, inplace)
+        return kept * (1 - p) if is_split[0] and training else kept
+
+    with patch.object(apply, "apply_tensor_parallel", note), patch.object(F, "dropout", without_scale):
+        yield

@@ -1,0 +1,201 @@
+"""Bugs in how losses and gradients of microbatches, stages and processes become those of the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_like.optim.grad_norm import local_gradients
+from titan_like.parallel import data
+from titan_like.parallel.collectives import Enter
+from titan_like.parallel.model import Stage
+from titan_like.parallel.pipeline import Pipeline
+from titan_like.train import trainer
+from titan_like.train.trainer import Trainer
+
+
+@contextmanager
+def tied_tables_not_summed() -> Iterator[None]:
+    """Each end of the pipeline keeps its own part of the table's gradient."""
+    with patch.object(trainer, "sum_table_gradients", lambda *_: None):
+        yield
+
+
+@contextmanager
+def norm_of_one_stage() -> Iterator[None]:
+    """Every stage clips at its own gradient norm."""
+    original = trainer.global_grad_norm
+
+    def of_this_stage(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
+        with patch.object(dist, "all_reduce", _unless_group(mesh["pp"].get_group())):
+            return original(parameters, mesh)
+
+    with patch.object(trainer, "global_grad_norm", of_this_stage):
+        yield
+
+
+def _unless_group(left_out: dist.ProcessGroup) -> Any:
+    original = dist.all_reduce
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        return None if options.get("group") is left_out else original(*args, **options)
+
+    return all_reduce
+
+
+@contextmanager
+def tokens_of_one_process() -> Iterator[None]:
+    """The loss is a mean of the processes' means, each over its own tokens."""
+    original, train_step = dist.all_reduce, Trainer.train_step
+    pending = [False]
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if pending.pop() if pending else False:
+            return tensor.mul_(dist.get_world_size(options["group"])).clamp_(min=1)
+        return original(tensor, *args, **options)
+
+    def count_first(self: Trainer, data: Iterator[torch.Tensor]) -> Any:
+        pending[:] = [self.dp_size > 1]
+        return train_step(self, data)
+
+    with patch.object(dist, "all_reduce", all_reduce), patch.object(Trainer, "train_step", count_first):
+        yield
+
+
+@contextmanager
+def last_microbatch_dropped() -> Iterator[None]:
+    """A pipeline leaves out the last microbatch's loss."""
+    original = Pipeline.forward_backward
+
+    def forward_backward(self: Pipeline, inputs: list[torch.Tensor], loss: Any) -> None:
+        last = len(inputs) - 1
+
+        def loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            return loss(logits, microbatch) * (microbatch != last or self.shape.degree == 1)
+
+        original(self, inputs, loss_but_of_last)
+
+    with patch.object(Pipeline, "forward_backward", forward_backward):
+        yield
+
+
+@contextmanager
+def loss_times_microbatches() -> Iterator[None]:
+    """Gradients are those of the loss times the number of microbatches."""
+    original = Pipeline.forward_backward
+
+    def forward_backward(self: Pipeline, inputs: list[torch.Tensor], loss: Any) -> None:
+        original(self, inputs, lambda logits, microbatch: loss(logits, microbatch) * len(inputs))
+
+    with patch.object(Pipeline, "forward_backward", forward_backward):
+        yield
+
+
+@contextmanager
+def last_stage_not_updated() -> Iterator[None]:
+    """The last stage's optimizer does nothing."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        stage = self.mesh["pp"]
+        if stage.size() == 1 or stage.get_local_rank() < stage.size() - 1:
+            original(self, grad_norm, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def partial_gradients_not_summed() -> Iterator[None]:
+    """Sequence parallelism leaves the gradients of norms partial."""
+    with patch.object(trainer, "sum_partial_gradients", lambda _: None):
+        yield
+
+
+@contextmanager
+def gradients_averaged_over_data() -> Iterator[None]:
+    """Gradients are divided by the data-parallel degree, as if each process had divided by its own tokens."""
+    original = Trainer._complete_gradients
+
+    def complete_gradients(self: Trainer) -> None:
+        original(self)
+        torch._foreach_div_(local_gradients(self.model.parameters()), self.dp_size)
+
+    with patch.object(Trainer, "_complete_gradients", complete_gradients):
+        yield
+
+
+@contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    """HSDP reduces gradients over shards and leaves out the replicas."""
+    original = data.fully_shard
+
+    def fully_shard(module: nn.Module, *, mesh: Any, **options: Any) -> Any:
+        shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
+        return original(module, mesh=shards, **options)
+
+    with patch.object(data, "fully_shard", fully_shard):
+        yield
+
+
+@contextmanager
+def one_shard_not_updated() -> Iterator[None]:
+    """Under ZeRO the optimizer of one process leaves its shards as they are."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        if self.dp_rank != 1 or self.config.parallelism.zero_stage == 0:
+            original(self, grad_norm, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def weight_products_of_one_microbatch_lost() -> Iterator[None]:
+    """A split backward pass forgets the weights' gradients of the second microbatch."""
+    original = Pipeline._backward_for_weights
+
+    def backward_for_weights(self: Pipeline, stage: Stage, microbatch: int) -> None:
+        if microbatch == 1:
+            self._products[stage.index, microbatch] = []
+        original(self, stage, microbatch)
+
+    with patch.object(Pipeline, "_backward_for_weights", backward_for_weights):
+        yield
+
+
+@contextmanager
+def gradient_never_sent() -> Iterator[None]:
+    """A stage keeps a microbatch's gradient to itself, and the one before waits for ever."""
+    original = Pipeline._send
+
+    def send(self: Pipeline, kind: str, stage: int, microbatch: int) -> None:
+        if (kind, microbatch) == ("B", 1):
+            time.sleep(1000)
+        original(self, kind, stage, microbatch)
+
+    with patch.object(Pipeline, "_send", send):
+        yield
+
+
+@contextmanager
+def all_gathers_gradient_not_summed() -> Iterator[None]:
+    """Sequence parallelism gives each process its part of its own gradient, and not of the sum."""
+    original = Enter.backward
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.sequence_parallel:
+            return original(ctx, gradient)
+        return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
+
+    with patch.object(Enter, "backward", staticmethod(backward)):
+        yield

@@ -1,0 +1,154 @@
+"""Bugs in what split layers compute, and in the weights that they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from titan_like.models import transformer
+from titan_like.models.layers import init
+from titan_like.models.llama.model import Llama
+from titan_like.models.transformer import Transformer
+from titan_like.parallel import apply, tensor_splits
+from titan_like.parallel.collectives import Group
+from titan_like.parallel.split import StageLayers
+from titan_like.train import loss
+
+
+@contextmanager
+def row_bias_added_by_each() -> Iterator[None]:
+    """Every tensor-parallel process adds the bias to its part of the sum."""
+    original = tensor_splits._row_linear
+
+    def row_linear(module: nn.Linear, sequence_parallel: bool, group: Group, x: torch.Tensor) -> torch.Tensor:
+        result = original(module, sequence_parallel, group, x)
+        return result if module.bias is None else result + (group.size - 1) * tensor_splits.local(module.bias)
+
+    with patch.object(tensor_splits, "_row_linear", row_linear):
+        yield
+
+
+@contextmanager
+def same_start_on_every_stage() -> Iterator[None]:
+    """Each stage numbers its layers from 0 when it draws their weights."""
+    original_init, original_fill = Transformer.init_weights, transformer.fill_normal
+
+    def init_weights(self: Transformer, seed: int) -> None:
+        first = min(map(int, self.layers))
+
+        def fill(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
+            parts = name.split(".")
+            if parts[0] == "layers":
+                parts[1] = str(int(parts[1]) - first)
+            original_fill(parameter, seed, ".".join(parts), std)
+
+        with patch.object(transformer, "fill_normal", fill):
+            original_init(self, seed)
+
+    with patch.object(Transformer, "init_weights", init_weights):
+        yield
+
+
+@contextmanager
+def positions_begin_anew_in_each_part() -> Iterator[None]:
+    """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
+    original = Llama.layer_inputs
+
+    def layer_inputs(self: Llama, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        parts = self.sequence_shards
+        return tuple(table.repeat(parts, 1) for table in original(self, seq_len // parts, device))
+
+    with patch.object(Llama, "layer_inputs", layer_inputs):
+        yield
+
+
+@contextmanager
+def softmax_of_own_vocabulary() -> Iterator[None]:
+    """The loss's softmax is over a process's own part of the vocabulary."""
+    original = loss.all_gather
+
+    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        gathered = original(x, dim, group).clone()
+        gathered[:, 0] = float("-inf")
+        gathered[group.rank, 0] = x[0, 0]
+        return gathered
+
+    with patch.object(loss, "all_gather", all_gather):
+        yield
+
+
+@contextmanager
+def middle_stages_swapped() -> Iterator[None]:
+    """The second and the third stage hold each other's layers."""
+    original = apply.split_layers
+
+    def split_layers(counts: list[int]) -> list[StageLayers]:
+        stages = original(counts)
+        if len(stages) > 3:
+            stages[1], stages[2] = stages[2], stages[1]
+        return stages
+
+    with patch.object(apply, "split_layers", split_layers):
+        yield
+
+
+@contextmanager
+def key_heads_of_the_next_group() -> Iterator[None]:
+    """Under tensor parallelism queries meet the keys and values of another group of heads."""
+    original = tensor_splits.attention_core
+
+    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
+        original(module, tp)
+        forward = module.forward
+        tensor_splits.replace_forward(module, lambda q, k, v: forward(q, k.roll(1, 1), v.roll(1, 1)))
+
+    from titan_like.models.llama import sharding
+
+    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
+    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+        yield
+
+
+@contextmanager
+def shard_of_padding_is_nan() -> Iterator[None]:
+    """The loss of a process whose part of the vocabulary is all padding is not a number."""
+    original = loss.all_gather
+
+    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        gathered = original(x, dim, group)
+        return gathered.masked_fill(gathered.isneginf(), float("nan"))
+
+    with patch.object(loss, "all_gather", all_gather):
+        yield
+
+
+@contextmanager
+def later_blocks_of_shards_misplaced() -> Iterator[None]:
+    """Shards that begin above the first block of random numbers get those of the block before."""
+    original = init.normal_rows
+
+    def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
+        block = max(1, init.BLOCK_ELEMENTS // shape[1:].numel())
+        shift = block if start >= block and start else 0
+        return original(seed, name, shape, std, start - shift, stop - shift)
+
+    with patch.object(init, "normal_rows", normal_rows):
+        yield
+
+
+@contextmanager
+def softmax_without_maximum() -> Iterator[None]:
+    """Split cross entropy takes the exponential of logits as they are."""
+    original = loss._SplitCrossEntropy.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
+            return original(*args)
+
+    with patch.object(loss._SplitCrossEntropy, "forward", staticmethod(forward)):
+        yield

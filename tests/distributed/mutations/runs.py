@@ -1,0 +1,183 @@
+"""Bugs in a run besides its steps: samples, validation, resuming, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from titan_like.parallel.pipeline import Pipeline
+from titan_like.train import trainer
+from titan_like.train.trainer import Trainer
+
+
+@contextmanager
+def data_of_one_process_shifted() -> Iterator[None]:
+    """One data-parallel process begins a sample late."""
+    original = Trainer._load_data
+
+    def load_data(self: Trainer) -> Any:
+        if self.dp_rank:
+            self.consumed_samples += 1
+        data = original(self)
+        if self.dp_rank:
+            self.consumed_samples -= 1
+        return data
+
+    with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def validation_without_last_microbatch() -> Iterator[None]:
+    """A pipeline validates on all microbatches of a batch but the last."""
+    original = Pipeline.forward
+
+    def forward(self: Pipeline, inputs: list[torch.Tensor], add_loss: Any) -> None:
+        last = len(inputs) - 1
+
+        def add_loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            is_counted = microbatch != last or self.shape.degree == 1
+            return add_loss(logits, microbatch) if is_counted else logits.sum()
+
+        original(self, inputs, add_loss_but_of_last)
+
+    with patch.object(Pipeline, "forward", forward):
+        yield
+
+
+@contextmanager
+def crash_at_the_end() -> Iterator[None]:
+    """One data-parallel process fails when all is computed."""
+
+    def destroy() -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("too late")
+
+    with patch.object(dist, "destroy_process_group", destroy):
+        yield
+
+
+@contextmanager
+def validation_takes_training_samples() -> Iterator[None]:
+    """Each validation takes a microbatch from the training stream."""
+    load_data, validate = Trainer._load_data, Trainer.validate
+
+    def keep(self: Trainer) -> Any:
+        self.stream = load_data(self)  # type: ignore[attr-defined]
+        return self.stream  # type: ignore[attr-defined]
+
+    def validate_and_take(self: Trainer) -> float:
+        if hasattr(self, "stream"):
+            next(self.stream)
+        return validate(self)
+
+    with patch.object(Trainer, "_load_data", keep), patch.object(Trainer, "validate", validate_and_take):
+        yield
+
+
+@contextmanager
+def validation_on_everything() -> Iterator[None]:
+    """Validation ignores `evaluation.steps`."""
+    original = Trainer.validate
+
+    def validate(self: Trainer) -> float:
+        config = self.config
+        section = config.evaluation.model_copy(update={"steps": 1000})
+        self.config = config.model_copy(update={"evaluation": section})
+        value = original(self)
+        self.config = config
+        return value
+
+    with patch.object(Trainer, "validate", validate):
+        yield
+
+
+@contextmanager
+def resumed_without_moments() -> Iterator[None]:
+    """A resumed run begins with an optimizer that remembers nothing."""
+    original = trainer.resume
+
+    def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        state = original(folder, is_usable, model, optimizer)
+        for values in optimizer.state.values():
+            values["exp_avg"].zero_()
+        return state
+
+    with patch.object(trainer, "resume", resume):
+        yield
+
+
+@contextmanager
+def resumed_shards_without_moments() -> Iterator[None]:
+    """A resumed run loses the optimizer's state of one shard."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        for values in self.optimizer.state.values():
+            if self.dp_rank == 1 and self.config.parallelism.zero_stage:
+                values["exp_avg"].to_local().zero_()
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def resumed_one_sample_late() -> Iterator[None]:
+    """A resumed run leaves a sample out."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        self.consumed_samples += resumed
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def computes_for_ever() -> Iterator[None]:
+    """The first step never ends."""
+
+    def train_step(self: Trainer, data: Any) -> Any:
+        while True:
+            pass
+
+    with patch.object(Trainer, "train_step", train_step):
+        yield
+
+
+@contextmanager
+def skipped_steps_forgotten_when_resumed() -> Iterator[None]:
+    """A resumed run counts skipped steps from 0."""
+    original = Trainer._resume
+
+    def resume(self: Trainer, is_usable: Any) -> bool:
+        resumed = original(self, is_usable)
+        self.skipped_steps = 0
+        return resumed
+
+    with patch.object(Trainer, "_resume", resume):
+        yield
+
+
+@contextmanager
+def cursor_goes_back_after_a_skipped_step() -> Iterator[None]:
+    """A checkpoint of a skipped step has the samples that it consumed still to come."""
+    original = Trainer.save
+
+    def save(self: Trainer, is_last: bool = False) -> None:
+        consumed = self.consumed_samples
+        self.consumed_samples -= self.losses.consecutive_skips * self.config.training.global_batch_size
+        original(self, is_last)
+        self.consumed_samples = consumed
+
+    with patch.object(Trainer, "save", save):
+        yield

@@ -1,0 +1,157 @@
+"""Bugs in the update: clipping, scales, skipped steps, rates, decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.loss_scaler import LossScaler
+from titan_like.train import trainer
+from titan_like.train.trainer import Trainer
+
+HALF = ("bfloat16", "float16")
+
+
+@contextmanager
+def bad_gradients_known_to_their_holder() -> Iterator[None]:
+    """Gradients that are not finite count only on the processes that hold them."""
+    original = trainer.global_grad_norm
+
+    def norm(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
+        parameters = list(parameters)
+        whole = original(parameters, mesh)
+        knows = any(not part.isfinite().all() for part in local_gradients(parameters))
+        return whole if knows or whole.isfinite() else torch.ones_like(whole)
+
+    with patch.object(trainer, "global_grad_norm", norm):
+        yield
+
+
+def _after_init(change: Callable[[Trainer], None]) -> Any:
+    """Change every trainer once it is built."""
+    original = Trainer.__init__
+
+    def init(self: Trainer, *args: Any) -> None:
+        original(self, *args)
+        change(self)
+
+    return patch.object(Trainer, "__init__", init)
+
+
+@contextmanager
+def bad_gradients_kept() -> Iterator[None]:
+    """A skipped step leaves its gradients for the next one to add to."""
+
+    def change(self: Trainer) -> None:
+        zero_grad = self.optimizer.zero_grad
+
+        def zero_unless_bad(set_to_none: bool = True) -> None:
+            if all(part.isfinite().all() for part in local_gradients(self.model.parameters())):
+                zero_grad(set_to_none)
+
+        self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def learning_rate_waits_in_skipped_steps() -> Iterator[None]:
+    """The schedule counts updates in place of steps."""
+    original, train_step, skipped = trainer.lr_factor, Trainer.train_step, [0]
+
+    def count(self: Trainer, data: Any) -> Any:
+        skipped[0] = self.skipped_steps
+        return train_step(self, data)
+
+    def lr_factor(section: Any, step: int, total: int) -> float:
+        return original(section, step - skipped[0], total)
+
+    with patch.object(trainer, "lr_factor", lr_factor), patch.object(Trainer, "train_step", count):
+        yield
+
+
+@contextmanager
+def end_of_decay_forgotten() -> Iterator[None]:
+    """The learning rate falls until the end of the run, wherever its decay is to end."""
+    original = trainer.lr_factor
+
+    def lr_factor(section: Any, step: int, total: int) -> float:
+        return original(section.model_copy(update={"decay_steps": None}), step, total)
+
+    with patch.object(trainer, "lr_factor", lr_factor):
+        yield
+
+
+@contextmanager
+def gradients_not_unscaled() -> Iterator[None]:
+    """float16's loss scale stays in the gradients."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        torch._foreach_mul_(local_gradients(self.model.parameters()), self.scaler.scale)
+        original(self, grad_norm, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def clipped_before_unscaling() -> Iterator[None]:
+    """float16's gradients are clipped by their norm with the loss scale in it."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        original(self, grad_norm * self.scaler.scale, lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def vectors_decay() -> Iterator[None]:
+    """In half types weight decay applies to norms and biases too."""
+
+    def change(self: Trainer) -> None:
+        for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
+            group["weight_decay"] = self.config.optimizer.weight_decay
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def norms_never_updated_in_bfloat16() -> Iterator[None]:
+    """The optimizer does not know of norms where the model computes in bfloat16."""
+
+    def change(self: Trainer) -> None:
+        if self.config.training.dtype == "bfloat16":
+            del self.optimizer.param_groups[1]["params"][:]
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def clipped_by_another_norm_in_half_types() -> Iterator[None]:
+    """In half types gradients are clipped by their norm times the number of data-parallel processes."""
+    original = Trainer._update
+
+    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+        original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr)
+
+    with patch.object(Trainer, "_update", update):
+        yield
+
+
+@contextmanager
+def loss_scale_begins_at_1() -> Iterator[None]:
+    """float16 begins without a loss scale."""
+    with patch.object(trainer, "LossScaler", lambda scale=1.0: LossScaler(scale=1.0)):
+        yield
