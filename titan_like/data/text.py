@@ -10,6 +10,7 @@ import codecs
 import glob
 import hashlib
 import json
+import mmap
 import os
 import sys
 import sysconfig
@@ -61,6 +62,8 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
         raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
     dtype = np.dtype(json.loads((folder / "info.json").read_text())["dtype"])
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+    if hasattr(mmap, "MADV_RANDOM"):  # samples are drawn at random: pages beside them would only fill memory
+        tokens._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return TokenFile(tokens, np.load(folder / "document_ends.npy"))
 
 
