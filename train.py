@@ -21,19 +21,20 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: those that are handled already; None handles them once the processes have met.
     """
     from titan_like.config import ConfigError, load_config
+    from titan_like.models.registry import model_config
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", nargs="?", const="")
     options, settings = parser.parse_known_args(argv)
-    config = load_config(settings)
+    config = load_config(settings, model_config)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 
     # torch loads only for settings that do not contradict each other, and only then do they meet machine and data.
-    from titan_like.config.rules import resolve_settings
     from titan_like.train.environment import check_meeting, dry_run_world, number_of_processes
+    from titan_like.train.rules import resolve_settings
 
     world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
     if not config.parallelism.auto:
@@ -41,19 +42,26 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     if not config.job.dry_run:
         check_meeting()
     if config.job.dry_run:
-        from titan_like.train.dry_run_text import print_dry_run
+        from titan_like.planner.dry_run_text import print_dry_run
 
         print_dry_run(config, options.json)
         return 0
 
     outlive_output()
+    from titan_like.planner.forecast import check_profile, step_forecast
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run, select_device
 
+    if config.parallelism.auto:
+        from titan_like.planner.auto import with_chosen_layout
+
+        config = with_chosen_layout(config, world_size)
+    check_profile(config)
     if select_device(config.training.dtype).type == "cpu":
         keep_freed_memory()
-    run_job(prepare_run(config), signals)
+    run = prepare_run(config)
+    run_job(run, signals, step_forecast(run))
     return 0
 
 

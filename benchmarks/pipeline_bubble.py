@@ -34,10 +34,10 @@ import torch.distributed as dist
 from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
-from titan_like.metrics.timeline import Timeline
 from titan_like.metrics.timeline_report import figures
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.timeline import Timeline
 
 CASES = [
     ("gpipe", 1),

@@ -34,13 +34,13 @@ from planner_speed import SEARCHES, layouts, timed_search
 
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import FAMILIES, builtin_flavors
-from titan_like.parallel.memory import state_bytes
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from titan_like.planner.measured import Row, published_rows, read_rows
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.state_bytes import state_bytes
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
+from titan_like.models.registry import model_config
 
 if TYPE_CHECKING:
     from titan_like.verify.checks import Check
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a line for each type, or a table."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings)
+    config = load_config(settings, model_config)
     if config.parallelism.auto:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
         raise ConfigError("parallelism.auto", True, problem)

@@ -20,11 +20,11 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.activations import fullest_moment, kept
+from titan_like.planner.dry_run import fake_process_group
 from titan_like.planner.memory import memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.workload import Workload
-from titan_like.train.dry_run import fake_process_group
 from titan_like.train.job import process_group
 from titan_like.train.loss import summed_cross_entropy
 from titan_like.train.setup import prepare_run

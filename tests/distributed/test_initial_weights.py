@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tests.distributed.forked import run
 from tests.distributed.launch import all_stages, base_config, by_name
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
-from titan_like.checkpoint.initial import load_initial_weights
 from titan_like.checkpoint.weights import CheckpointWeights
 from titan_like.config.errors import RunError
 from titan_like.hugging_face.folder import open_hugging_face
@@ -24,6 +23,7 @@ from titan_like.hugging_face.to_hugging_face import to_hugging_face
 from titan_like.models.layers.init import local_part
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
+from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -114,7 +114,7 @@ def train_and_save(trainer: Trainer, folder: Path) -> None:
 
 def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:
     """A file that only some processes need is damaged after the checks: all of them end with the same sentence."""
-    import titan_like.checkpoint.initial as initial
+    import titan_like.train.initial_weights as initial
 
     checked = initial.open_hugging_face(source, "x")
     if rank == 1:

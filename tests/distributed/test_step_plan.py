@@ -22,8 +22,8 @@ from tests.distributed.memory_probe import held_bytes
 from titan_like.checkpoint.tensors import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.shapes import place_of
-from titan_like.parallel.step_plan import StepPlan, plan_step
+from titan_like.planner.shapes import place_of
+from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 

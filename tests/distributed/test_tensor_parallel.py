@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,6 @@ from titan_like.config.schema import Model
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor import apply_tensor_parallel, family_plan, full_logits
-from titan_like.parallel.tensor_splits import norm
 from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
 
 
@@ -38,11 +38,13 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, **overrides: Any) -> Transformer:
+def build(
+    family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, plan: Any = None, **overrides: Any
+) -> Transformer:
     with torch.device("meta"):
         model = build_model(model_config(Model(family=family, overrides=overrides)), family)
     if mesh is not None:
-        apply_tensor_parallel(model, mesh, sequence_parallel)
+        apply_tensor_parallel(model, mesh, sequence_parallel, plan)
     model.to_empty(device="cpu")
     model.init_weights(3)
     return model
@@ -89,8 +91,10 @@ def measure(rank: int, folder: Path) -> None:
             last = full_logits(logits, slice(-1, None))
             torch.testing.assert_close(last, whole.eval()(tokens)[:, -1:])
     found["dropout"] = dropout_draws(mesh)
+    found["torch's styles"] = largest_difference_with_torch_s_styles(mesh)
     for name, change in {
-        "no such module": lambda plan: plan | {"layers.*.attention_nrom": norm},
+        "no such module": lambda plan: plan | {"layers.*.attention_nrom": "norm"},
+        "no such style": lambda plan: plan | {"layers.*.mlp.fc1": "row_lienar"},
         "parameter left out": lambda plan: {key: value for key, value in plan.items() if key != "norm"},
     }.items():
         with torch.device("meta"):
@@ -102,6 +106,24 @@ def measure(rank: int, folder: Path) -> None:
     dist.all_gather_object(everyone, found)
     if rank == 0:
         torch.save(everyone, folder / "found.pt")
+
+
+def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
+    """Of any gradient, relative to its norm, between our styles and a plan that has torch's for the MLPs."""
+    tokens, labels = tokens_and_labels()
+    ours = build("gpt", mesh)
+    plan: dict[str, Any] = dict(family_plan(ours))
+    del plan["layers.*.mlp"]
+    plan |= {"layers.*.mlp.fc1": ColwiseParallel(), "layers.*.mlp.fc2": RowwiseParallel()}
+    mixed = build("gpt", mesh, plan=plan)
+    assert "forward" not in vars(mixed.layers["0"].mlp.fc1)  # it is torch's
+    for model in (ours, mixed):
+        summed_cross_entropy(model(tokens), labels).backward()
+    differences = []
+    for name, parameter in ours.named_parameters():
+        wanted, seen = parameter.grad.full_tensor(), mixed.get_parameter(name).grad.full_tensor()
+        differences.append(((seen - wanted).norm() / wanted.norm()).item())
+    return max(differences)
 
 
 def dropout_draws(mesh: DeviceMesh) -> dict[str, list[float]]:
@@ -158,3 +180,8 @@ def test_recomputation_draws_the_same_dropout(found: list[dict[str, Any]]) -> No
 def test_plans_that_do_not_fit_are_errors(found: list[dict[str, Any]]) -> None:
     assert "attention_nrom" in found[0]["errors"]["no such module"]
     assert "norm.weight" in found[0]["errors"]["parameter left out"]
+    assert 'the style "row_lienar"; there are region, column_linear,' in found[0]["errors"]["no such style"]
+
+
+def test_torch_s_own_styles_can_stand_in_a_plan(found: list[dict[str, Any]]) -> None:
+    assert found[0]["torch's styles"] < 1e-5  # float32, perhaps another order of summation

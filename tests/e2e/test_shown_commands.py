@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from titan_like.config import load_config
-from titan_like.config.rules import resolve_settings
 from titan_like.planner.commands.outcome import Outcome
 from titan_like.train.environment import dry_run_world
+from titan_like.train.rules import resolve_settings
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl")

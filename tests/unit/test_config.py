@@ -7,10 +7,10 @@ import pytest
 
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.help import json_schema
-from titan_like.config.rules import check_rules
+from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.train.batch_size import total_steps
+from titan_like.train.rules import check_rules
 
 TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
 

@@ -26,7 +26,6 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
-from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.checkpoint.weights import CheckpointWeights
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
@@ -34,6 +33,7 @@ from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards
 from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.setup import check_folders
 
 REPO = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_state, save_checkpoint
 from titan_like.checkpoint.inference import load_for_inference
-from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.checkpoint.weights import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
@@ -26,6 +25,7 @@ from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.from_hugging_face import from_hugging_face
 from titan_like.hugging_face.to_hugging_face import to_hugging_face
 from titan_like.models.registry import model_config
+from titan_like.train.initial_weights import check_initial_weights
 
 LLAMA = llama_config(num_layers=1)
 GPT = gpt_config(num_layers=1)

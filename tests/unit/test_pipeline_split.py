@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig, Model
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.split import balanced_layers, output_cost, split_layers
+from titan_like.train.rules import check_rules
 
 
 def slowest(counts: tuple[int, ...], last_extra: float) -> float:

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
 from titan_like.config.write import to_toml
-from titan_like.planner.auto import choose_layout
-from titan_like.train.dry_run import dry_run
+from titan_like.planner.auto import choose_layout, with_chosen_layout
+from titan_like.planner.dry_run import dry_run
 from titan_like.train.setup import check_settings, prepare_run
 
 BIG = ["--model.flavor=18b", "--training.steps=3", "--training.seq_len=2048", "--training.global_batch_size=1024",
@@ -74,7 +74,7 @@ def test_every_process_of_a_run_gets_the_layout_and_one_tells_it(tmp_path, monke
         names = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_WORLD_SIZE": 1, "RANK": rank, "LOCAL_RANK": rank}
         for name, value in names.items():
             monkeypatch.setenv(name, str(value))
-        layouts.append(prepare_run(load_config(settings)).layout)
+        layouts.append(prepare_run(with_chosen_layout(load_config(settings), 4)).layout)
         told.append(capsys.readouterr().out.count("layout chosen"))
     assert layouts[0].num_processes == 4
     assert layouts == [layouts[0]] * 4

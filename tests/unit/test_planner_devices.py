@@ -11,9 +11,9 @@ from tests.distributed.launch import base_config
 from titan_like.config import ConfigError
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, check_profile, step_forecast
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_to_toml
-from titan_like.train.forecast import MEASURED, WARM_UP, StepForecast
 from titan_like.train.job import process_group
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -171,7 +171,8 @@ def test_training_prints_the_line_once(tmp_path, capfd):
     }
     config = base_config(tmp_path, settings)
     with process_group(torch.device("cpu")):
-        Trainer(prepare_run(config)).train()
+        run = prepare_run(config)
+        Trainer(run, step_forecast(run)).train()
     told = [line for line in capfd.readouterr().out.splitlines() if " predicted, " in line]
     assert len(told) == 1
     assert told[0].startswith(f" steps {WARM_UP + 1} to {WARM_UP + MEASURED}: ")
@@ -181,7 +182,7 @@ def test_training_prints_the_line_once(tmp_path, capfd):
 def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
     config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
     with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
-        prepare_run(config)
+        check_profile(config)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
-from titan_like.parallel.memory import Storage, peak_state, rank_state, state_bytes
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
-from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import balanced_layers, split_layers
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.shapes import Part, Split, stage_units
 from titan_like.planner.state import rounds_of, trainer_state
+from titan_like.planner.state_bytes import Storage, peak_state, rank_state, state_bytes
 from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]

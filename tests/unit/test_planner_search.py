@@ -7,7 +7,6 @@ import re
 import pytest
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.rules import check_rules
 from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
@@ -19,6 +18,7 @@ from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, 
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.step_time import step_time
+from titan_like.train.rules import check_rules
 
 NONE_FIT_WHOLE = [
     "--model.flavor=7.5b", "--model.overrides.num_layers=4", "--model.overrides.hidden_size=8192",

@@ -13,7 +13,6 @@ from titan_like.metrics.step_timeline import (
     measured,
     simulated,
 )
-from titan_like.metrics.timeline import Timeline
 from titan_like.metrics.timeline_report import figures, rank_shares, report
 from titan_like.metrics.timeline_trace import chrome_trace
 from titan_like.parallel.schedules import (
@@ -28,6 +27,7 @@ from titan_like.parallel.schedules import (
     stage_ranks,
     unit_time,
 )
+from titan_like.parallel.timeline import Timeline
 
 VIRTUAL = {"gpipe": 1, "1f1b": 1}
 

@@ -26,10 +26,12 @@ _FREE_TABLES = ("model.overrides", "model.flavors")
 _SECONDS_FOR_RANK_0 = 10
 
 
-def load_config(argv: list[str]) -> JobConfig:
+def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda _: None) -> JobConfig:
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
+
+    Where keys are wrong, ``check_model`` adds the ConfigError that it raises for a [model] that is none.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, an unreadable file: all that is wrong, a line for each.
@@ -55,7 +57,7 @@ def load_config(argv: list[str]) -> JobConfig:
         told = {one.key for one in errors}
         errors += [one for one in _validation_errors(error) if one.key not in told]
     if errors:
-        raise all_of([*errors, *_model_errors(tree)])
+        raise all_of([*errors, *_model_errors(tree, check_model)])
     return config
 
 
@@ -269,12 +271,10 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
     return list(found.values())
 
 
-def _model_errors(tree: dict[str, Any]) -> list[ConfigError]:
+def _model_errors(tree: dict[str, Any], check_model: Callable[[Model], object]) -> list[ConfigError]:
     """What is wrong in the model's own fields, where the rest of [model] is right."""
-    from titan_like.models.registry import model_config  # it imports what is here
-
     try:
-        model_config(Model.model_validate(tree.get("model", {})))
+        check_model(Model.model_validate(tree.get("model", {})))
     except ValidationError:
         return []
     except ConfigError as error:

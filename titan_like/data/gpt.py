@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.text import TokenFile
-from titan_like.train.loss import IGNORED_LABEL
 
+IGNORED_LABEL = -100  # positions that carry no loss
 _PIECES, _PIECE = 64, 4096  # that a fingerprint is made of, and their tokens
 SPLITS = ("train", "validation", "test")
 

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulated, measured
-from titan_like.metrics.timeline import Timeline
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import figures, report
 from titan_like.metrics.timeline_trace import chrome_trace
 from titan_like.parallel.pipeline import Pipeline
+from titan_like.parallel.timeline import Timeline
 
 
 class StepProfiler:

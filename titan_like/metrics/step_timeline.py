@@ -6,36 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
 
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
 from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
-
-
-class Phase(NamedTuple):
-    """What a rank did after its last pass, with its times in seconds."""
-
-    rank: int
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What one rank saw of a step, in seconds of its own clock.
-
-    ``waits`` are times in which a pass could not start, under the name of the pass. ``meetings`` are times of going
-    into and coming out of collectives that all ranks took part in, which make clocks comparable. All else may be wrong
-    by ``error`` on the clock of ``meetings``.
-    """
-
-    passes: list[Event]
-    waits: list[Event]
-    phases: list[Phase]
-    meetings: list[tuple[float, float]]
-    error: float = 0.0
+from titan_like.parallel.timeline import Phase, RankTimes
 
 
 @dataclass(frozen=True)

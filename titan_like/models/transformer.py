@@ -21,9 +21,9 @@ class TiedOutput(nn.Module):
 class PaddingMask(nn.Module):
     """Logits of tokens that only pad the vocabulary become -inf."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.padded_vocab_size = vocab_size, padded_vocab_size
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, padded vocab], changed in place."""
@@ -55,7 +55,7 @@ class Transformer(nn.Module):
             if config.tied_embeddings
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
-        self.mask_padding = PaddingMask(config.vocab_size)
+        self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other stages of a pipeline hold. Both ends hold a tied embedding table."""

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from titan_like.metrics.timeline import Timeline
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.communication import Step, add_communication
 from titan_like.parallel.schedules.tables import forward_table, schedule_table, stage_ranks
+from titan_like.parallel.timeline import Timeline
 from titan_like.parallel.weight_gradients import Product, WeightGradients
 
 # Sends that may be on their way before one is waited for. gloo cannot say whether one has arrived without waiting.

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_splits import Plan, TensorParallel
+from titan_like.parallel.tensor_styles import STYLES
+
+Plan = Mapping[str, str | ParallelStyle]  # by module name; `*` stands for one part of it between dots
 
 
 def apply_tensor_parallel(
@@ -38,14 +41,14 @@ def apply_tensor_parallel(
     for name in ("num_kv_heads", "ffn_hidden_size"):
         if getattr(config, name) % mesh.size():
             raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
-    tp = TensorParallel(mesh, sequence_parallel, config.padded_vocab_size)
-    modules = dict(model.named_modules())
-    for pattern, split in (family_plan(model) if plan is None else plan).items():
-        names = [name for name in modules if matches(pattern, name)]
-        if not names and pattern not in absent_modules(model):
-            raise ValueError(f"the tensor-parallel plan's {pattern} is no module of {type(model).__name__}")
-        for name in names:
-            split(modules[name], tp)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Parallelize plan key")  # torch only warns of one that matches nothing
+        try:
+            styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
+            parallelize_module(model, mesh, styles, src_data_rank=None)
+        except UserWarning as warning:
+            named = str(warning).partition(" in module ")[0]
+            raise ValueError(f"the tensor-parallel plan and {type(model).__name__} do not fit: {named}") from None
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out the parameter {name}")
@@ -58,16 +61,28 @@ def family_plan(model: Transformer) -> Plan:
     return importlib.import_module(f"{package}.sharding").TENSOR_PARALLEL_PLAN
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a module's name has the pattern's form, part by part."""
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """The styles that a plan names, without those of modules that another pipeline stage has in this one's place.
+
+    Raises:
+        ValueError: there is no style of a name.
+    """
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        if isinstance(style, str) and style not in STYLES:
+            raise ValueError(
+                f'the tensor-parallel plan\'s {pattern} has the style "{style}"; there are {", ".join(STYLES)}'
+            )
+        if pattern not in absent_modules(model):
+            styles[pattern] = STYLES[style](sequence_parallel) if isinstance(style, str) else style
+    return styles
 
 
 def absent_modules(model: Transformer) -> set[str]:
-    """Modules that another pipeline stage may have in this one's place."""
+    """Modules that another pipeline stage has in this one's place."""
     absent = set() if model.is_first else set(model.entry)
-    return absent if model.is_last else absent | {"norm", "output", "mask_padding"}
+    absent |= set() if model.is_last else {"norm", "output", "mask_padding"}
+    return absent - {name for name, _ in model.named_children()}
 
 
 @torch.no_grad()

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import torch
+
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.planner.reasons import described, why_slower
 from titan_like.planner.search import Found, search
 from titan_like.planner.space import changed, set_keys
+from titan_like.train.environment import environment_number
+
+
+def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
+    """The configuration with a layout in place of `parallelism.auto`, chosen alike by every process; rank 0 tells it.
+
+    Raises:
+        ConfigError: there is no GPU to plan for, or no layout is valid and fits.
+    """
+    if not config.parallelism.auto:
+        return config
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    on_node = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    nodes_are_equal = world_size == on_node * environment_number("GROUP_WORLD_SIZE", 1, least=1)
+    config, told = choose_layout(config, world_size, found, on_node if nodes_are_equal else None)
+    if environment_number("RANK", 0) == 0:
+        print(told, flush=True)
+    return config
 
 
 def choose_layout(

@@ -17,7 +17,6 @@ from itertools import pairwise
 from math import ceil, inf
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -27,6 +26,7 @@ from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
+from titan_like.train.rules import check_rules
 
 # (width, layers), GPT-3's and then PTD-P's.
 _FAMILY = (

@@ -1,7 +1,7 @@
 """Memory of one GPU of every pipeline rank, by what takes it. Bytes.
 
-Parameters, gradients and optimizer state of our own trainer come from `titan_like.parallel.memory`, which is exact; of
-other stacks from their bytes per parameter. Activations are those of arXiv 2205.05198, equations 1 to 6, written for
+Parameters, gradients and optimizer state of our own trainer come from `state_bytes`, which is exact; of other stacks
+from their bytes per parameter. Activations are those of arXiv 2205.05198, equations 1 to 6, written for
 grouped-query attention, gated MLPs and fused attention; how many are alive at once is what
 `titan_like.parallel.schedules.tables` says of each schedule.
 """
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import Storage, rank_state
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.profile import Profile
+from titan_like.planner.shapes import Part, Split, stage_units
 from titan_like.planner.state import exact_state, rounds_of, trainer_state
+from titan_like.planner.state_bytes import Storage, rank_state
 from titan_like.planner.workload import Pipeline, Workload, pipeline_of, ranks_from
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.throughput import Throughput, ThroughputMeter
@@ -15,12 +14,13 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
-from titan_like.parallel.traffic import BYTES
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime
+from titan_like.planner.traffic import BYTES
 from titan_like.planner.workload import Workload
+from titan_like.train.rules import check_rules
 
 # Whose constants our own trainer is predicted with, until it has been measured itself: PyTorch's FSDP with fused
 # attention on A100 and newer; on V100 a stack with unfused attention.

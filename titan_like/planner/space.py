@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_pipeline, check_rules, check_tensor_parallel
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
@@ -20,6 +19,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
+from titan_like.train.rules import check_pipeline, check_rules, check_tensor_parallel
 
 # The keys that are chosen, and the `Workload`'s name of each.
 SEARCHED = {

@@ -1,6 +1,6 @@
 """Training state of our own trainer on one pipeline rank. Bytes.
 
-`titan_like.parallel.memory.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
+`state_bytes.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
 fullest moment from the order of the schedule alone.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.memory import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
-from titan_like.parallel.shapes import Part, Split, stage_units
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.shapes import Part, Split, stage_units
+from titan_like.planner.state_bytes import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
 from titan_like.planner.workload import RankStages
 
 

@@ -18,7 +18,7 @@ from titan_like.train.environment import is_one_of_several
 from titan_like.train.out_of_memory import out_of_memory_names
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
-from titan_like.train.trainer import Trainer
+from titan_like.train.trainer import Remark, Trainer
 from titan_like.train.watchdog import Watchdog
 
 _CLOCKS_MAY_DIFFER = 2.0  # seconds
@@ -26,12 +26,13 @@ _TIME_TO_END = 10.0  # seconds that a job which was stopped is given
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def run_job(run: Run, signals: StopSignals | None = None) -> None:
+def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None = None) -> None:
     """Train.
 
     Args:
         run: a checked run.
         signals: those that are handled already; None handles them from here on.
+        remark: is told of every step; what it says is printed.
 
     Raises:
         ConfigError: another job writes to the same folder, or the memory does not suffice.
@@ -45,7 +46,7 @@ def run_job(run: Run, signals: StopSignals | None = None) -> None:
         if warning is not None and dist.get_rank() == 0:
             print(warning, flush=True)
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
-            trainer = Trainer(run)
+            trainer = Trainer(run, remark)
         trainer.signals = stop
         watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
         watchdog.is_starting = lambda: trainer.step == trainer.start_step

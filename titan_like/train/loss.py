@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_like.data.gpt import IGNORED_LABEL
 from titan_like.parallel.collectives import Group, all_gather
-
-IGNORED_LABEL = -100  # positions that carry no loss
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

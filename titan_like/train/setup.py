@@ -11,11 +11,10 @@ import torch
 
 from titan_like.checkpoint.compatible import check_readable, check_same_run
 from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
-from titan_like.checkpoint.initial import check_initial_weights
 from titan_like.checkpoint.lock import lock_path, lock_problem
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import resolve_settings
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import total_steps
 from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
@@ -23,10 +22,10 @@ from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
-from titan_like.planner.profile import load_profile
-from titan_like.train.batch_size import total_steps
 from titan_like.train.environment import environment_number, number_of_processes
+from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.out_of_memory import host_memory_bytes
+from titan_like.train.rules import resolve_settings
 
 _LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
 
@@ -50,9 +49,7 @@ def prepare_run(config: JobConfig) -> Run:
     Raises:
         ConfigError: anything the user has to change.
     """
-    world_size = number_of_processes()
-    config = with_chosen_layout(config, world_size)
-    model, layout = check_settings(config, world_size)
+    model, layout = check_settings(config, number_of_processes())
     device = select_device(config.training.dtype)
     check_folders(config, model, make=True)
     _check_memory(config, model, device)
@@ -67,25 +64,6 @@ def prepare_run(config: JobConfig) -> Run:
     )
 
 
-def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
-    """The configuration with a layout in place of `parallelism.auto`, chosen alike by every process; rank 0 tells it.
-
-    Raises:
-        ConfigError: there is no GPU to plan for, or no layout is valid and fits.
-    """
-    if not config.parallelism.auto:
-        return config
-    from titan_like.planner.auto import choose_layout  # takes a moment to load
-
-    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    on_node = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
-    nodes_are_equal = world_size == on_node * environment_number("GROUP_WORLD_SIZE", 1, least=1)
-    config, told = choose_layout(config, world_size, found, on_node if nodes_are_equal else None)
-    if environment_number("RANK", 0) == 0:
-        print(told, flush=True)
-    return config
-
-
 def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
     """Everything that needs neither this machine's devices nor its files.
 
@@ -95,8 +73,6 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
     model, layout = resolve_settings(config, world_size)
     if config.cluster.gpu is not None:
         find_device(config.cluster.gpu)  # refuses
-    if config.cluster.profile is not None:
-        load_profile(config.cluster.profile, "cluster.profile")  # refuses
     check_wandb(config.metrics)
     return model, layout
 

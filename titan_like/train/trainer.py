@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.folder import RunState
-from titan_like.checkpoint.initial import load_initial_weights
 from titan_like.checkpoint.loader import resume
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.tensors import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
-from titan_like.data.gpt import fingerprint
+from titan_like.data.batch_size import global_batch_size_at
+from titan_like.data.gpt import IGNORED_LABEL, fingerprint
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -36,21 +36,23 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
-from titan_like.train.batch_size import global_batch_size_at
-from titan_like.train.forecast import StepForecast
 from titan_like.train.health import LossWatch
-from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
+from titan_like.train.initial_weights import load_initial_weights
+from titan_like.train.loss import summed_cross_entropy
 from titan_like.train.random_streams import dropout_stream, seed_everything
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 
 _MOST_REWINDS = 3  # to one checkpoint
 
+Remark = Callable[[StepRecord], str | None]
+
 
 class Trainer:
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, remark: Remark | None = None) -> None:
+        """``remark`` is told of every step, and what it says is printed."""
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
@@ -81,7 +83,7 @@ class Trainer:
         self.console.print(f" {describe_run(run)}")
         self.profiler = StepProfiler(config, mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if is_writer else []
-        self.forecast = StepForecast(run) if is_writer else None
+        self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
         self.meter = ThroughputMeter(
@@ -124,9 +126,9 @@ class Trainer:
                     seconds_left = self.console.seconds_left()
                     self.console.print(format_log_line(unlogged, total, config.training.seq_len, seconds_left))
                     unlogged.clear()
-                compared = self.forecast.add(record) if self.forecast is not None else None
-                if compared is not None:
-                    self.console.print(compared)
+                remark = self.remark(record) if self.remark is not None else None
+                if remark is not None:
+                    self.console.print(remark)
                 self.save_is_due = self.save_is_due or self.step % config.checkpoint.interval == 0
                 # Without an update there is nothing new, and the weights may be ruined: good checkpoints stay.
                 is_good = self.losses.consecutive_skips == 0

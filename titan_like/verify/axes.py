@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.parallel.schedules import check_schedule
-from titan_like.train.batch_size import rampup_batch_sizes
 from titan_like.verify.shrink import edit
 
 Changes = dict[str, Any]

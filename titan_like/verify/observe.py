@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import total_steps
 from titan_like.data.gpt import PackedDataset
 from titan_like.data.loader import BackgroundLoader
 from titan_like.metrics.record import StepRecord
@@ -21,7 +22,6 @@ from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
-from titan_like.train.batch_size import total_steps
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify import record

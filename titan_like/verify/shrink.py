@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.rules import check_rules
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
-from titan_like.train.batch_size import rampup_batch_sizes
+from titan_like.train.rules import check_rules
 from titan_like.verify.record import num_steps
 
 MOST_PROCESSES = 8

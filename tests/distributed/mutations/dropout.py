@@ -10,9 +10,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import activation_checkpoint, apply, tensor_splits
+from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.train import trainer
 
@@ -28,10 +29,10 @@ def same_dropout_everywhere() -> Iterator[None]:
 def same_dropout_in_all_heads() -> Iterator[None]:
     """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
 
-    def attention_core(_module: nn.Module, forward: Any, _group: Group, *inputs: torch.Tensor) -> torch.Tensor:
+    def attend(_module: nn.Module, forward: Any, _group: Group, *inputs: torch.Tensor) -> torch.Tensor:
         return forward(*inputs)
 
-    with patch.object(tensor_splits, "_attention_core", attention_core):
+    with patch.object(tensor_styles.SplitHeads, "attend", staticmethod(attend)):
         yield
 
 
@@ -50,14 +51,13 @@ def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
 @contextmanager
 def dropout_halved_in_split_attention() -> Iterator[None]:
     """Under tensor parallelism attention drops half as much."""
-    from titan_like.models.gpt import sharding
+    original = tensor_styles.SplitHeads._apply
 
-    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
+    def split_heads(self: Any, module: Any, mesh: DeviceMesh) -> nn.Module:
         module.dropout /= 2
-        tensor_splits.attention_core(module, tp)
+        return original(self, module, mesh)
 
-    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
-    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+    with patch.object(tensor_styles.SplitHeads, "_apply", split_heads):
         yield
 
 

@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models import transformer
 from titan_like.models.layers import init
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import apply, tensor_splits
+from titan_like.parallel import apply, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.split import StageLayers
 from titan_like.train import loss
@@ -23,13 +24,13 @@ from titan_like.train import loss
 @contextmanager
 def row_bias_added_by_each() -> Iterator[None]:
     """Every tensor-parallel process adds the bias to its part of the sum."""
-    original = tensor_splits._row_linear
+    original = tensor_styles.RowLinear.forward
 
-    def row_linear(module: nn.Linear, sequence_parallel: bool, group: Group, x: torch.Tensor) -> torch.Tensor:
-        result = original(module, sequence_parallel, group, x)
-        return result if module.bias is None else result + (group.size - 1) * tensor_splits.local(module.bias)
+    def row_linear(self: Any, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
+        result = original(self, module, group, x)
+        return result if module.bias is None else result + (group.size - 1) * tensor_styles.local(module.bias)
 
-    with patch.object(tensor_splits, "_row_linear", row_linear):
+    with patch.object(tensor_styles.RowLinear, "forward", row_linear):
         yield
 
 
@@ -100,17 +101,15 @@ def middle_stages_swapped() -> Iterator[None]:
 @contextmanager
 def key_heads_of_the_next_group() -> Iterator[None]:
     """Under tensor parallelism queries meet the keys and values of another group of heads."""
-    original = tensor_splits.attention_core
+    original = tensor_styles.SplitHeads._apply
 
-    def attention_core(module: Any, tp: tensor_splits.TensorParallel) -> None:
-        original(module, tp)
+    def split_heads(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        original(self, module, mesh)
         forward = module.forward
-        tensor_splits.replace_forward(module, lambda q, k, v: forward(q, k.roll(1, 1), v.roll(1, 1)))
+        tensor_styles.replace_forward(module, lambda q, k, v: forward(q, k.roll(1, 1), v.roll(1, 1)))
+        return module
 
-    from titan_like.models.llama import sharding
-
-    plan = sharding.TENSOR_PARALLEL_PLAN | {"layers.*.attention.core": attention_core}
-    with patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan):
+    with patch.object(tensor_styles.SplitHeads, "_apply", split_heads):
         yield
 
 

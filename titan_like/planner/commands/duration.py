@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from titan_like.config import ConfigError
+from titan_like.data.batch_size import total_samples
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.outcome import (
     Outcome,
@@ -19,7 +20,6 @@ from titan_like.planner.commands.outcome import (
 )
 from titan_like.planner.duration import duration
 from titan_like.planner.predict import predict
-from titan_like.train.batch_size import total_samples
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
+from titan_like.models.registry import model_config
 from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.gpus is not None and options.gpus > _MOST_GPUS:
         raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
     check_toml(options.out)
-    config = load_config(settings)
+    config = load_config(settings, model_config)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)

@@ -10,14 +10,14 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.memory import RankState, Storage, peak_state, rank_state
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
-from titan_like.parallel.shapes import Part, Place, Split, stage_units
 from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
-from titan_like.parallel.traffic import BYTES, Collective, StageTraffic, step_collectives
+from titan_like.planner.shapes import Part, Place, Split, stage_units
+from titan_like.planner.state_bytes import RankState, Storage, peak_state, rank_state
+from titan_like.planner.traffic import BYTES, Collective, StageTraffic, step_collectives
 
 
 @dataclass(frozen=True)

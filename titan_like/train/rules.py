@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import batch_sizes_to_check, total_steps
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
-from titan_like.train.batch_size import batch_sizes_to_check, total_steps
 
 _MOST_PASSES = 2**18  # of a step's forward, over all stages: each is an entry in the schedule's table
 _MOST_INCREMENTS = 10_000  # of a batch size ramp-up: steps are counted increment by increment

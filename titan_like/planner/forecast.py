@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
 from titan_like.planner.predict import Forecast, predict_layout, profile_and_device
 from titan_like.planner.profile import load_profile
+from titan_like.train.environment import environment_number
 from titan_like.train.setup import Run
 
 WARM_UP, MEASURED = 3, 5  # steps after the start: those left out, in which buffers and code are made, and those counted
 MEMORY_BAND = 0.1  # of the measured memory: nine in ten measured runs should lie within it
 
 
+def check_profile(config: JobConfig) -> None:
+    """Whether `cluster.profile` can be read.
+
+    Raises:
+        ConfigError: it is not there, or is no profile.
+    """
+    if config.cluster.profile is not None:
+        load_profile(config.cluster.profile, "cluster.profile")
+
+
+def step_forecast(run: Run) -> Callable[[StepRecord], str | None] | None:
+    """What compares a run's steps with their prediction, on global rank 0."""
+    return StepForecast(run).add if environment_number("RANK", 0) == 0 else None
+
+
 class StepForecast:
-    """Compares on global rank 0. A run that the planner cannot predict goes on without."""
+    """Compares. A run that the planner cannot predict goes on without."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

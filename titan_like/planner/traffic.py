@@ -14,10 +14,10 @@ from math import prod
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.memory import Storage
 from titan_like.parallel.schedules.communication import Step
-from titan_like.parallel.shapes import Unit
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.shapes import Unit
+from titan_like.planner.state_bytes import Storage
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

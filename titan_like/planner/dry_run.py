@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.checkpoint.tensors import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.gpt import split_weights
 from titan_like.data.text import corpus_files, fingerprint
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
@@ -31,11 +32,12 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
-from titan_like.parallel.shapes import place_of
-from titan_like.parallel.step_plan import StepPlan, plan_step
-from titan_like.train.batch_size import total_samples, total_steps
+from titan_like.planner.auto import with_chosen_layout
+from titan_like.planner.forecast import check_profile
+from titan_like.planner.shapes import place_of
+from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.environment import dry_run_world
-from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data, with_chosen_layout
+from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def dry_run(config: JobConfig) -> DryRun:
     """
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
+    check_profile(config)
     model, layout = check_settings(config, world_size)
     _check_gpu_type(config)
     data = describe_data(config, model)

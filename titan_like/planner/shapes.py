@@ -1,6 +1,6 @@
 """Shapes of every parameter, whole and on one process, without building a model. Pure functions.
 
-They say in numbers what the models, `tensor_splits` and `data` do; tests hold them to the built modules.
+They say in numbers what the models, `tensor_styles` and `data` do; tests hold them to the built modules.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
-from titan_like.parallel.shapes import Part, Split, Unit, stage_units
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.shapes import Part, Split, Unit, stage_units
 
 _FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from titan_like.metrics.step_timeline import Phase, RankTimes
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event
@@ -20,6 +20,31 @@ from titan_like.parallel.schedules.simulate import Event
 _MEETINGS = 16  # collectives that make clocks of ranks comparable: the quickest counts
 
 _Span = tuple[Step, Any, Any]  # a pass, its start and its end: seconds, or CUDA events
+
+
+class Phase(NamedTuple):
+    """What a rank did after its last pass, with its times in seconds."""
+
+    rank: int
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank saw of a step, in seconds of its own clock.
+
+    ``waits`` are times in which a pass could not start, under the name of the pass. ``meetings`` are times of going
+    into and coming out of collectives that all ranks took part in, which make clocks comparable. All else may be wrong
+    by ``error`` on the clock of ``meetings``.
+    """
+
+    passes: list[Event]
+    waits: list[Event]
+    phases: list[Phase]
+    meetings: list[tuple[float, float]]
+    error: float = 0.0
 
 
 class Timeline:

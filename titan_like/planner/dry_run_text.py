@@ -10,8 +10,8 @@ from pathlib import Path
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.actions import Action
-from titan_like.parallel.step_plan import SchedulePlan
-from titan_like.train.dry_run import DryRun, ParameterReport, StageReport, dry_run
+from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
+from titan_like.planner.step_plan import SchedulePlan
 
 _WHOLE_ROW = 64  # actions that are printed in full
 
