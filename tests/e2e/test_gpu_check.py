@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh on a CPU: every part does its work on a small model, so that it is ready where there is a GPU."""
+"""scripts/gpu_check.sh on a CPU: every part works on a small model, so that it is ready where there is a GPU."""
 
 import json
 import os
