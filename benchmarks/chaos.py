@@ -106,7 +106,7 @@ def train_logged(log: str, argv: list[str], signals: Any) -> None:
 
     import train
     from titan_like.config.load import run_command
-    from titan_like.data.gpt import PackedDataset
+    from titan_like.data.packed import PackedDataset
     from titan_like.train.trainer import Trainer
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import numpy as np
 from titan_like.metrics.devices import find_device
 from titan_like.planner.accuracy import judgement
 from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
-from titan_like.planner.measured import Row, read_rows
+from titan_like.planner.measured_rows import Row, read_rows
 from titan_like.planner.profile import Profile, profile_to_toml
 
 FOLDER = Path(__file__).parent.parent / "titan_like/planner/profiles"

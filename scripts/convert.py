@@ -59,7 +59,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
     import torch
 
-    from titan_like.checkpoint.weights import CheckpointWeights, one_checkpoint
+    from titan_like.checkpoint.weight_reader import CheckpointWeights, one_checkpoint
     from titan_like.hugging_face.to_hugging_face import to_hugging_face
 
     weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))

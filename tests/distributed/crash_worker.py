@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import base_config, full
-from titan_like.checkpoint.tensors import model_tensors, optimizer_tensors
+from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.crash_worker import build, digest
-from titan_like.checkpoint.folder import RunState
 from titan_like.checkpoint.saver import Saver
+from titan_like.checkpoint.step_folders import RunState
 from titan_like.config.errors import RunError
 from titan_like.train.trainer import Trainer
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.forked import run
-from titan_like.checkpoint.folder import complete_steps, read_run_state
+from titan_like.checkpoint.step_folders import complete_steps, read_run_state
 
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 FOUR_LAYERS = {"model.overrides": crash_worker.SETTINGS["model.overrides"] | {"num_layers": 4}}

@@ -14,7 +14,7 @@ import pytest
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
 from tests.distributed.forked import Job, died, run
-from titan_like.checkpoint.folder import complete_steps
+from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"parallelism.zero_stage": 1, "checkpoint.async": True}}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.distributed.forked import run
 from tests.distributed.launch import all_stages, base_config, by_name
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
-from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import RunError
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.from_hugging_face import from_hugging_face

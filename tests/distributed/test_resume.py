@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, launch
-from titan_like.checkpoint.folder import complete_steps
+from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed import crash_worker, save_worker
 from tests.distributed.forked import run
-from titan_like.checkpoint.folder import complete_steps
+from titan_like.checkpoint.step_folders import complete_steps
 
 STEPS = {"training.steps": 5}
 BACKGROUND = STEPS | {"checkpoint.async": True}

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Case, base_config, launch
 from tests.distributed.memory_probe import held_bytes
-from titan_like.checkpoint.tensors import materialise_optimizer_state
+from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.shapes import place_of
+from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -211,7 +211,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 def plan_of(case: Case, rank: int) -> StepPlan:
     config = base_config(Path(os.devnull), case.settings)
     layout = resolve_layout(config.parallelism, RANKS)
-    return plan_step(config, model_config(config.model), layout, place_of(layout, rank))
+    return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.launch import Case, base_config, launch
 from tests.distributed.memory_probe import held_bytes
 from titan_like.models.registry import model_config
-from titan_like.planner.state_bytes import state_bytes
+from titan_like.planner.training_state import state_bytes
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import REPO, TorchrunJob, kill, steps
-from titan_like.checkpoint.folder import complete_steps
+from titan_like.checkpoint.step_folders import complete_steps
 
 ENDLESS = 100_000
 STANDALONE = ("--standalone",)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from titan_like.checkpoint.compatible import check_same_run
-from titan_like.checkpoint.folder import RunState
+from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config

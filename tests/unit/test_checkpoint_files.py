@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from titan_like.checkpoint import files
-from titan_like.checkpoint.files import DirectFile, DirectFiles
-from titan_like.checkpoint.folder import RunState, read_run_state, write_run_state
+from titan_like.checkpoint import direct_files as files
+from titan_like.checkpoint.direct_files import DirectFile, DirectFiles
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.checkpoint.step_folders import RunState, read_run_state, write_run_state
 
 RUN = RunState(3, 24, 3072, 0, 1.0, 0, {"num_layers": 2}, {"job": {}}, recent_losses=[1 / 3, 1e-30, 2e22])
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.unit.attacks import Call, place_at
-from titan_like.checkpoint.folder import REPLACED, UNFINISHED, complete_steps, leftover_bytes, sweep
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.checkpoint.step_folders import REPLACED, UNFINISHED, complete_steps, leftover_bytes, sweep
 
 DTYPES = [
     torch.float64,

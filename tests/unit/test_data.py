@@ -9,8 +9,8 @@ import torch
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.gpt import PackedDataset, build_datasets, fingerprint, split_bounds, split_weights
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.packed import PackedDataset, build_datasets, split_bounds, split_weights, token_fingerprint
 from titan_like.data.text import TokenFile, corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.train.loss import IGNORED_LABEL
@@ -281,11 +281,11 @@ def test_closing_a_full_loader_ends_its_thread():
 
 def test_fingerprint_tells_tokens_apart():
     tokens = np.arange(3_000_000, dtype=np.uint16) % 50_000
-    known = fingerprint(tokens)
-    assert fingerprint(tokens.copy()) == known and fingerprint(tokens.astype(np.int32)) == known
-    assert fingerprint(tokens[:-1]) != known
+    known = token_fingerprint(tokens)
+    assert token_fingerprint(tokens.copy()) == known and token_fingerprint(tokens.astype(np.int32)) == known
+    assert token_fingerprint(tokens[:-1]) != known
     for place in (0, 4_000, 2_999_999):
         changed = tokens.copy()
         changed[place] += 1
-        assert fingerprint(changed) != known
-    assert fingerprint(tokens[:5]) != fingerprint(tokens[:4])
+        assert token_fingerprint(changed) != known
+    assert token_fingerprint(tokens[:5]) != token_fingerprint(tokens[:4])

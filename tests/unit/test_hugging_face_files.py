@@ -26,7 +26,7 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
-from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer

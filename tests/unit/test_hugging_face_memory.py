@@ -29,7 +29,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.from_hugging_face import from_hugging_face
 from titan_like.hugging_face.safetensors_file import TensorSpec, write_safetensors

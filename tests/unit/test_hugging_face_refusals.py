@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_state, save_checkpoint
 from titan_like.checkpoint.inference import load_for_inference
-from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import open_hugging_face

@@ -13,7 +13,7 @@ from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.duration import days_by_formula, duration
-from titan_like.planner.measured import Row, adapted, published_rows
+from titan_like.planner.measured_rows import Row, adapted, published_rows
 from titan_like.planner.predict import for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.simulator import simulated_step_time

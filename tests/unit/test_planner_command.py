@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_like.config import ConfigError
-from titan_like.planner.measured import published_rows
+from titan_like.planner.measured_rows import published_rows
 from titan_like.planner.profile import load_profile
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
 from titan_like.parallel.split import balanced_layers, split_layers
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.shapes import Part, Split, stage_units
-from titan_like.planner.state import rounds_of, trainer_state
-from titan_like.planner.state_bytes import Storage, peak_state, rank_state, state_bytes
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.training_state import Storage, peak_state, rank_state, state_bytes
+from titan_like.planner.training_state_fast import rounds_of, trainer_state
 from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -97,7 +97,7 @@ def test_parameters_of_all_ranks_are_those_of_the_model():
 
 def test_parameters_of_many_layers_are_a_sum():
     for model, tensor in itertools.product(MODELS[:4], (1, 2)):
-        split = Split(tensor=Part(tensor))
+        split = ParameterSplit(tensor=ShardOf(tensor))
         for layers, first, last in itertools.product((3, 7), (True, False), (True, False)):
             stage = split_layers([layers])[0]
             units = stage_units(model, type(stage)(stage.layers, first, last))
@@ -155,7 +155,7 @@ def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
 
 def test_table_1_of_ptd_p_fits_into_80_gib():
     from titan_like.planner.accuracy import predict_row
-    from titan_like.planner.measured import published_rows
+    from titan_like.planner.measured_rows import published_rows
 
     rows = [predict_row(row) for row in published_rows() if row.study == "ptdp_table1"]
     assert len(rows) == 10
@@ -191,7 +191,7 @@ def random_ranks(count):
         turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
         found = trainer_state(model, here, *turns, *storage)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
-        split = Split(Part(tensor), Part(shard if zero else 1))
+        split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]
         exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute))
         yield schedule, zero, found, max(exact, sum(found[:3]))

@@ -8,8 +8,9 @@ import torch
 
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.devices import device_from
-from titan_like.planner import microbenchmark, resident
-from titan_like.planner.layers import linear_times
+from titan_like.planner import microbenchmark
+from titan_like.planner import process_overhead as resident
+from titan_like.planner.layer_time import linear_times
 from titan_like.planner.microbenchmark import _PRODUCTS_CPU, Links, _start, _with_products
 from titan_like.planner.profile import load_profile, profile_to_toml
 

@@ -10,13 +10,13 @@ from titan_like.config import ConfigError, load_config
 from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.explanations import differences, why_slower
 from titan_like.planner.memory import fits, largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
-from titan_like.planner.reasons import differences, why_slower
 from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, least_group_time, search
+from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.step_time import step_time
 from titan_like.train.rules import check_rules
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_like.checkpoint.folder import RunState, UnreadableError, checkpoint_path, read_run_state
+from titan_like.checkpoint.step_folders import RunState, UnreadableError, checkpoint_path, read_run_state
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.compatible import check_readable, check_same_model
-from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.checkpoint.loader import load_checkpoint
+from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig

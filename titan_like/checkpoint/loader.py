@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_like.checkpoint.folder import RunState, checkpoint_path, complete_steps, read_run_state, sweep
 from titan_like.checkpoint.lock import hold
 from titan_like.checkpoint.reader import TensorReader
-from titan_like.checkpoint.tensors import (
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps, read_run_state, sweep
+from titan_like.checkpoint.tensor_names import (
     materialise_optimizer_state,
     model_tensors,
     optimizer_tensors,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titan_like.checkpoint.archive import FilePart, is_as_written
+from titan_like.checkpoint.torch_archive import FilePart, is_as_written
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {

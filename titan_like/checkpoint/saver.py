@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.files import DirectFiles
-from titan_like.checkpoint.folder import (
+from titan_like.checkpoint.direct_files import DirectFiles
+from titan_like.checkpoint.loader import first_failure
+from titan_like.checkpoint.step_folders import (
     RunState,
     begin_checkpoint,
     checkpoint_path,
     complete_checkpoint,
     unfinished_path,
 )
-from titan_like.checkpoint.loader import first_failure
 from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]

@@ -47,7 +47,7 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
             can not be written, as on a full disk.
     """
     files = corpus_files(section)
-    folder = cache_folder / fingerprint(section, files)
+    folder = cache_folder / cache_name(section, files)
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -117,7 +117,7 @@ def _begins_as_json(path: Path) -> bool:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")
 
 
-def fingerprint(section: Data, files: list[Path]) -> str:
+def cache_name(section: Data, files: list[Path]) -> str:
     """Name of a corpus's folder in the cache: another one if the files, the tokenizer or how they are read change."""
     parts = [str(_FORMAT), section.dataset, section.tokenizer, section.text_key]
     for path in (*files, *tokenizer_files(section.tokenizer)):

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titan_like.checkpoint.files import DirectFiles
-from titan_like.checkpoint.folder import RunState, checkpoint_path, write_run_state, written_aside
+from titan_like.checkpoint.direct_files import DirectFiles
 from titan_like.checkpoint.loader import first_failure
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, write_run_state, written_aside
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data, JobConfig, Model
 from titan_like.hugging_face.folder import HuggingFaceFolder, TensorSlices

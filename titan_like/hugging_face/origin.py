@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_like.checkpoint.folder import write_durably
+from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import RunError
 from titan_like.hugging_face.folder import DTYPES, HuggingFaceFolder
 

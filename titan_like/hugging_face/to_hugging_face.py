@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from titan_like.checkpoint.folder import write_durably, written_aside
-from titan_like.checkpoint.weights import CheckpointWeights
+from titan_like.checkpoint.step_folders import write_durably, written_aside
+from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import ConfigError
 from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from titan_like.hugging_face.origin import Origin, read_origin

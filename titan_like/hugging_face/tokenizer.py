@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from titan_like.checkpoint.folder import write_durably
+from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer
 from titan_like.models.config import TransformerConfig

@@ -59,7 +59,7 @@ def _box(event: Event | None, width: int, first_stage: int) -> str:
     return (label if len(label) <= width else letter).ljust(width, _FILL[event.action.kind])
 
 
-class Part(NamedTuple):
+class PartOfSteps(NamedTuple):
     """A part of two steps. Seconds; of times that every rank has its own, the mean."""
 
     name: str
@@ -95,8 +95,8 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
     return parts
 
 
-def differences(predicted: StepTimeline, measured: StepTimeline) -> list[Part]:
+def differences(predicted: StepTimeline, measured: StepTimeline) -> list[PartOfSteps]:
     """The parts of two steps side by side, 0 where one of them lacks a part; the whole step last."""
     ours, theirs = parts_of(predicted), parts_of(measured)
     names = [name for name in dict.fromkeys((*ours, *theirs)) if name != "step"]
-    return [Part(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in (*names, "step")]
+    return [PartOfSteps(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in (*names, "step")]

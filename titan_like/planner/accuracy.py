@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_like.planner.measured import Row, adapted
+from titan_like.planner.measured_rows import Row, adapted
 from titan_like.planner.memory import memory
 from titan_like.planner.profile import Profile, profile_for_group
 from titan_like.planner.simulator import simulated_step_time

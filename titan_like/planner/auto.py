@@ -6,9 +6,9 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.planner.reasons import described, why_slower
+from titan_like.planner.explanations import described, why_slower
 from titan_like.planner.search import Found, search
-from titan_like.planner.space import changed, set_keys
+from titan_like.planner.search_space import changed, set_keys
 from titan_like.train.environment import environment_number
 
 

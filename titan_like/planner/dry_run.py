@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.tensors import materialise_optimizer_state
+from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
-from titan_like.data.gpt import split_weights
-from titan_like.data.text import corpus_files, fingerprint
+from titan_like.data.packed import split_weights
+from titan_like.data.text import cache_name, corpus_files
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -34,7 +34,7 @@ from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
-from titan_like.planner.shapes import place_of
+from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.environment import dry_run_world
 from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data
@@ -138,7 +138,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        plan=plan_step(config, model, layout, place_of(layout, rank)),
+        plan=plan_step(config, model, layout, coordinates_of(layout, rank)),
         data=data,
         notes=notes,
     )
@@ -237,7 +237,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
     check_tokenizer(config, build_tokenizer(section.tokenizer), model)
     files = corpus_files(section)
-    cache = Path(config.job.dump_folder) / "data_cache" / fingerprint(section, files)
+    cache = Path(config.job.dump_folder) / "data_cache" / cache_name(section, files)
     if not cache.exists():
         return f"{len(files):,} files, not tokenized yet and so not counted"
     samples = len(open_data(config, model)["train"])

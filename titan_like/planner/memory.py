@@ -1,6 +1,6 @@
 """Memory of one GPU of every pipeline rank, by what takes it. Bytes.
 
-Parameters, gradients and optimizer state of our own trainer come from `state_bytes`, which is exact; of other stacks
+Parameters, gradients and optimizer state of our own trainer come from `training_state`, which is exact; of other stacks
 from their bytes per parameter. Activations are those of arXiv 2205.05198, equations 1 to 6, written for
 grouped-query attention, gated MLPs and fused attention; how many are alive at once is what
 `titan_like.parallel.schedules.tables` says of each schedule.
@@ -18,10 +18,10 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import Part, Split, stage_units
-from titan_like.planner.state import exact_state, rounds_of, trainer_state
-from titan_like.planner.state_bytes import Storage, rank_state
-from titan_like.planner.workload import Pipeline, Workload, pipeline_of, ranks_from
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.training_state import Storage, rank_state
+from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_state
+from titan_like.planner.workload import PipelineRanks, Workload, pipeline_of, ranks_from
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
 _BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
@@ -188,7 +188,7 @@ State = tuple[float, float, float, float]
 """Bytes of parameters, gradients, optimizer state, and what of the first two exists beside them for a while."""
 
 
-def _trainer_states(work: Workload, pipeline: Pipeline, ranks: Sequence[int], exact: bool) -> Iterator[State]:
+def _trainer_states(work: Workload, pipeline: PipelineRanks, ranks: Sequence[int], exact: bool) -> Iterator[State]:
     """Of our own trainer."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
     storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
@@ -202,7 +202,7 @@ def _trainer_states(work: Workload, pipeline: Pipeline, ranks: Sequence[int], ex
         yield trainer_state(work.model, pipeline.here[rank], *turns, *storage)
 
 
-def _other_state(work: Workload, profile: Profile, pipeline: Pipeline, rank: int) -> State:
+def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank: int) -> State:
     """Of other stacks, by their bytes per parameter."""
     here = pipeline.here[rank]
     count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
@@ -228,6 +228,6 @@ def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_la
         two, one = (rank_parameters(model, count, is_first, is_last, tensor) for count in (2, 1))
         return two + (layers - 2) * (two - one)
     stage = split_layers([layers])[0]
-    split = Split(tensor=Part(tensor))
+    split = ParameterSplit(tensor=ShardOf(tensor))
     units = stage_units(model, type(stage)(stage.layers, is_first, is_last))
     return rank_state(units, Storage(0, split)).num_parameters

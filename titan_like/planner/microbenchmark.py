@@ -26,10 +26,10 @@ from titan_like.config.errors import ConfigError
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
-from titan_like.planner.layers import Microbatch, layer_cost, linear_times
+from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
+from titan_like.planner.process_overhead import resident
 from titan_like.planner.profile import Profile
-from titan_like.planner.resident import resident
 
 _SECONDS = 1.0  # spent on one figure, and at least three runs
 _DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760

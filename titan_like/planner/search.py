@@ -21,12 +21,12 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
-from titan_like.planner.layers import layer_cost
+from titan_like.planner.layer_time import layer_cost
 from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
 from titan_like.planner.profile import Profile
+from titan_like.planner.search_space import Space
 from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.space import Space
 from titan_like.planner.step_time import (
     Passes,
     StepTime,

@@ -16,7 +16,7 @@ from titan_like.parallel.split import StageLayers
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """Coordinates of one process."""
 
     pp: int
@@ -25,12 +25,12 @@ class Place:
     tp: int
 
 
-def place_of(layout: Layout, rank: int) -> Place:
+def coordinates_of(layout: Layout, rank: int) -> Coordinates:
     """Coordinates of a rank: the last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
     rest, tensor = divmod(rank, layout.tensor)
     rest, shard = divmod(rest, layout.shard)
     pipeline, replicate = divmod(rest, layout.replicate)
-    return Place(pipeline, replicate, shard, tensor)
+    return Coordinates(pipeline, replicate, shard, tensor)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _table(model: TransformerConfig) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardOf:
     """One of several processes that a dimension is split over: equal parts, rounded up, until nothing is left."""
 
     size: int = 1
@@ -139,11 +139,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Split:
+class ParameterSplit:
     """How one process's part of every parameter is cut out: by tensor parallelism, then over rows by ZeRO."""
 
-    tensor: Part = Part()
-    shard: Part = Part()  # of one process where nothing is sharded
+    tensor: ShardOf = ShardOf()
+    shard: ShardOf = ShardOf()  # of one process where nothing is sharded
 
     def before_sharding(self, parameter: ParameterShape) -> tuple[int, ...]:
         """Shape of what the processes of a ZeRO group share."""

@@ -15,9 +15,9 @@ from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
 from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
-from titan_like.planner.shapes import Part, Place, Split, stage_units
-from titan_like.planner.state_bytes import RankState, Storage, peak_state, rank_state
+from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
 from titan_like.planner.traffic import BYTES, Collective, StageTraffic, step_collectives
+from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepPlan:
     peak_state: int  # bytes of weights, gradients and optimizer state
 
 
-def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place: Place) -> StepPlan:
+def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place: Coordinates) -> StepPlan:
     """A pure function: builds nothing and talks to nobody."""
     training, shape = config.training, pipeline_shape(config)
     ranks = shape.ranks
@@ -103,16 +103,16 @@ def passes_in_fact(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
     return found
 
 
-def storage_of(config: JobConfig, layout: Layout, place: Place) -> Storage:
+def storage_of(config: JobConfig, layout: Layout, place: Coordinates) -> Storage:
     """How a process keeps parameters, gradients and optimizer state."""
     training, zero_stage = config.training, config.parallelism.zero_stage
     compute = BYTES[training.dtype]
     master = max(compute, BYTES["float32"])
     return Storage(
         zero_stage=zero_stage,
-        split=Split(
-            tensor=Part(layout.tensor, place.tp),
-            shard=Part(layout.shard, place.dp_shard) if zero_stage else Part(),
+        split=ParameterSplit(
+            tensor=ShardOf(layout.tensor, place.tp),
+            shard=ShardOf(layout.shard, place.dp_shard) if zero_stage else ShardOf(),
         ),
         data_parallel=layout.data_parallel,
         master=master,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.planner.layers import Cost, Microbatch, ends_cost, layer_cost
+from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import RankLayers, Workload, pipeline_of
 

@@ -17,7 +17,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.shapes import Unit
-from titan_like.planner.state_bytes import Storage
+from titan_like.planner.training_state import Storage
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -67,7 +67,7 @@ class RankStages(NamedTuple):
     last: bool
 
 
-class Pipeline(NamedTuple):
+class PipelineRanks(NamedTuple):
     """How a pipeline's ranks share the model's layers."""
 
     stages: tuple[int, ...]  # layers of each stage
@@ -78,7 +78,7 @@ class Pipeline(NamedTuple):
     largest: tuple[int, ...]  # the ends, and the first rank with such stages
 
 
-def pipeline_of(work: Workload) -> Pipeline:
+def pipeline_of(work: Workload) -> PipelineRanks:
     """Of a run."""
     return _pipeline(work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages)
 
@@ -86,7 +86,7 @@ def pipeline_of(work: Workload) -> Pipeline:
 @cache
 def _pipeline(
     stage_layers: tuple[int, ...] | None, num_layers: int, schedule: str, pipeline: int, virtual: int
-) -> Pipeline:
+) -> PipelineRanks:
     ranks = tuple(stage_ranks(schedule, pipeline, virtual))
     stages = stage_layers or equal_stages(num_layers, len(ranks))
     of_rank: list[list[int]] = [[] for _ in range(pipeline)]
@@ -94,7 +94,7 @@ def _pipeline(
         of_rank[rank].append(count)
     layers = tuple(map(sum, of_rank))
     first, last = ranks[0], ranks[-1]
-    return Pipeline(
+    return PipelineRanks(
         stages,
         ranks,
         layers,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.folder import complete_steps, read_run_state
 from titan_like.checkpoint.loader import agree, load_checkpoint, unreadable
-from titan_like.checkpoint.tensors import model_tensors
-from titan_like.checkpoint.weights import is_checkpoint
+from titan_like.checkpoint.step_folders import complete_steps, read_run_state
+from titan_like.checkpoint.tensor_names import model_tensors
+from titan_like.checkpoint.weight_reader import is_checkpoint
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face

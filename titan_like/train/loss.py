@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_like.data.gpt import IGNORED_LABEL
+from titan_like.data.packed import IGNORED_LABEL
 from titan_like.parallel.collectives import Group, all_gather
 
 

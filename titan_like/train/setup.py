@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from titan_like.checkpoint.compatible import check_readable, check_same_run
-from titan_like.checkpoint.folder import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.checkpoint.lock import lock_path, lock_problem
+from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_path, complete_steps, leftover_bytes
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.gpt import PackedDataset, build_datasets, split_weights
+from titan_like.data.packed import PackedDataset, build_datasets, split_weights
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.metrics.devices import find_device

@@ -32,7 +32,7 @@ from titan_like.verify import record
 from titan_like.verify.observe import Watched, digest
 from titan_like.verify.record import EXACT, Key, Measure, Seen, Tensors
 from titan_like.verify.reference import FLOOR, REPORTED, mean_loss, norm, summed_loss
-from titan_like.verify.samples import IGNORED, Samples, fingerprint
+from titan_like.verify.samples import IGNORED, Samples, sample_digest
 from titan_like.verify.shrink import FLAVOR, Small, edit
 
 _STEPS = 2
@@ -169,7 +169,7 @@ def observe_dropout(run: Run, seen: Seen, small: Small) -> None:
     samples = run.datasets["train"]
     batch = run.config.training.global_batch_size
     drawn: list[list[int]] = []
-    data = Watched(trainer._load_data(), {fingerprint(samples[index]): index for index in range(batch)}, drawn)
+    data = Watched(trainer._load_data(), {sample_digest(samples[index]): index for index in range(batch)}, drawn)
     with recorder.installed():
         first_loss = trainer.train_step(data).loss
         first_step = list(drawn)

@@ -15,7 +15,7 @@ from titan_like.verify import record
 from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.observe import ObservedTrainer, in_type, observe_training, prepare_run
 from titan_like.verify.places import PlaceRecorder, PlaceSeen, PlaceWatch
-from titan_like.verify.processes import Place
+from titan_like.verify.processes import Member
 from titan_like.verify.record import DROPOUT, EXACT, HALF, RESUME, Seen, Truth, num_steps
 from titan_like.verify.reference import compute_truth, train
 from titan_like.verify.samples import training_samples
@@ -25,14 +25,14 @@ from titan_like.verify.shrink import Small, edit
 _BLOCK_ELEMENTS = 64
 
 
-def make_truth(place: Place, small: Small, kinds: list[str], file: Path) -> Iterator[Truth]:
+def make_truth(place: Member, small: Small, kinds: list[str], file: Path) -> Iterator[Truth]:
     """The reference, in float64 and in what other types there are among the kinds of runs."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS
     dtypes = [kind for kind in kinds if kind == record.SINGLE or kind in HALF]
     yield compute_truth(small.config, small.steps, dtypes, file, torch.device(place.device))
 
 
-def run_layout(place: Place, small: Small, config: JobConfig, truth: Truth, kinds: list[str]) -> Iterator[Seen]:
+def run_layout(place: Member, small: Small, config: JobConfig, truth: Truth, kinds: list[str]) -> Iterator[Seen]:
     """Runs of some kinds, types or dropout, one after the other."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS
     for kind in kinds:
@@ -48,7 +48,13 @@ def run_layout(place: Place, small: Small, config: JobConfig, truth: Truth, kind
 
 
 def run_leg(
-    place: Place, small: Small, config: JobConfig, truth: Truth, load_step: int | None, last_step: int, folder: Path
+    place: Member,
+    small: Small,
+    config: JobConfig,
+    truth: Truth,
+    load_step: int | None,
+    last_step: int,
+    folder: Path,
 ) -> Iterator[Seen]:
     """One leg of a relay: go on from a checkpoint in the folder, and save after every good step up to ``last_step``."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS
@@ -60,7 +66,7 @@ def run_leg(
     yield seen
 
 
-def record_places(place: Place, small: Small, truth: Truth, step: int, file: Path) -> Iterator[list[str]]:
+def record_places(place: Member, small: Small, truth: Truth, step: int, file: Path) -> Iterator[list[str]]:
     """What the reference's modules compute in a step; their names in the order of the forward pass."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS
     recorder = PlaceRecorder(step)
@@ -72,7 +78,7 @@ def record_places(place: Place, small: Small, truth: Truth, step: int, file: Pat
 
 
 def compare_places(
-    place: Place, small: Small, config: JobConfig, truth: Truth, step: int, file: Path
+    place: Member, small: Small, config: JobConfig, truth: Truth, step: int, file: Path
 ) -> Iterator[PlaceSeen]:
     """Which of the layout's modules compute something else in a step."""
     init.BLOCK_ELEMENTS = _BLOCK_ELEMENTS

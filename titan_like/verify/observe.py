@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.gpt import PackedDataset
 from titan_like.data.loader import BackgroundLoader
+from titan_like.data.packed import PackedDataset
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
@@ -26,7 +26,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify import record
 from titan_like.verify.places import PlaceWatch
-from titan_like.verify.processes import Place
+from titan_like.verify.processes import Member
 from titan_like.verify.record import EXACT, HALF, Comparison, Key, Seen, Truth, bad_steps, num_steps
 from titan_like.verify.reference import (
     EPS,
@@ -36,7 +36,7 @@ from titan_like.verify.reference import (
     learning_rate,
     norm,
 )
-from titan_like.verify.samples import fingerprint, training_samples, validation_samples
+from titan_like.verify.samples import sample_digest, training_samples, validation_samples
 from titan_like.verify.shrink import Small, edit
 from titan_like.verify.updates import UpdateWatch
 
@@ -55,7 +55,7 @@ class Watched:
 
     def __next__(self) -> torch.Tensor:
         batch = next(self.loader)
-        self.drawn.append([self.known.get(fingerprint(sample), -1) for sample in batch])
+        self.drawn.append([self.known.get(sample_digest(sample), -1) for sample in batch])
         return batch
 
 
@@ -74,7 +74,7 @@ class ObservedTrainer(Trainer):
         self.drawn: list[list[int]] = []
         batch = run.config.training.global_batch_size
         samples = run.datasets["train"]
-        self.known = {fingerprint(samples[index]): index for index in range((self.num_steps + 2) * batch)}
+        self.known = {sample_digest(samples[index]): index for index in range((self.num_steps + 2) * batch)}
         seen.coordinates = {name: self.mesh[name].get_local_rank() for name in self.mesh.mesh_dim_names or ()}
         if kind == "float16":
             told = f"training begins with a loss scale of {self.scaler.scale}, which raises no gradient"
@@ -248,7 +248,7 @@ def in_type(config: JobConfig, dtype: str) -> JobConfig:
     return edit(config, {"training.dtype": dtype, **({} if dtype in HALF else {"training.reduce_dtype": "float32"})})
 
 
-def prepare_run(place: Place, small: Small, config: JobConfig, truth: Truth, folder: Path) -> Run:
+def prepare_run(place: Member, small: Small, config: JobConfig, truth: Truth, folder: Path) -> Run:
     """A run on the verification's own data."""
     config = edit(config, {"job.dump_folder": str(folder), "training.max_norm": truth.max_norm})
     train = training_samples(small.config, truth.micro_batch_size, truth.data_parallel)

@@ -39,7 +39,7 @@ FORK_SERVER = get_context("forkserver")
 
 
 @dataclass(frozen=True)
-class Place:
+class Member:
     """Which process of how many one is."""
 
     rank: int
@@ -96,7 +96,7 @@ class Processes:
         folder.mkdir()
         store = meeting_store()
         places = [
-            Place(rank, world_size, folder, store.port, f"cuda:{rank}" if self.on_gpus else "cpu")
+            Member(rank, world_size, folder, store.port, f"cuda:{rank}" if self.on_gpus else "cpu")
             for rank in range(world_size)
         ]
         group = [_Running(place, function, arguments, self.prepare) for place in places]
@@ -126,7 +126,7 @@ def start_fork_server(on_gpus: bool) -> None:
 class _Running:
     """A process, and what it has said so far."""
 
-    def __init__(self, place: Place, function: Any, arguments: Any, prepare: Prepare | None) -> None:
+    def __init__(self, place: Member, function: Any, arguments: Any, prepare: Prepare | None) -> None:
         self.outcome = Outcome(place.rank)
         self.log = place.folder / f"log-{place.rank}.txt"
         self.pipe, theirs = FORK_SERVER.Pipe()
@@ -220,7 +220,12 @@ def _wait(group: list[_Running], deadline: float, idleness: _Idleness) -> None:
 
 
 def _work(
-    results: connection.Connection, place: Place, log: Path, function: Any, arguments: Any, prepare: Prepare | None
+    results: connection.Connection,
+    place: Member,
+    log: Path,
+    function: Any,
+    arguments: Any,
+    prepare: Prepare | None,
 ) -> None:
     """One process: work, and tell each result, and how it ended."""
     os.setpgid(0, 0)  # it is ended with its own children, and a key pressed in the terminal is not for it
@@ -249,7 +254,7 @@ def _end_with(pipe: connection.Connection) -> None:
     os._exit(1)
 
 
-def joined(place: Place) -> AbstractContextManager[None]:
+def joined(place: Member) -> AbstractContextManager[None]:
     """The process group of a place."""
     import torch
 

@@ -78,6 +78,6 @@ def validation_samples(config: JobConfig) -> Samples:
     return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size)
 
 
-def fingerprint(sample: torch.Tensor) -> bytes:
+def sample_digest(sample: torch.Tensor) -> bytes:
     """What tells a sample from all others."""
     return sample.cpu().numpy().tobytes()

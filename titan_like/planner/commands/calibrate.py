@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.planner.calibrate import calibrated, usable
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.measured import read_rows
+from titan_like.planner.measured_rows import read_rows
 from titan_like.planner.profile import load_profile, profile_to_toml
 
 _REASONS = 5  # why rows were left out, at most

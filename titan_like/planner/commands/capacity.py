@@ -16,7 +16,7 @@ from titan_like.planner.commands.outcome import Outcome, Progress, above_zero, a
 from titan_like.planner.duration import SECONDS_PER_DAY
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
-from titan_like.planner.space import SEARCHED, STAGE_SIZES
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES
 from titan_like.train.rules import check_sequence
 
 

@@ -14,7 +14,7 @@ from titan_like.models.registry import model_config
 from titan_like.planner.memory import Memory
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
-from titan_like.planner.space import set_keys
+from titan_like.planner.search_space import set_keys
 
 _LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0

@@ -21,11 +21,11 @@ from titan_like.planner.commands.outcome import (
     gpus,
     per_gpu,
 )
+from titan_like.planner.explanations import described, differences, why_slower, why_too_large
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
-from titan_like.planner.reasons import described, differences, why_slower, why_too_large
 from titan_like.planner.search import Candidate, Counts, Found, search
-from titan_like.planner.space import SEARCHED, STAGE_SIZES, changed, set_keys
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, changed, set_keys
 
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000

@@ -10,7 +10,7 @@ from titan_like.config import ConfigError
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import TimelineFigures, figures
-from titan_like.metrics.timeline_text import LEGEND, Part, differences, lanes, parts_of
+from titan_like.metrics.timeline_text import LEGEND, PartOfSteps, differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, run_of
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     forecast = predict(run_of(settings, profile), profile)
     predicted = timeline(forecast.work, forecast.profile)
     steps = [("predicted", predicted)]
-    found: list[Part] = []
+    found: list[PartOfSteps] = []
     if options.measured is not None:
         measured = measured_timeline(options.measured, predicted)
         steps.append(("measured", measured))
@@ -128,7 +128,7 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
     ]
 
 
-def table(found: list[Part]) -> list[str]:
+def table(found: list[PartOfSteps]) -> list[str]:
     """Predicted beside measured, and by how much the prediction is off, in ms and as a share of the measured step."""
     whole = found[-1].measured
     lines = [f"{'ms, mean of the ranks':24s}{'predicted':>12s}{'measured':>12s}{'difference':>12s}{'of the step':>13s}"]

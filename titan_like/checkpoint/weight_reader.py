@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titan_like.checkpoint.folder import RUN_FILE, checkpoint_path, complete_steps, read_run_state
 from titan_like.checkpoint.loader import first_failure
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_path, complete_steps, read_run_state
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.models.hugging_face import family_module
 from titan_like.models.registry import FAMILIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_like.parallel.schedules.tables import stages_per_rank
-from titan_like.planner.layers import accumulation_time
+from titan_like.planner.layer_time import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate
 from titan_like.planner.step_time import microbatch_of, most_parameters

@@ -13,7 +13,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.text import TokenFile
 
 IGNORED_LABEL = -100  # positions that carry no loss
-_PIECES, _PIECE = 64, 4096  # that a fingerprint is made of, and their tokens
+_PIECES, _PIECE = 64, 4096  # that a token_fingerprint is made of, and their tokens
 SPLITS = ("train", "validation", "test")
 
 
@@ -85,7 +85,7 @@ class PackedDataset(Dataset[torch.Tensor]):
         return sample
 
 
-def fingerprint(tokens: np.ndarray) -> str:
+def token_fingerprint(tokens: np.ndarray) -> str:
     """Tells a token stream from others: its length, and pieces from all over it, since it may be of any size."""
     starts = np.linspace(0, max(0, len(tokens) - _PIECE), _PIECES).astype(np.int64)
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.split import StageLayers
-from titan_like.planner.shapes import Part, Split, Unit, stage_units
+from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
 
 _FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
 
@@ -21,7 +21,7 @@ class Storage:
     """In what types and parts training state is kept. Sizes of types in bytes."""
 
     zero_stage: int
-    split: Split = field(default_factory=Split)
+    split: ParameterSplit = field(default_factory=ParameterSplit)
     data_parallel: int = 1  # processes that see different samples, sharded over or not
     master: int = _FLOAT32
     compute: int = _FLOAT32
@@ -79,7 +79,7 @@ def state_bytes(
     then also keeps a float32 master copy beside the compute copy. ``moments`` is 2 for AdamW and 0 for plain SGD.
     """
     units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
-    split = Split(shard=Part(shard_degree if zero_stage else 1))
+    split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
     storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, moments=moments)
     state = rank_state(units, storage)
     two_microbatches = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
@@ -150,7 +150,7 @@ class StageElements(NamedTuple):
     rows: tuple[tuple[int, int], ...]  # each length of first dimensions, and elements of one row of all with it
 
 
-def stage_elements(units: Sequence[Unit], split: Split) -> StageElements:
+def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElements:
     """Count a stage's parameters; of ``split`` the tensor-parallel part alone matters."""
     rows: Counter[int] = Counter()
     late = early = 0

@@ -1,6 +1,6 @@
 """Training state of our own trainer on one pipeline rank. Bytes.
 
-`state_bytes.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
+`training_state.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
 fullest moment from the order of the schedule alone.
 """
 
@@ -12,8 +12,8 @@ from functools import lru_cache
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
 from titan_like.parallel.split import StageLayers
-from titan_like.planner.shapes import Part, Split, stage_units
-from titan_like.planner.state_bytes import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.training_state import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
 from titan_like.planner.workload import RankStages
 
 
@@ -107,7 +107,7 @@ def _sizes(
 
 @lru_cache(maxsize=1024)
 def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
-    return Storage(zero, Split(Part(tensor), Part(shard)), 1 + several, compute=compute)
+    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + several, compute=compute)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
@@ -161,4 +161,6 @@ def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bo
         counts = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
         rows = [(length, a + more * (b - a)) for (length, a), (_, b) in zip(one.rows, two.rows, strict=True)]
         return StageElements._make([*counts, tuple(rows)])
-    return stage_elements(stage_units(model, StageLayers(range(layers), is_first, is_last)), Split(Part(tensor)))
+    return stage_elements(
+        stage_units(model, StageLayers(range(layers), is_first, is_last)), ParameterSplit(ShardOf(tensor))
+    )

@@ -2,7 +2,7 @@
 
 ``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes and ``run.json``: the step,
 the data cursor, the loss scaler, the configuration, and checksums of itself and of what describes the tensors (each
-tensor has its own, `titan_like.checkpoint.archive`). It is written as ``step-<N>.unfinished``, flushed to disk and
+tensor has its own, see `torch_archive`). It is written as ``step-<N>.unfinished``, flushed to disk and
 renamed, so a crash at any instant leaves the checkpoints before it whole.
 """
 
