@@ -2,11 +2,11 @@
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
-Judges the rows of a CSV (columns: `titan_like.planner.measured_rows`), or those that the package cites itself, the ten
-of arXiv 2104.04473, Table 1, among them. Each row is predicted with the profile of its GPU and of the first word of
-its notes. Per such group: n, median, mean and p90 of the absolute error of the step time, its bias (median with sign),
-the worst regret of choosing the layout predicted fastest, in how many sweeps it is at most 2 %, and the rank
-correlation over layouts; then of memory, where it was measured, and of rows that ran out of it.
+Judges the rows of a CSV (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, the ten of
+arXiv 2104.04473, Table 1, among them. Each row is predicted with the profile of its GPU and of the first word of its
+notes. Per such group: n, median, mean and p90 of the absolute error of the step time, its bias (median with sign), the
+worst regret of choosing the layout predicted fastest, in how many sweeps it is at most 2 %, and the rank correlation
+over layouts; then of memory, where it was measured, and of rows that ran out of it.
 
 Without --points also: what each profile's file says of rows left out of its fit, the pipeline's closed forms beside
 the simulation of the trainer's tables, the simulation beside the steps of real processes that `simulator_check.py`
@@ -32,12 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 import simulator_check
 from planner_speed import SEARCHES, layouts, timed_search
 
+from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import FAMILIES, builtin_flavors
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
-from titan_like.planner.measured_rows import Row, published_rows, read_rows
+from titan_like.planner.measured_rows import Row, read_rows
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time

@@ -250,7 +250,7 @@ def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, pla
         torch.empty(1 << 60)  # torch's own words
 
     trainer = SimpleNamespace(step=0, start_step=0, pipeline=SimpleNamespace(num_actions=0), train=fail)
-    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run: fail() if place == "build" else trainer)
+    monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, remark: fail() if place == "build" else trainer)
     try:
         check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
     finally:

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.published_rows import published_rows
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
-from titan_like.planner.accuracy import Prediction, accuracy, predict_row, spearman, sweeps
+from titan_like.planner.accuracy import Prediction, accuracy, predict_row, rank_correlation, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.duration import days_by_formula, duration
-from titan_like.planner.measured_rows import Row, adapted, published_rows
+from titan_like.planner.measured_rows import Row, adapted
 from titan_like.planner.predict import for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.simulator import simulated_step_time
@@ -118,9 +119,9 @@ def test_days_of_the_paper_s_examples(name, tokens, gpus, tflops, days):
 
 
 def test_spearman_and_regret():
-    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
     rows = [row for row in ROWS if row.study == "ptdp_table2" and row.work.zero_stage == 0 and "174" in row.model][:1]
     layouts = [(1, 10.0, 9.0), (2, 8.0, 10.0), (4, 9.0, 8.0)]  # micro-batch, measured, predicted seconds
     members = []

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published_rows import published_rows
 from titan_like.config import ConfigError
-from titan_like.planner.measured_rows import published_rows
+from titan_like.planner import calibrate
 from titan_like.planner.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
@@ -174,3 +175,9 @@ def test_bad_input_leaves_the_process_with_one_line_and_2():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f'error: command = "forecast": unknown; use {", ".join(SCRIPT.COMMANDS)}\n'
+
+
+def test_fitting_without_scipy_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(calibrate, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r'needs scipy; pip install "titan_like\[calibrate\]"'):
+        calibrate.needs_scipy()

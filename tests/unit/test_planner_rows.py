@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published_rows import published_rows
 from titan_like.config import ConfigError
 from titan_like.planner.calibrate import usable
-from titan_like.planner.measured_rows import published_rows, read_rows, row_from, study_of
+from titan_like.planner.measured_rows import read_rows, row_from, study_of
 from titan_like.planner.profile import builtin_profiles
 
 ROWS = published_rows()

@@ -174,7 +174,7 @@ def _sweep(name: str, layouts: list[list[Prediction]]) -> Sweep:
     predicted = [float(np.median([m.seconds / m.row.work.global_batch_size for m in members])) for members in layouts]
     regret = measured[int(np.argmin(predicted))] / min(measured) - 1
     spreads = [max(several) / min(several) - 1 for several in times if len(several) > 1]
-    return Sweep(name, len(layouts), regret, spearman(predicted, measured), max(spreads, default=None))
+    return Sweep(name, len(layouts), regret, rank_correlation(predicted, measured), max(spreads, default=None))
 
 
 def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float]:
@@ -196,14 +196,10 @@ def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float
     return kept
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of ranks, equal values sharing their mean rank."""
-    a, b = _ranks(first), _ranks(second)
-    a, b = a - a.mean(), b - b.mean()
-    spread = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / spread if spread else 1.0
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, equal values sharing their mean rank; 1 where all of one side are equal."""
+    from scipy.stats import spearmanr  # an extra
 
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    array = np.asarray(values)
-    return np.array([(np.sum(array < value) + np.sum(array <= value) - 1) / 2 for value in array])
+    if len(set(first)) == 1 or len(set(second)) == 1:
+        return 1.0
+    return float(spearmanr(first, second).statistic)

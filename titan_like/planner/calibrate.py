@@ -1,6 +1,6 @@
 """Fit a profile's constants to measured rows.
 
-Levenberg-Marquardt on the logarithms of the constants, with the logarithms of predicted over measured step times as
+Least squares on the logarithms of the constants, with the logarithms of predicted over measured step times as
 residuals (Huber's weights, so that single bad rows do not lead), and each constant's prior as one more residual: the
 data has to insist before a constant leaves its physical value.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from titan_like.planner.workload import Workload
 
 _NOISE = 0.03  # standard deviation of a row's logarithm
 _HUBER = 1.5  # in units of it
+_STEP = 1e-3  # of differences: kernels' times have steps of their own, which smaller ones would meet
 
 
 def log_errors(
@@ -40,6 +42,8 @@ def log_errors(
 
 def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
     """The profile with the named constants fitted; ``start`` is where they begin and what the priors expect."""
+    from scipy.optimize import least_squares  # an extra
+
     low = np.log([FITTED[name].low for name in names])
     high = np.log([FITTED[name].high for name in names])
     spread = np.array([FITTED[name].spread for name in names])
@@ -56,40 +60,30 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
         return np.concatenate([robust * weight, (point - center) / spread])
 
+    def jacobian(point: np.ndarray) -> np.ndarray:
+        here = residuals(point)
+        columns = []
+        for i, one in enumerate(np.eye(len(point))):
+            step = _STEP if point[i] + _STEP <= high[i] else -_STEP
+            columns.append((residuals(point + step * one) - here) / step)
+        return np.stack(columns, axis=1)
+
     best = center
     for _ in range(2):
         profile = with_values(best)
         beside = log_errors(rows, profile) - log_errors(rows, profile, step_time)
-        best = levenberg_marquardt(residuals, best, low, high)
+        best = least_squares(residuals, best, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x
     return with_values(best)
 
 
-def levenberg_marquardt(
-    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> np.ndarray:
-    """Least squares within bounds, derivatives by differences (Marquardt 1963)."""
-    point, damping, step = start.copy(), 1e-2, 1e-3
-    current = residuals(point)
-    for _ in range(40):
-        jacobian = np.empty((len(current), len(point)))
-        for i in range(len(point)):
-            moved = point.copy()
-            moved[i] += step if point[i] + step <= high[i] else -step
-            jacobian[:, i] = (residuals(moved) - current) / (moved[i] - point[i])
-        normal, slope = jacobian.T @ jacobian, jacobian.T @ current
-        gained = 0.0
-        for _ in range(8):
-            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -slope)
-            trial = np.clip(point + change, low, high)
-            found = residuals(trial)
-            gained = float(current @ current - found @ found)
-            if gained > 0:
-                point, current, damping = trial, found, max(damping / 5, 1e-6)
-                break
-            damping *= 4
-        if gained < 1e-3:
-            break
-    return point
+def needs_scipy() -> None:
+    """Refuse to fit without it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("scipy") is None:
+        raise ConfigError("command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
 
 
 def leave_one_group_out(

@@ -11,12 +11,10 @@ from __future__ import annotations
 import csv
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -362,9 +360,3 @@ def adapted(profile: Profile, row: Row) -> Profile:
     if "rowwise" in row.notes:
         changes["float8_relative"] = profile.float8_rowwise
     return profile.changed(**changes) if changes else profile
-
-
-def published_rows() -> list[Row]:
-    """The rows that this package cites itself."""
-    text = resources.files("titan_like.planner").joinpath("published_rows.toml").read_text(encoding="utf-8")
-    return [row_from({key: str(value) for key, value in table.items()}) for table in tomllib.loads(text)["row"]]

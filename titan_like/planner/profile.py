@@ -6,15 +6,15 @@ value means that the model is wrong; the others follow from how the software wor
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.toml import read_toml
@@ -249,19 +249,17 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
 
 
 def profile_to_toml(profile: Profile) -> str:
-    """The inverse of `profile_from`: values that differ from the defaults, and all that were fitted."""
-    lines = []
+    """The inverse of `profile_from`: values that differ from the defaults, and all that were fitted, to four digits."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
-    for key, value in asdict(profile).items():
-        if key in ("name", "one_node", "links"):
-            continue
-        shown = profile.device.name if key == "device" else value
-        if key in FITTED or shown != defaults[key]:
-            lines.append(f"{key} = {_toml(shown)}")
+    values = asdict(profile) | {"device": profile.device.name}
+    shown = {
+        key: _rounded(value)
+        for key, value in values.items()
+        if key not in ("name", "one_node", "links") and (key in FITTED or value != defaults[key])
+    }
     if not is_builtin(profile.device):
-        lines += ["", "[device_table]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in device_to_table(profile.device).items()]
-    return "\n".join(lines) + "\n"
+        shown["device_table"] = _rounded(device_to_table(profile.device))
+    return tomli_w.dumps(shown)
 
 
 def is_builtin(device: Device) -> bool:
@@ -269,17 +267,12 @@ def is_builtin(device: Device) -> bool:
     return builtin_devices().get(device.name) is device
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's
+def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key) for key in value}
-        return "{ " + ", ".join(f"{keys[key]} = {_toml(item)}" for key, item in value.items()) + " }"
+        return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 @cache

@@ -1,0 +1,16 @@
+"""Measured training runs that papers and others have published; published_rows.toml names the source of each."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from titan_like.planner.measured_rows import Row, row_from
+
+_FILE = Path(__file__).with_suffix(".toml")
+
+
+def published_rows() -> list[Row]:
+    """All of them, in the order of the file."""
+    tables = tomllib.loads(_FILE.read_text(encoding="utf-8"))["row"]
+    return [row_from({key: str(value) for key, value in table.items()}) for table in tables]
