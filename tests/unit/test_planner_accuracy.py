@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,12 @@ from titan_like.planner.simulator import simulated_step_time
 
 ROOT = Path(__file__).parents[2]
 ROWS = published_rows()
-GROUPS = {group.name: group for group in accuracy([p for p in map(predict_row, ROWS) if p is not None])}
+
+
+@cache
+def groups():
+    """The rows' groups by name, predicted."""
+    return {group.name: group for group in accuracy([p for p in map(predict_row, ROWS) if p is not None])}
 
 
 def test_every_published_row_has_a_profile():
@@ -29,7 +35,7 @@ def test_every_published_row_has_a_profile():
 
 
 def test_ptd_p_table_1_which_no_profile_was_fitted_on():
-    found = GROUPS["A100-80GB ptdp_table1"]
+    found = groups()["A100-80GB ptdp_table1"]
     assert found.n == 10
     assert found.median <= 0.03
     assert found.largest <= 0.06
@@ -43,11 +49,11 @@ def test_ptd_p_table_1_which_no_profile_was_fitted_on():
     [("A100-80GB korthikanti_t5", 0.04), ("A100-80GB bloom", 0.11), ("A100-80GB production", 0.05)],
 )
 def test_other_published_rows(group, largest):
-    assert GROUPS[group].largest <= largest
+    assert groups()[group].largest <= largest
 
 
 def test_rows_of_bloom_s_chronicle():
-    found = GROUPS["A100-80GB bloom"]
+    found = groups()["A100-80GB bloom"]
     assert found.median <= 0.04
     assert found.memory_median <= 0.05
     assert found.memory_p90 <= 0.1
@@ -60,7 +66,7 @@ def test_runs_that_were_out_of_memory_are_not_predicted_to_fit():
     failed = [row for row in ROWS if row.out_of_memory]
     assert len(failed) == 7
     assert not any(predict_row(row).fits for row in failed)
-    for group in GROUPS.values():
+    for group in groups().values():
         assert group.wrongly_fits == 0
         assert group.wrongly_too_large == 0
 
@@ -73,26 +79,6 @@ def test_runs_on_16_gb_beside_those_that_were_out_of_memory():
         found = predict_row(replace(base, work=work))
         assert found.memory_gib == pytest.approx(first, rel=0.1)
         assert found.largest_gib < 16.5
-
-
-@pytest.mark.parametrize(
-    ("profile", "median", "p90", "mean"),
-    [
-        ("vtrain_a100", None, None, 0.07),
-        ("vtrain_a100_node", None, None, 0.084),
-        ("jean_zay_a100", 0.04, 0.1, None),
-        ("jean_zay_a100_early", 0.04, 0.1, None),
-        ("fsdp_a100", 0.04, 0.1, None),
-        ("fsdp_h100", 0.04, None, None),
-        ("megatron_bridge_h100", 0.08, None, None),
-    ],
-)
-def test_errors_of_groups_left_out_of_the_fits(profile, median, p90, mean):
-    found = builtin_profiles()[profile]
-    assert median is None or found.error_median <= median
-    assert p90 is None or found.error_p90 <= p90
-    assert mean is None or found.judged["mean"] <= mean
-    assert found.judged["groups"] >= 2
 
 
 def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():

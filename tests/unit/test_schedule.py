@@ -158,8 +158,10 @@ def test_rampup_over_a_million_billion_samples_is_counted():
 
 
 def check(*argv, data_parallel=1):
+    """The steps of a run that the rules let pass."""
     config = load_config([f"--{word}" for word in argv])
     check_rules(config, model_config(config.model), Layout(1, 1, data_parallel, 1, 1))
+    return total_steps(config.training)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,7 @@ def test_contradicting_lengths_and_batches_are_refused(argv, words):
 
 
 def test_matching_lengths_and_batches_pass():
-    check("training.batch_size_rampup=[8, 8, 10]", "training.samples=100")
-    check("training.tokens=4096", "lr_scheduler.warmup_steps=1")
-    check("training.steps=1", "training.global_batch_size=48", data_parallel=3)
+    # Batches of 8 until ten samples are consumed, which is after the second, then of 16: 8 + 8 + 5 · 16 = 96.
+    assert check("training.batch_size_rampup=[8, 8, 10]", "training.samples=100") == 7
+    assert check("training.tokens=4096", "lr_scheduler.warmup_steps=1") == 1  # 16 samples of 256 tokens
+    assert check("training.steps=1", "training.global_batch_size=48", data_parallel=3) == 1
