@@ -8,12 +8,13 @@ from math import prod
 from typing import IO, Any, ClassVar, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titan_like.checkpoint.torch_archive import FilePart, is_as_written
+from titan_like.torch_private import storage_info
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -105,7 +106,7 @@ class TensorReader(FileSystemReader):
         except pickle.UnpicklingError as error:  # torch's own text says how to run what is in it
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """One stored tensor, its checksums compared, and the mark of the checkpoint where its file has one."""
         file.seek(0)
         first = file.read(len(self._mark))
@@ -124,7 +125,7 @@ def _check_places(metadata: Metadata) -> None:
         raise pickle.UnpicklingError("checkpoint metadata describes no stored tensors")
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
-        if not isinstance(place, _StorageInfo) or not isinstance(name, str) or not is_file_name(name):
+        if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):
             raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is no file in its folder")
         if place.transform_descriptors:
             raise pickle.UnpicklingError(f"checkpoint metadata names the encoding {place.transform_descriptors!r}")

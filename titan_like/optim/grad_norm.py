@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_like.torch_private import norms_of
+
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of every gradient, as plain tensors that share its memory."""
@@ -34,7 +36,7 @@ def count_zeros(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.T
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+    return torch.stack(norms_of(gradients)).square().sum()
 
 
 def _sum_over_shards(

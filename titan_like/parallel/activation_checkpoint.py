@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
+from titan_like.torch_private import functional_collectives
 
 # Selective mode keeps the results of matrix products with weights and of their sums over tensor-parallel processes. It
 # recomputes all else: the attention core, norms, activation functions, dropout, and with sequence parallelism what is
@@ -18,8 +19,8 @@ _KEPT_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    functional_collectives.all_reduce.default,
+    functional_collectives.reduce_scatter_tensor.default,
 }
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_like.torch_private import functional_collectives
+
 _SEQUENCE = 1  # of [batch, seq, hidden]
 
 # These operations, unlike torch.distributed's functions, can be compiled, and no wrapper tensor is left over.
-_operations = torch.ops._c10d_functional
+_operations = functional_collectives
 
 
 @dataclass(frozen=True)

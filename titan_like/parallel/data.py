@@ -12,17 +12,15 @@ Each transformer layer is one unit of communication; what is outside the layers 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.replicate import GradientAllReduce
+from titan_like.torch_private import reduce_fsdp_gradients, replicate_module
 
 
 class DataParallel:
@@ -79,15 +77,7 @@ class DataParallel:
         if not isinstance(self.model, FSDPModule):
             return
         self.before_backward(is_last)
-        composable = replicate if isinstance(self.model, ReplicateModule) else fully_shard
-        state = composable.state(self.model)  # type: ignore[attr-defined]
-        for module_state in state._state_ctx.all_states:
-            for group in _parameter_groups(module_state):
-                if self._keeps_flat_sums:
-                    _fill_missing_gradients(group.fsdp_params)
-                _convert_fresh_gradients(group.fsdp_params)
-                group.post_backward()
-        state._root_post_backward_final_callback()
+        reduce_fsdp_gradients(self.model, every_parameter=self._keeps_flat_sums)
 
     def finish(self) -> None:
         """After the last backward pass of a step: gradients are complete when this returns."""
@@ -115,7 +105,7 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
         units.insert(0, model.embedding)
     for unit in (*units, model):
         if zero_stage == 0:
-            replicate(unit, mesh=data_parallel_mesh(mesh), mp_policy=policy)
+            replicate_module(unit, data_parallel_mesh(mesh), policy)
         else:
             # The root's parameters are needed first in the backward pass: never free them in between.
             reshard = zero_stage == 3 and unit is not model
@@ -129,31 +119,3 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The units of communication of a wrapped model, root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _fill_missing_gradients(parameters: list[Any]) -> None:
-    """Let a unit's flat gradient have every parameter each time.
-
-    Of several microbatches' first parts, which give the gradients of norms and biases, the first second part takes all.
-    """
-    for parameter in parameters:
-        if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
-            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
-
-
-def _convert_fresh_gradients(parameters: list[Any]) -> None:
-    """Let all of a unit's gradients have the type that they are summed in.
-
-    FSDP2 has converted those of a split pass's first part, since it did not reduce them then.
-    """
-    for parameter in parameters:
-        if parameter.unsharded_accumulated_grad is None:
-            parameter.to_accumulated_grad_if_needed()
-
-
-def _parameter_groups(state: object) -> list:
-    """The groups of one unit: torch 2.11 has at most one, later versions a list."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group  # type: ignore[attr-defined]
-    return [] if group is None else [group]

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_like.torch_private import coalesced
+
 
 class GradientAllReduce:
     """Sums each unit's gradients over a group as soon as the last of them is there.
@@ -41,7 +43,7 @@ class GradientAllReduce:
 
     def _start(self, number: int) -> None:
         gradients = [parameter.grad for parameter in self._units[number]]
-        with dist._coalescing_manager(self._group, async_ops=True) as unit_in_flight:
+        with coalesced(self._group, asynchronous=True) as unit_in_flight:
             for gradient in gradients:
                 assert gradient is not None
                 dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._group)

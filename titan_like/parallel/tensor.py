@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor_styles import STYLES
+from titan_like.torch_private import coalesced, overlap_tensor_parallelism
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name; `*` stands for one part of it between dots
 
@@ -102,7 +103,7 @@ def sum_partial_gradients(model: Transformer) -> None:
             gradients.append(parameter.grad.to_local())
     if group is None:
         return
-    with dist._coalescing_manager(group):
+    with coalesced(group):
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
 
@@ -129,10 +130,6 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     """
     if mesh.device_type != "cuda":
         return
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():  # later versions call it deprecated, and their compiler asks for it still
         warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+        overlap_tensor_parallelism(mesh.get_group().group_name)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_like.models.layers.attention import AttentionCore
@@ -29,6 +28,7 @@ from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask
 from titan_like.parallel.collectives import Enter, Group, Leave
 from titan_like.parallel.weight_gradients import linear
+from titan_like.torch_private import local_shape_and_offset
 
 
 class LocalStyle(ParallelStyle):
@@ -207,7 +207,7 @@ STYLES: dict[str, type[LocalStyle]] = {
 
 def vocabulary(size: int, mesh: DeviceMesh) -> range:
     """Tokens of a padded vocabulary whose rows of the embedding table, and logits, are here."""
-    (rows,), (first,) = compute_local_shape_and_global_offset((size,), mesh, [Shard(0)])
+    (rows,), (first,) = local_shape_and_offset((size,), mesh, [Shard(0)])
     return range(first, first + rows)
 
 

@@ -36,6 +36,7 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
 from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data
 
@@ -147,10 +148,7 @@ def dry_run(config: JobConfig) -> DryRun:
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Be one process of many that do not exist; collectives return without doing anything."""
-    # Importing it makes the backend known.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

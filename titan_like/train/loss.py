@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_like.data.packed import IGNORED_LABEL
 from titan_like.parallel.collectives import Group, all_gather
+from titan_like.torch_private import local_shape_and_offset
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
             return _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten())
         logits = logits.to(_accumulator(logits))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
+    _, offset = local_shape_and_offset(logits.shape, logits.device_mesh, logits.placements)
     group = Group.of(logits.device_mesh)
     return _SplitCrossEntropy.apply(logits.to_local().flatten(0, 1), labels.flatten(), offset[2], group)
 

@@ -36,6 +36,7 @@ from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
+from titan_like.torch_private import multiply_all_
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.loss import summed_cross_entropy
@@ -231,7 +232,7 @@ class Trainer:
         clip = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
         factor = clip / self.scaler.scale
         if factor != 1.0:
-            torch._foreach_mul_(local_gradients(self.model.parameters()), factor)
+            multiply_all_(local_gradients(self.model.parameters()), factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.torch_private import default_store
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # What a process calls where it waits for others: how the names begin.
@@ -65,7 +66,7 @@ class Watchdog:
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         # Until the first step is done little is counted: then a main thread that moves is one that gets on.
         self.is_starting: Callable[[], bool] = lambda: True
-        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("watchdog", default_store().clone())
         self._main = threading.main_thread().ident or 0
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._number = self._step = 0

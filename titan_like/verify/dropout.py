@@ -26,6 +26,7 @@ from titan_like.models.layers.init import local_part
 from titan_like.models.layers.random import generator_of
 from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
+from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify import record
@@ -103,7 +104,7 @@ class Recorder:
     def note(self, result: torch.Tensor, stream: str, is_attention: bool) -> None:
         """Keep the mask: elements that are not zero."""
         kept = ((result.to_local() if isinstance(result, DTensor) else result) != 0).cpu()
-        is_recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
+        is_recomputed = is_in_backward_pass()  # within a backward pass
         place = self.site, is_attention, is_recomputed, self.step
         self.draws.append(Draw(*place, microbatch=self.drawn[place], stream=stream, kept=kept))
         self.drawn[place] += 1

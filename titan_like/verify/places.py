@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from titan_like.torch_private import is_in_backward_pass
 from titan_like.verify.record import Tensors, Truth
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -26,7 +27,7 @@ def watch_outputs(model: nn.Module, on_output: Callable[[str, torch.Tensor], Non
     """Call back with every module's output, in training and not in recomputation."""
 
     def hook(module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1
+        is_recomputed = is_in_backward_pass()
         if module.training and isinstance(output, torch.Tensor) and not is_recomputed:
             on_output(name, output)
 

@@ -7,7 +7,8 @@ import hashlib
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_like.torch_private import local_shape_and_offset
 
 # Elements drawn from one generator. A rank draws only the blocks that its shard touches.
 BLOCK_ELEMENTS = 1 << 20
@@ -47,5 +48,5 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where it lies in the whole. Writing to it writes to the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    _, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local().detach(), tuple(offset)

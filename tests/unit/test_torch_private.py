@@ -1,0 +1,44 @@
+"""Private names of torch are in one file, so that a new version of it is met in one place."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "titan_like"
+
+
+def private_names(text):
+    """Names of torch with a part that begins with one underscore, imported or reached from an imported module."""
+    modules, found = {}, []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                modules[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                found += [alias.name] if alias.name.startswith("torch") else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                found.append(f"{node.module}.{alias.name}")
+    for node in ast.walk(ast.parse(text)):
+        parts, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        if parts and isinstance(inner, ast.Name) and modules.get(inner.id, "").split(".")[0] == "torch":
+            found.append(".".join([modules[inner.id], *reversed(parts)]))
+    return {name for name in found if any(p.startswith("_") and not p.startswith("__") for p in name.split("."))}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_file_has_one(path):
+    if path.name != "torch_private.py":
+        assert private_names(path.read_text(encoding="utf-8")) == set()
+
+
+def test_the_file_has_those_that_it_names():
+    found = private_names((PACKAGE / "torch_private.py").read_text(encoding="utf-8"))
+    assert {"torch.ops._c10d_functional", "torch._foreach_mul_", "torch._C._current_graph_task_id"} <= found
+    assert len(found) >= 10
