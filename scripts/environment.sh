@@ -3,7 +3,7 @@
 # install_environment [EXTRAS]: make .venv with the project and these extras, once, and activate it.
 install_environment() {
   local extras="${1:-}" stamp
-  stamp=".venv/installed-$(sha256sum pyproject.toml | cut -c1-12)${extras:+-$extras}"
+  stamp=".venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-12)${extras:+-$extras}"
   if [ ! -e "$stamp" ]; then
     echo "installing into .venv (once)..."
     [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
@@ -11,7 +11,7 @@ install_environment() {
       echo "error: $(.venv/bin/python --version) is too old: remove .venv and set PYTHON to Python 3.11 or newer" >&2
       exit 2
     }
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}"
     touch "$stamp"
   fi
   export PATH="$PWD/.venv/bin:$PATH"
