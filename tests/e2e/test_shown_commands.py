@@ -64,7 +64,7 @@ def checkout(tmp_path_factory):
     for name in ("titan_like", "train_configs", "benchmarks"):
         (folder / name).symlink_to(REPO / name)
     shutil.copytree(REPO / "scripts", folder / "scripts")
-    for name in ("train.py", "pyproject.toml"):
+    for name in ("train.py", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPO / name, folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -75,7 +75,8 @@ def checkout(tmp_path_factory):
         (programs / name).chmod(0o755)
     (programs / "nvidia-smi").write_text("#!/bin/bash\nexit 1\n")  # a machine without GPUs
     (programs / "nvidia-smi").chmod(0o755)
-    digest = hashlib.sha256((folder / "pyproject.toml").read_bytes()).hexdigest()[:12]
+    wanted = (folder / "pyproject.toml").read_bytes() + (folder / "constraints.txt").read_bytes()
+    digest = hashlib.sha256(wanted).hexdigest()[:12]
     for extras in ("", "-test"):
         (folder / ".venv" / f"installed-{digest}{extras}").touch()
     for name, text in FILES.items():

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,8 +86,26 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         if told_by_rank_0 and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _end_process_group(2 if isinstance(error, ConfigError) else 1)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)
+
+
+def _end_process_group(code: int) -> None:
+    """End a process that has met others at once: threads of the group would now and then abort it as Python ends.
+
+    It can not leave the group, since the others may not come to where they would.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() == 1:
+        distributed.destroy_process_group()
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # whoever read is gone
+            stream.flush()
+    os._exit(code)
 
 
 def parse_overrides(argv: list[str]) -> dict[str, Any]:
