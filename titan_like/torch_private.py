@@ -1,5 +1,7 @@
 """Every private name of torch that this project uses, in one place, with what was seen of it in torch 2.11 to 2.15.
 
+The tests have run with 2.13; of other versions the sources were read.
+
 | name | for | versions |
 |---|---|---|
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | which elements a rank holds | all |

@@ -32,6 +32,8 @@ class Product:
         """Add the product to the weight's gradient."""
         value = self.gradient.flatten(0, -2).t() @ self.x.flatten(0, -2)
         weight = self.weight
+        summed_in = getattr(weight, "grad_dtype", None)  # from torch 2.15 on FSDP2 says so here
+        value = value if summed_in is None else value.to(summed_in)
         if isinstance(weight.data, DTensor):
             placements, shape, stride = weight.data.placements, weight.shape, weight.stride()
             value = DTensor.from_local(
