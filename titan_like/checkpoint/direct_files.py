@@ -37,7 +37,7 @@ class DirectFile(io.RawIOBase):
         self._position, self._filled = 0, 0
 
     def writable(self) -> bool:
-        """It is."""
+        """Bytes can be written."""
         return True
 
     def tell(self) -> int:

@@ -19,11 +19,11 @@ class FilePart(io.RawIOBase):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Bytes can be read."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Any position can be read next."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
