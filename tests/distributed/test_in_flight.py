@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.distributed.launch import launch
 from titan_like.parallel.model import ParallelModel, Stage
-from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules import max_in_flight, schedule_table
+from titan_like.parallel.schedules.shape import PipelineShape
 
 DEGREE, MICROBATCHES, HIDDEN = 4, 8, (2, 3, 8)
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}

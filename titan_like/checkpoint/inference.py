@@ -17,9 +17,8 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.apply import build_parallel_model, pipeline_shape
+from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.model import ParallelModel
-from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.tensor import full_logits
 
 
@@ -85,11 +84,8 @@ class ParallelInference:
         eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
         model = build_parallel_model(eager, whole, mesh, device)
         _load(path, model)
-        shape = pipeline_shape(config)
-        hidden_shape = 1, self._window // shards, self.config.hidden_size
-        dtype = getattr(torch, config.training.dtype)
-        self._pipeline = Pipeline(model, shape, mesh["pp"].get_group(), hidden_shape, dtype, device)
-        self._last_rank = int(mesh.mesh[shape.ranks[-1]].flatten()[0])  # one of the last stage's
+        self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
+        self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # one of the last stage's
 
     def eval(self) -> None:
         """Dropout off."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,11 @@ from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulat
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import figures, report
 from titan_like.metrics.timeline_trace import chrome_trace
-from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.timeline import Timeline
+from titan_like.parallel.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from titan_like.parallel.pipeline import Pipeline
 
 
 class StepProfiler:
@@ -27,7 +31,7 @@ class StepProfiler:
         self,
         config: JobConfig,
         mesh: DeviceMesh,
-        pipeline: Pipeline,
+        pipeline: Pipeline | WholeModel,
         device: torch.device,
         show: Callable[[str], None],
     ) -> None:

@@ -6,6 +6,8 @@ this process's part, initialise it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,24 +18,40 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.model import ParallelModel, Stage
-from titan_like.parallel.pipeline import Pipeline, PipelineShape
+from titan_like.parallel.schedules.shape import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 from titan_like.parallel.weight_gradients import put_off_weight_gradients
+from titan_like.parallel.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from titan_like.parallel.pipeline import Pipeline
 
 
 def build_pipeline(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
-) -> Pipeline:
-    """This process's stages, initialised, and the schedule that runs them."""
-    shape = pipeline_shape(config)
+) -> Pipeline | WholeModel:
+    """This process's stages, initialised, and what runs batches through them."""
     model = build_parallel_model(config, model_config, mesh, device)
     model.init_weights(config.job.seed)
-    training, parallelism = config.training, config.parallelism
+    training = config.training
+    return run_batches(config, model, mesh, device, training.micro_batch_size, training.seq_len)
+
+
+def run_batches(
+    config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, batch: int, seq_len: int
+) -> Pipeline | WholeModel:
+    """What runs microbatches of ``batch`` sequences through the stages."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return WholeModel(model)
+    from titan_like.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
+
     sequence_shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
-    hidden_shape = training.micro_batch_size, training.seq_len // sequence_shards, model_config.hidden_size
-    return Pipeline(model, shape, mesh["pp"].get_group(), hidden_shape, getattr(torch, training.dtype), device)
+    hidden_shape = batch, seq_len // sequence_shards, model.stages[0].module.config.hidden_size
+    dtype = getattr(torch, config.training.dtype)
+    return Pipeline(model, pipeline_shape(config), mesh["pp"].get_group(), hidden_shape, dtype, device)
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.weight_gradients import WeightGradients
+
+LossFunction = Callable[[torch.Tensor, int], torch.Tensor]  # (logits of a microbatch, its number) → scalar
 
 
 @dataclass(frozen=True)

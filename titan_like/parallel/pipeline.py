@@ -1,72 +1,256 @@
 """Pipeline parallelism: microbatches pass through stages on different processes (arXiv 2104.04473, section 2.2).
 
-Every process runs its own list of steps, made by `titan_like.parallel.schedules`: forward and backward passes of one
-microbatch in one stage, and the sends and receives between them. Without pipelining the list is forward, backward,
-forward, backward, and nothing is sent.
-
-torch.distributed.pipelining has these schedules too. Its runtime is not used: it allocates a receive buffer for every
-microbatch at the start, so that interleaved stages hold activations of all microbatches of a step, where here it is
-those in flight (docs/pipeline_timeline.md has both, measured); and its split of a backward pass in two gives wrong
-gradients under ZeRO 3 and fails under selective recomputation.
+A stage is a `torch.distributed.pipelining.PipelineStage`, so torch's schedules can run it. `TableSchedule` is one of
+ours: it follows the tables of `titan_like.parallel.schedules`. torch's own runtime allocates a receive buffer for every
+microbatch at the start of a step, so interleaved stages hold the activations of all microbatches at once. Here memory
+is that of the microbatches in flight (docs/pipeline_timeline.md has both, measured). torch's split of a backward pass
+also gives wrong gradients under ZeRO 3 and fails under selective recomputation; `titan_like.parallel.weight_gradients`
+is used in its place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from titan_like.parallel.model import ParallelModel, Stage
-from titan_like.parallel.schedules.communication import Step, add_communication
-from titan_like.parallel.schedules.tables import forward_table, schedule_table, stage_ranks
+from titan_like.parallel.model import LossFunction, ParallelModel, Stage
+from titan_like.parallel.schedules.communication import Step
+from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS, PipelineShape
 from titan_like.parallel.timeline import Timeline
-from titan_like.parallel.weight_gradients import Product, WeightGradients
-
-# Sends that may be on their way before one is waited for. gloo cannot say whether one has arrived without waiting.
-_MAX_PENDING_SENDS = 8
-
-LossFunction = Callable[[torch.Tensor, int], torch.Tensor]  # (logits of a microbatch, its number) → scalar
+from titan_like.parallel.weight_gradients import Product
 
 
-@dataclass(frozen=True)
-class PipelineShape:
-    """How stages lie on processes, and the order in which they work."""
+class RunningStage(PipelineStage):
+    """A stage that holds what is in flight and nothing else.
 
-    schedule: str
-    degree: int
-    virtual_stages: int
+    Every method by which a schedule runs a stage is overridden; all of them are public. torch is told that what passes
+    between stages is empty, because it would otherwise allocate a receive buffer for every microbatch, and is given no
+    module, because it would otherwise gather and reduce FSDP2's parameters at times of its own.
+    """
 
-    @property
-    def ranks(self) -> list[int]:
-        """Pipeline rank of each stage."""
-        return stage_ranks(self.schedule, self.degree, self.virtual_stages)
+    def __init__(
+        self,
+        stage: Stage,
+        ranks: list[int],
+        group: dist.ProcessGroup,
+        new_hidden: Callable[[], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """``ranks`` are those of all stages; ``new_hidden`` allocates what passes between two of them."""
+        nothing = torch.empty(0)
+        super().__init__(nn.Identity(), stage.index, len(ranks), device, nothing, nothing, group=group)
+        self.stage, self.ranks, self.new_hidden = stage, ranks, new_hidden
+        self.timeline: Timeline | None = None  # receives the time of every pass while it is set
+        self.num_actions = 0
+        self.peak_in_flight = 0
+        self._tokens: Sequence[torch.Tensor] = ()
+        self._loss_function: LossFunction | None = None
+        self._backwards_left = 0
+        # By microbatch: what has arrived for a forward (F) or backward (B) pass, and what such a pass has made.
+        self._arrived: dict[tuple[str, int], torch.Tensor] = {}
+        self._made: dict[tuple[str, int], torch.Tensor] = {}
+        # The output's node, and not the output, whose memory is free once it is sent.
+        self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}  # stage input, output
+        self._products: dict[int, list[Product]] = {}  # of a split backward pass, between its parts
 
-    def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Step]:
-        """What one rank does for one batch."""
-        table = schedule_table if backward else forward_table
-        actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
-        return add_communication(actions, self.ranks)[rank]
+    def begin(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
+        """Before a batch. tokens: of each microbatch, [micro_batch, seq]; only the first stage looks at them."""
+        self._tokens, self._loss_function, self._backwards_left = tokens, loss_function, len(tokens)
+
+    def end(self) -> None:
+        """After a batch."""
+        unfinished = self._arrived or self._made or self._in_flight or self._products
+        assert not unfinished, "the schedule left something unfinished"
+        self._tokens, self._loss_function = (), None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        """One microbatch's forward pass: hidden states [batch, seq here, hidden], in the last stage the loss."""
+        step = Step("F", self.stage_index, fwd_chunk_id)
+        x = self._tokens[fwd_chunk_id] if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
+        self._start(step)
+        backward = torch.is_grad_enabled()
+        if not self.is_first:
+            x.requires_grad_(backward)
+        output = self.stage.module(x)
+        if self.is_last:
+            assert self._loss_function is not None
+            output = self._loss_function(output, fwd_chunk_id)
+        if backward:
+            self._in_flight[fwd_chunk_id] = x, get_gradient_edge(output)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+        output = output.detach()
+        if not self.is_last and self.ranks[self.stage_index + 1] != self.group_rank:
+            self._made["F", fwd_chunk_id] = output
+        self._stop(step)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *_args: Any, full_backward: bool = True, **_kwargs: Any) -> None:
+        """One microbatch's backward pass, or only the part of it that the stage before waits for."""
+        step = Step("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
+        gradient = None if self.is_last else self._arrived.pop(("B", bwd_chunk_id))
+        self._start(step)
+        data_parallel, deferred = self.stage.data_parallel, self.stage.weight_gradients
+        if deferred is None:  # a pass that cannot be split is run whole where others wait for its first part
+            data_parallel.before_backward(is_last=self._is_last_backward())
+        else:
+            data_parallel.before_split_backward()
+        x, output = self._in_flight.pop(bwd_chunk_id)
+        torch.autograd.backward(output, gradient)
+        if not self.is_first:
+            assert x.grad is not None
+            self._made["B", bwd_chunk_id] = x.grad
+        if deferred is not None:
+            self._products[bwd_chunk_id] = deferred.take()
+            if full_backward:
+                self._add_products(bwd_chunk_id)
+        self._stop(step)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> None:
+        """The second part of a split backward pass: the weights' gradients."""
+        step = Step("W", self.stage_index, bwd_chunk_id)
+        self._start(step)
+        if self.stage.weight_gradients is not None:
+            self._add_products(bwd_chunk_id)
+        self._stop(step)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receive of a forward pass's input, into memory that is allocated now."""
+        return [] if self.is_first else [self._receive("F", fwd_chunk_id, self.stage_index - 1)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receive of the gradient of the stage's output."""
+        return [] if self.is_last or not self.has_backward else [self._receive("B", bwd_chunk_id, self.stage_index + 1)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The send of a forward pass's output."""
+        return [] if self.is_last else [self._send("F", fwd_chunk_id, self.stage_index + 1)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The send of the gradient of the stage's input."""
+        return [] if self.is_first or not self.has_backward else [self._send("B", bwd_chunk_id, self.stage_index - 1)]
+
+    def set_local_fwd_input(self, prev_stage_outputs: torch.Tensor, mb_index: int) -> None:
+        """Take the input from the stage before, where that is on this rank."""
+        self._arrived["F", mb_index] = prev_stage_outputs
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor]:
+        """Give the gradient of the input to the stage before, where that is on this rank."""
+        return (self._made.pop(("B", mb_index)),)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradient of the output from the next stage, where that is on this rank."""
+        (gradient,) = next_stage_bwd_outputs
+        assert gradient is not None
+        self._arrived["B", mb_index] = gradient
+
+    def _receive(self, kind: str, microbatch: int, source: int) -> dist.P2POp:
+        self.num_actions += 1
+        buffer = self._arrived[kind, microbatch] = self.new_hidden()
+        return dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=self.ranks[source])
+
+    def _send(self, kind: str, microbatch: int, target: int) -> dist.P2POp:
+        self.num_actions += 1
+        tensor = self._made.pop((kind, microbatch)).contiguous()
+        return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=self.ranks[target])
+
+    def _add_products(self, microbatch: int) -> None:
+        for product in self._products.pop(microbatch):
+            product.add()
+        self.stage.data_parallel.reduce_gradients(is_last=self._is_last_backward())
+
+    def _is_last_backward(self) -> bool:
+        """Count down the backward passes of a step."""
+        self._backwards_left -= 1
+        return self._backwards_left == 0
+
+    def _start(self, step: Step) -> None:
+        self.num_actions += 1
+        if self.timeline is not None:
+            self.timeline.start(step)
+
+    def _stop(self, step: Step) -> None:
+        if self.timeline is not None:
+            self.timeline.stop(step)
 
 
-@dataclass
-class _InFlight:
-    """What a stage keeps of a microbatch between its passes."""
+class TableSchedule(PipelineScheduleMulti):
+    """Runs the steps that `PipelineShape.steps` lists for this rank."""
 
-    stage_input: torch.Tensor
-    output: GradientEdge  # of the loss in the last stage; the output itself can be freed once it is sent
+    def __init__(self, stages: Sequence[RunningStage], num_microbatches: int, steps: list[Step]) -> None:
+        super().__init__(list(stages), num_microbatches, loss_fn=loss_of_last_stage, scale_grads=False)
+        self._table = steps
+        self._stage = {stage.stage_index: stage for stage in stages}
+        self._receives: dict[tuple[str, int, int], dist.Work] = {}  # by the pass that needs them
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Run one batch. What the stages work on they have been told in `RunningStage.begin`."""
+        for step in self._table:
+            stage = self._stage[step.stage]
+            if step.kind == "RECV_F":
+                self._post_receives("F", step, stage.get_fwd_recv_ops(step.microbatch))
+            elif step.kind == "RECV_B":
+                self._post_receives("B", step, stage.get_bwd_recv_ops(step.microbatch))
+            elif step.kind == "SEND_F":
+                self._post_sends(stage.get_fwd_send_ops(step.microbatch))
+            elif step.kind == "SEND_B":
+                self._post_sends(stage.get_bwd_send_ops(step.microbatch))
+            else:
+                self._compute(step, stage)
+        self._finish_sends(0)
+
+    def _compute(self, step: Step, stage: RunningStage) -> None:
+        kind, index, microbatch = step
+        if kind == "F":
+            self._wait_for_input("F", step, stage)
+            output = stage.forward_one_chunk(microbatch)
+            if index + 1 in self._stage:
+                self._stage[index + 1].set_local_fwd_input(output, microbatch)
+        elif kind == "W":
+            stage.backward_weight_one_chunk(microbatch)
+        else:
+            self._wait_for_input("B", step, stage)
+            stage.backward_one_chunk(microbatch, full_backward=kind == "B")
+            if index - 1 in self._stage:
+                self._stage[index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+
+    def _post_receives(self, kind: str, step: Step, ops: Iterable[dist.P2POp]) -> None:
+        for op in ops:
+            work = dist.irecv(op.tensor, group=op.group, group_src=op.group_peer)
+            assert work is not None, "this process is not in the pipeline's group"
+            self._receives[kind, step.stage, step.microbatch] = work
+
+    def _wait_for_input(self, kind: str, step: Step, stage: RunningStage) -> None:
+        work = self._receives.pop((kind, step.stage, step.microbatch), None)
+        if work is not None:
+            if stage.timeline is not None:
+                stage.timeline.waiting(step)
+            work.wait()
+
+    def _post_sends(self, ops: Iterable[dist.P2POp]) -> None:
+        for op in ops:
+            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+            assert work is not None, "this process is not in the pipeline's group"
+            self._sends.append((work, op.tensor))
+        self._finish_sends(MAX_PENDING_SENDS)
+
+    def _finish_sends(self, most: int) -> None:
+        """Let go of what has been sent; wait until at most so many messages are unfinished."""
+        while self._sends and (len(self._sends) > most or self._sends[0][0].is_completed()):
+            self._sends.popleft()[0].wait()
 
 
-@dataclass
-class _Traffic:
-    """Tensors on their way between stages, by (kind, stage, microbatch) of the pass that takes them."""
-
-    arriving: dict[tuple[str, int, int], tuple[torch.Tensor, dist.Work | None]] = field(default_factory=dict)
-    leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
-    pending_sends: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
+def loss_of_last_stage(output: torch.Tensor, _target: object) -> torch.Tensor:
+    """The loss, for torch's schedules: the last stage's forward pass gives it already."""
+    return output
 
 
 class Pipeline:
@@ -83,24 +267,35 @@ class Pipeline:
     ) -> None:
         """``hidden_shape`` and ``dtype`` are those of the tensors between stages, [batch, seq on this rank, hidden]."""
         self.model, self.shape, self.group = model, shape, group
-        self.rank = dist.get_rank(group)
-        self.timeline: Timeline | None = None  # receives the time of every pass while it is set
-        self.peak_in_flight = dict.fromkeys((stage.index for stage in model.stages), 0)
-        self._stages = {stage.index: stage for stage in model.stages}
-        self._ranks = shape.ranks
-        self.num_actions = 0  # passes, sends and receives so far, for those who want to see that it gets on
-        self._steps: dict[tuple[int, bool], list[Step]] = {}
-        self._hidden_shape, self._dtype, self._device = tuple(hidden_shape), dtype, device
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._products: dict[tuple[int, int], list[Product]] = {}  # of a split backward pass, between its parts
-        self._remaining: dict[int, int] = {}  # backward passes that a stage still has to finish in this step
-        self._traffic = _Traffic()
-        self._loss_function: LossFunction | None = None
-        self._tokens: Sequence[torch.Tensor] = ()
+
+        def new_hidden() -> torch.Tensor:
+            return torch.empty(tuple(hidden_shape), dtype=dtype, device=device)
+
+        self.stages = [RunningStage(stage, shape.ranks, group, new_hidden, device) for stage in model.stages]
+        self._schedules: dict[tuple[int, bool], TableSchedule] = {}
+
+    @property
+    def num_actions(self) -> int:
+        """Passes, sends and receives so far: it grows as long as the pipeline gets on."""
+        return sum(stage.num_actions for stage in self.stages)
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """Most microbatches that each stage of this process has held at once."""
+        return {stage.stage_index: stage.peak_in_flight for stage in self.stages}
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Receives the time of every pass while it is set."""
+        return self.stages[0].timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        for stage in self.stages:
+            stage.timeline = timeline
 
     def forward_backward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
         """Add the gradients of all microbatches' losses to the parameters. tokens: each [micro_batch, seq]."""
-        self._remaining = dict.fromkeys(self._stages, len(tokens))
         self._run(tokens, loss_function, backward=True)
         for stage in self.model.stages:
             stage.data_parallel.finish()
@@ -111,121 +306,13 @@ class Pipeline:
         self._run(tokens, loss_function, backward=False)
 
     def _run(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction, backward: bool) -> None:
-        self._tokens, self._loss_function = tokens, loss_function
         key = len(tokens), backward
-        if key not in self._steps:
-            self._steps[key] = self.shape.steps(self.rank, *key)
-        for step in self._steps[key]:
-            self.num_actions += 1
-            place = step.stage, step.microbatch
-            if step.kind in ("SEND_F", "SEND_B"):
-                self._send(step.kind[-1], *place)
-            elif step.kind in ("RECV_F", "RECV_B"):
-                self._receive(step.kind[-1], *place)
-            else:
-                self._compute(step, backward)
-        traffic = self._traffic
-        while traffic.pending_sends:
-            traffic.pending_sends.popleft()[0].wait()
-        undone = traffic.arriving or traffic.leaving or self._in_flight or self._products
-        assert not undone, "the schedule left something undone"
-        self._tokens, self._loss_function = (), None
-
-    def _compute(self, step: Step, backward: bool) -> None:
-        stage, microbatch = self._stages[step.stage], step.microbatch
-        incoming = None
-        takes_input = step.kind == "F" and not stage.module.is_first
-        takes_gradient = step.kind in ("B", "I") and not stage.module.is_last
-        if takes_input or takes_gradient:
-            if self.timeline is not None:
-                self.timeline.waiting(step)
-            incoming = self._take("F" if takes_input else "B", stage.index, microbatch)
-        if self.timeline is not None:
-            self.timeline.start(step)
-        if step.kind == "F":
-            self._forward(stage, microbatch, incoming, backward)
-        elif stage.weight_gradients is None:
-            # The layers' gradients are not put off: the whole pass is where others wait for its first part.
-            if step.kind != "W":
-                self._backward(stage, microbatch, incoming)
-        else:
-            if step.kind != "W":
-                self._backward_for_input(stage, stage.weight_gradients, microbatch, incoming)
-            if step.kind != "I":
-                self._backward_for_weights(stage, microbatch)
-        if self.timeline is not None:
-            self.timeline.stop(step)
-
-    def _forward(self, stage: Stage, microbatch: int, hidden: torch.Tensor | None, backward: bool) -> None:
-        x = self._tokens[microbatch] if hidden is None else hidden.requires_grad_(backward)
-        output = stage.module(x)
-        if stage.module.is_last:
-            assert self._loss_function is not None
-            output = self._loss_function(output, microbatch)
-        else:
-            self._give("F", stage.index + 1, microbatch, output.detach())
-        if not backward:
-            return
-        self._in_flight[stage.index, microbatch] = _InFlight(x, get_gradient_edge(output))
-        in_flight = sum(index == stage.index for index, _ in self._in_flight)
-        self.peak_in_flight[stage.index] = max(self.peak_in_flight[stage.index], in_flight)
-
-    def _backward(self, stage: Stage, microbatch: int, gradient: torch.Tensor | None) -> None:
-        stage.data_parallel.before_backward(is_last=self._is_last_backward(stage))
-        self._run_backward(stage, microbatch, gradient)
-
-    def _backward_for_input(
-        self, stage: Stage, weight_gradients: WeightGradients, microbatch: int, gradient: torch.Tensor | None
-    ) -> None:
-        stage.data_parallel.before_split_backward()
-        self._run_backward(stage, microbatch, gradient)
-        self._products[stage.index, microbatch] = weight_gradients.take()
-
-    def _backward_for_weights(self, stage: Stage, microbatch: int) -> None:
-        for product in self._products.pop((stage.index, microbatch)):
-            product.add()
-        stage.data_parallel.reduce_gradients(is_last=self._is_last_backward(stage))
-
-    def _run_backward(self, stage: Stage, microbatch: int, gradient: torch.Tensor | None) -> None:
-        held = self._in_flight.pop((stage.index, microbatch))
-        torch.autograd.backward(held.output, gradient)
-        if not stage.module.is_first:
-            assert held.stage_input.grad is not None
-            self._give("B", stage.index - 1, microbatch, held.stage_input.grad)
-
-    def _is_last_backward(self, stage: Stage) -> bool:
-        """Count down the backward passes of a stage in this step."""
-        self._remaining[stage.index] -= 1
-        return self._remaining[stage.index] == 0
-
-    def _give(self, kind: str, to_stage: int, microbatch: int, tensor: torch.Tensor) -> None:
-        """Hand a tensor to a stage, at once if it is here."""
-        if to_stage in self._stages:
-            self._traffic.arriving[kind, to_stage, microbatch] = tensor, None
-        else:
-            self._traffic.leaving[kind, to_stage, microbatch] = tensor
-
-    def _take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
-        """Wait for a tensor that a pass needs."""
-        tensor, work = self._traffic.arriving.pop((kind, stage, microbatch))
-        if work is not None:
-            work.wait()
-        return tensor
-
-    def _send(self, kind: str, stage: int, microbatch: int) -> None:
-        """Start to send what a pass of ``stage`` made."""
-        to_stage = stage + 1 if kind == "F" else stage - 1
-        tensor = self._traffic.leaving.pop((kind, to_stage, microbatch)).contiguous()
-        work = dist.isend(tensor, group=self.group, group_dst=self._ranks[to_stage])
-        assert work is not None, "this process is not in the pipeline's group"
-        pending = self._traffic.pending_sends
-        pending.append((work, tensor))
-        while pending and (pending[0][0].is_completed() or len(pending) > _MAX_PENDING_SENDS):
-            pending.popleft()[0].wait()
-
-    def _receive(self, kind: str, stage: int, microbatch: int) -> None:
-        """Start to receive what a pass of ``stage`` needs."""
-        from_stage = stage - 1 if kind == "F" else stage + 1
-        tensor = torch.empty(self._hidden_shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(tensor, group=self.group, group_src=self._ranks[from_stage])
-        self._traffic.arriving[kind, stage, microbatch] = tensor, work
+        if key not in self._schedules:
+            steps = self.shape.steps(dist.get_rank(self.group), *key)
+            self._schedules[key] = TableSchedule(self.stages, len(tokens), steps)
+        for stage in self.stages:
+            stage.has_backward = backward
+            stage.begin(tokens, loss_function)
+        self._schedules[key].step()
+        for stage in self.stages:
+            stage.end()

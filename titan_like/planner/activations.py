@@ -24,13 +24,11 @@ from typing import NamedTuple
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
 from titan_like.planner.workload import Workload
 
 _LOSS_BLOCK = 4 << 20  # bytes of logits that the loss works on at a time on a CPU
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_PENDING_SENDS = (
-    8  # that titan_like.parallel.pipeline lets be on their way, beside one message that arrives and its use
-)
 
 
 class Kept(NamedTuple):
@@ -179,7 +177,7 @@ def fullest_moment(
     chunk = one.stage + (layers * one.layer + is_first * one.entry) / stages
     found = held * chunk + is_last * losses * one.head
     if work.pipeline > 1:
-        found += (min(_PENDING_SENDS, m * stages) + 2) * one.message
+        found += (min(MAX_PENDING_SENDS, m * stages) + 2) * one.message
     # While layers go back, what the loss needed is free again, but for the last layer's output, which selective
     # recomputation holds on to (with tensor parallelism `unused` has it).
     head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.optim.grad_norm import local_gradients
 from titan_like.parallel import data
 from titan_like.parallel.collectives import Enter
-from titan_like.parallel.model import Stage
-from titan_like.parallel.pipeline import Pipeline
+from titan_like.parallel.pipeline import Pipeline, RunningStage
 from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
 
@@ -162,28 +161,28 @@ def one_shard_not_updated() -> Iterator[None]:
 @contextmanager
 def weight_products_of_one_microbatch_lost() -> Iterator[None]:
     """A split backward pass forgets the weights' gradients of the second microbatch."""
-    original = Pipeline._backward_for_weights
+    original = RunningStage._add_products
 
-    def backward_for_weights(self: Pipeline, stage: Stage, microbatch: int) -> None:
+    def add_products(self: RunningStage, microbatch: int) -> None:
         if microbatch == 1:
-            self._products[stage.index, microbatch] = []
-        original(self, stage, microbatch)
+            self._products[microbatch] = []
+        original(self, microbatch)
 
-    with patch.object(Pipeline, "_backward_for_weights", backward_for_weights):
+    with patch.object(RunningStage, "_add_products", add_products):
         yield
 
 
 @contextmanager
 def gradient_never_sent() -> Iterator[None]:
     """A stage keeps a microbatch's gradient to itself, and the one before waits for ever."""
-    original = Pipeline._send
+    original = RunningStage.get_bwd_send_ops
 
-    def send(self: Pipeline, kind: str, stage: int, microbatch: int) -> None:
-        if (kind, microbatch) == ("B", 1):
+    def get_bwd_send_ops(self: RunningStage, bwd_chunk_id: int) -> Any:
+        if bwd_chunk_id == 1:
             time.sleep(1000)
-        original(self, kind, stage, microbatch)
+        return original(self, bwd_chunk_id)
 
-    with patch.object(Pipeline, "_send", send):
+    with patch.object(RunningStage, "get_bwd_send_ops", get_bwd_send_ops):
         yield
 
 

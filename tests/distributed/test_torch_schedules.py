@@ -1,0 +1,85 @@
+"""torch's own pipeline schedules run the same stages to the same gradients."""
+
+import json
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from tests.distributed.launch import base_config, by_name, launch
+from titan_like.models.registry import model_config
+from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.pipeline import loss_of_last_stage
+from titan_like.train.loss import summed_cross_entropy
+
+RANKS, MICROBATCHES = 2, 4
+SCHEDULES = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved_1f1b": (ScheduleInterleaved1F1B, 2)}
+
+
+def gradients_of(pipeline):
+    gradients = by_name((name, p.grad) for name, p in pipeline.model.named_parameters())
+    for parameter in pipeline.model.parameters():
+        parameter.grad = None
+    return gradients
+
+
+def compare(rank, folder):
+    found = {}
+    for name, (kind, virtual_stages) in SCHEDULES.items():
+        config = base_config(
+            folder,
+            {
+                "training.dtype": "float64",
+                "parallelism.pipeline_parallel_degree": RANKS,
+                "parallelism.pipeline_schedule": name,
+                "parallelism.virtual_stages_per_rank": virtual_stages,
+            },
+        )
+        mesh = build_mesh(resolve_layout(config.parallelism, RANKS), "cpu")
+        pipeline = build_pipeline(config, model_config(config.model), mesh, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        batches = torch.randint(0, 256, (MICROBATCHES, 2, 4, 64), generator=generator)  # tokens and labels
+        tokens = list(batches[:, 0])
+
+        def loss(logits, microbatch, batches=batches):
+            return summed_cross_entropy(logits, batches[microbatch, 1])
+
+        pipeline.forward_backward(tokens, loss)
+        expected = gradients_of(pipeline)
+
+        single = virtual_stages == 1
+        stages = pipeline.stages[0] if single else pipeline.stages
+        schedule = kind(stages, MICROBATCHES, loss_fn=loss_of_last_stage, scale_grads=False)
+        for stage in pipeline.stages:
+            stage.begin(tokens, loss)
+        losses = []
+        is_last = any(stage.is_last for stage in pipeline.stages)
+        target = torch.arange(MICROBATCHES) if is_last else None
+        schedule.step(target=target, losses=losses, return_outputs=False)
+        for stage in pipeline.stages:
+            stage.end()
+        gradients = gradients_of(pipeline)
+        assert gradients.keys() == expected.keys()
+        found[name] = {
+            "worst": max(((gradients[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected),
+            "parameters": len(expected),
+            "losses": len(losses),
+        }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By rank and schedule."""
+    folder = tmp_path_factory.mktemp("torch_schedules")
+    launch(compare, RANKS, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torch_schedules_give_the_same_gradients(found, schedule):
+    assert all(of_rank[schedule]["parameters"] > 10 for of_rank in found)
+    assert max(of_rank[schedule]["worst"] for of_rank in found) <= 1e-14
+    assert [of_rank[schedule]["losses"] for of_rank in found] == [0, MICROBATCHES]
