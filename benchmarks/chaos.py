@@ -126,11 +126,11 @@ def train_logged(log: str, argv: list[str], signals: Any) -> None:
                 seen.extend(known[sample.numpy().tobytes()] for sample in batch)
                 yield batch
 
-        record = step(self, watched())
+        issued = step(self, watched())
         if self.mesh["tp"].get_local_rank() == 0 and self.mesh["pp"].get_local_rank() == 0:
             with open(f"{log}-{os.environ['RANK']}.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": record.step, "samples": seen}) + "\n")
-        return record
+                file.write(json.dumps({"step": issued.step, "samples": seen}) + "\n")
+        return issued
 
     PackedDataset.__getitem__ = watched_read  # type: ignore[method-assign]
     Trainer.train_step = logged_step  # type: ignore[method-assign]

@@ -38,8 +38,8 @@ __all__ = ["local_shape_and_offset"]
 functional_collectives = torch.ops._c10d_functional
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: float) -> None:
-    """Scale tensors in place."""
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Scale tensors in place by a scalar of their type."""
     torch._foreach_mul_(tensors, factor)
 
 

@@ -214,8 +214,7 @@ def train_from(
         assert trainer.step == (0 if source is None else step)
         data, losses = trainer._load_data(), []
         while trainer.step < trainer.run.total_steps:
-            record = trainer.train_step(data)
-            losses.append(record.loss)
+            losses.append(trainer.read_step(trainer.train_step(data)).loss)
             if source is None and trainer.step == step:
                 trainer.save()
         data.close()

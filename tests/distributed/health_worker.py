@@ -40,11 +40,11 @@ def train(
 
     class Watched(Trainer):
         def train_step(self, data: Any) -> Any:
-            record = super().train_step(data)
-            digests[record.step] = digest(self)
-            if record.step == ruined_after and rank == dist.get_world_size() - 1:
+            issued = super().train_step(data)
+            digests[issued.step] = digest(self)
+            if issued.step == ruined_after and rank == dist.get_world_size() - 1:
                 next(self.model.parameters()).detach().fill_(math.nan)
-            return record
+            return issued
 
     outcome: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.mesh import build_mesh
-from titan_like.train import trainer
+from titan_like.train import training_state
 from titan_like.train.job import process_group
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -76,10 +76,10 @@ class RecordingTrainer(Trainer):
 
     gradients: dict[str, torch.Tensor] | None = None
 
-    def _update(self, grad_norm: float, lr: float) -> None:
+    def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         if self.gradients is None:
             self.gradients = by_name((name, p.grad) for name, p in self.model.named_parameters())
-        super()._update(grad_norm, lr)
+        super()._update(grad_norm, lr, skip)
 
 
 def by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
     training = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
     data = training._load_data()
-    records = [training.train_step(data) for _ in range(training.run.total_steps)]
+    records = [training.read_step(training.train_step(data)) for _ in range(training.run.total_steps)]
     data.close()
     assert training.gradients is not None
     weights = by_name(training.model.named_parameters())
@@ -146,5 +146,5 @@ def run_as_rank(rank: int, function: Callable[..., None], args: tuple[Any, ...])
     """Call ``function`` in the process group, on one thread."""
     torch.set_num_threads(1)
     # Process groups take long to make: trainers of one layout, one after the other, share theirs.
-    with process_group(torch.device("cpu")), patch.object(trainer, "build_mesh", cache(build_mesh)):
+    with process_group(torch.device("cpu")), patch.object(training_state, "build_mesh", cache(build_mesh)):
         function(rank, *args)

@@ -52,9 +52,9 @@ def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], 
     events: list[str] = []
 
     class Noting(Trainer):
-        def _update(self, grad_norm: float, lr: float) -> None:
+        def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
             events.append(f"update {self.step + 1}")
-            super()._update(grad_norm, lr)
+            super()._update(grad_norm, lr, skip)
 
         def save(self, is_last: bool = False) -> None:
             super().save(is_last)

@@ -66,9 +66,9 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 class KeepsGradients(Trainer):
-    def _update(self, grad_norm: float, lr: float) -> None:
+    def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         self.gradients = {name: full(parameter.grad) for name, parameter in self.model.named_parameters()}
-        super()._update(grad_norm, lr)
+        super()._update(grad_norm, lr, skip)
 
 
 def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> di
     for _ in range(trainer.run.total_steps):
         if validates:
             validation.append(trainer.validate())
-        records.append(trainer.train_step(data).as_dict())
+        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
         gradients.append(trainer.gradients)
         weights.append(weights_of(trainer))
     data.close()

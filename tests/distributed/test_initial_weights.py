@@ -106,7 +106,7 @@ def train_and_save(trainer: Trainer, folder: Path) -> None:
     trainer.saver.folder = folder / "saved"
     trainer.save(is_last=True)
     data = trainer._load_data()
-    losses = [trainer.train_step(data).loss for _ in range(2)]
+    losses = [trainer.read_step(trainer.train_step(data)).loss for _ in range(2)]
     data.close()
     if torch.distributed.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
@@ -177,7 +177,7 @@ def test_training_goes_on_from_them(folder: Path, tmp_path: Path, model: str) ->
 def train_alone(rank: int, folder: Path, model: str, out: Path) -> None:
     trainer = build(folder, model, folder / model / "hf", {})
     data = trainer._load_data()
-    out.write_text(json.dumps([trainer.train_step(data).loss for _ in range(2)]))
+    out.write_text(json.dumps([trainer.read_step(trainer.train_step(data)).loss for _ in range(2)]))
     data.close()
 
 

@@ -76,20 +76,20 @@ def types_of(trainer: Trainer) -> set[str]:
 
 def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(prepare_run(base_config(folder, settings)))
-    trainer.scaler.scale = ABSURD_SCALE
+    trainer.scaler.scale.fill_(ABSURD_SCALE)
     weights, records, data = [weights_of(trainer)], [], trainer._load_data()
     for _ in range(STEPS):
-        records.append(trainer.train_step(data).as_dict())
+        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
         weights.append(weights_of(trainer))
     data.close()
-    return {"records": records, "weights": weights, "scale": trainer.scaler.scale, "types": types_of(trainer)}
+    return {"records": records, "weights": weights, "scale": trainer.scaler.scale.item(), "types": types_of(trainer)}
 
 
 def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: bool) -> dict[str, Any]:
     """A good step, one with a NaN in a weight of the last rank alone, and a good one again."""
     trainer = Trainer(prepare_run(base_config(folder, settings | {"health.skip_nonfinite": not stops})))
     data = trainer._load_data()
-    records = [trainer.train_step(data).as_dict()]
+    records = [trainer.read_step(trainer.train_step(data)).as_dict()]
     before = weights_of(trainer)
     norm = trainer.model.stages[0].module.norm.weight
     element = (norm.to_local() if isinstance(norm, DTensor) else norm).detach()[-1:]
@@ -97,14 +97,14 @@ def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: boo
     if rank == trainer.dp_size - 1:
         element.fill_(float("nan"))
     try:
-        records.append(trainer.train_step(data).as_dict())
+        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
         stopped = None
     except RunError as error:
         stopped = str(error)
     element.copy_(value)
     after = weights_of(trainer)
     if stopped is None:
-        records.append(trainer.train_step(data).as_dict())
+        records.append(trainer.read_step(trainer.train_step(data)).as_dict())
     data.close()
     return {"records": records, "before": before, "after": after, "end": weights_of(trainer), "stopped": stopped}
 

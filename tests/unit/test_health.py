@@ -4,85 +4,110 @@ from __future__ import annotations
 
 import math
 import random
-from statistics import NormalDist
+import statistics
+from collections import deque
+from collections.abc import Iterable
 
 import pytest
+import torch
 
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Health
 from titan_like.train.health import LossWatch, robust_z
 
 
+def z(value: float, others: Iterable[float]) -> float:
+    of = [torch.tensor(numbers, dtype=torch.float64) for numbers in (value, list(others))]
+    return robust_z(*of).item()
+
+
 def test_robust_z_by_hand() -> None:
     # median 3; distances 2 1 0 1 97, their median 1; one such distance is 1/1.4826 standard deviations
-    assert robust_z(6.0, [1, 2, 3, 4, 100]) == pytest.approx(3 / 1.4826)
-    assert robust_z(0.0, [1, 2, 3, 4, 100]) == pytest.approx(-3 / 1.4826)
+    assert z(6.0, [1, 2, 3, 4, 100]) == pytest.approx(3 / 1.4826)
+    assert z(0.0, [1, 2, math.nan, 3, 4, 100, math.nan]) == pytest.approx(-3 / 1.4826)
 
 
 def test_robust_z_is_that_of_a_normal_distribution_with_outliers_among_the_others() -> None:
-    quantiles = [NormalDist(5.0, 0.2).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
-    assert robust_z(6.0, quantiles) == pytest.approx(5.0, rel=0.01)
-    assert robust_z(6.0, quantiles + [50.0] * 40) == pytest.approx(5.0, rel=0.1)  # a mean would move by 0.9
+    quantiles = [statistics.NormalDist(5.0, 0.2).inv_cdf((i + 0.5) / 2000) for i in range(2000)]
+    assert z(6.0, quantiles) == pytest.approx(5.0, rel=0.01)
+    assert z(6.0, quantiles + [50.0] * 40) == pytest.approx(5.0, rel=0.1)  # a mean would move by 0.9
 
 
 def test_losses_that_hardly_differ_do_not_make_the_next_one_a_spike() -> None:
-    assert robust_z(2.1, [2.0] * 50) == pytest.approx(5.0)  # 5% above, in units of 1%
-    assert robust_z(2.0, [2.0] * 50) == 0.0
+    assert z(2.1, [2.0] * 50) == pytest.approx(5.0)  # 5% above, in units of 1%
+    assert z(2.0, [2.0] * 50) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
+def test_robust_z_is_to_the_bit_what_python_says(count: int) -> None:
+    numbers = random.Random(count)
+    others = [float(torch.tensor(numbers.gauss(3, 0.3))) for _ in range(count)]  # as float32 losses are
+    middle = statistics.median(others)
+    deviation = 1.4826 * statistics.median(abs(other - middle) for other in others)
+    expected = (4.0 - middle) / max(deviation, 0.01 * abs(middle), 1e-30)
+    assert z(4.0, [math.nan] * (64 - count) + others) == expected
 
 
 def watch(**settings: object) -> LossWatch:
-    return LossWatch(Health.model_validate({"loss_spike_factor": 6.0, "loss_spike_window": 8} | settings))
+    return LossWatch(Health.model_validate({"loss_spike_factor": 6.0, "loss_spike_window": 8} | settings), "cpu")
+
+
+def add(losses: LossWatch, *values: float, skipped: bool = False) -> None:
+    for value in values:
+        losses.add(torch.tensor(value), torch.tensor(skipped))
+
+
+def is_spike(losses: LossWatch, loss: float) -> bool:
+    return bool(losses.is_spike(torch.tensor(loss)))
 
 
 def test_a_spike_needs_half_a_window_and_is_not_remembered() -> None:
     losses = watch()
-    for step, loss in enumerate((3.0, 3.1, 2.9), start=1):
-        losses.add(step, loss, skipped=False)
-        assert not losses.is_spike(100.0)
-    losses.add(4, 3.0, skipped=False)
-    assert losses.is_spike(100.0) and not losses.is_spike(3.2) and not losses.is_spike(0.1)
-    losses.add(5, 100.0, skipped=True)
-    assert list(losses.recent) == [3.0, 3.1, 2.9, 3.0] and losses.is_spike(100.0)
-    for step in range(6, 20):
-        losses.add(step, 3.0 + step % 2, skipped=False)
-    assert len(losses.recent) == 8
+    for loss in (3.0, 3.5, 2.5):
+        add(losses, loss)
+        assert not is_spike(losses, 100.0)
+    add(losses, 3.0)
+    assert is_spike(losses, 100.0) and not is_spike(losses, 3.7) and not is_spike(losses, 0.1)
+    add(losses, 100.0, skipped=True)
+    assert losses.recent == [3.0, 3.5, 2.5, 3.0] and is_spike(losses, 100.0)
+    add(losses, *(3.0 + step % 2 for step in range(6, 20)))
+    assert losses.recent == [3.0, 4.0] * 4
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_what_is_no_number_is_not_a_spike(loss: float) -> None:
     losses = watch()
-    for step in range(8):
-        losses.add(step, 3.0, skipped=False)
-    assert not losses.is_spike(loss)
-    assert not watch(loss_spike_factor=0.0).is_spike(1e9)
+    add(losses, *[3.0] * 8)
+    assert not is_spike(losses, loss)
+    assert not is_spike(watch(loss_spike_factor=0.0), 1e9)
 
 
 def test_falling_noisy_losses_are_no_spikes() -> None:
     losses, noise = watch(loss_spike_window=64), random.Random(0)
+    recent: deque[float] = deque(maxlen=64)
     for step in range(2000):
-        loss = 2 + 8 * math.exp(-step / 200) + noise.gauss(0, 0.05)
-        assert not losses.is_spike(loss), step
-        losses.add(step, loss, skipped=False)
-    assert losses.is_spike(3.0)
+        loss = float(torch.tensor(2 + 8 * math.exp(-step / 200) + noise.gauss(0, 0.05)))
+        assert not is_spike(losses, loss), step
+        add(losses, loss)
+        recent.append(loss)
+    assert losses.recent == list(recent)
+    assert is_spike(losses, 3.0)
 
 
 def test_too_many_skips_in_a_row_end_the_run_with_a_sentence() -> None:
     losses = watch(max_consecutive_skips=3)
-    for step in (1, 2, 4, 5):
-        losses.add(step, math.nan, skipped=True)
-        if step == 2:
-            losses.add(3, 2.0, skipped=False)
+    for step, skipped in enumerate((True, True, False, True, True), start=1):
+        losses.count(step, math.nan, skipped)
     with pytest.raises(RunError, match=r"^3 steps in a row up to step 6 .*health.max_consecutive_skips.*optimizer.lr"):
-        losses.add(6, math.nan, skipped=True)
+        losses.count(6, math.nan, skipped=True)
 
 
 def test_the_watch_goes_on_where_a_checkpoint_left_it() -> None:
     first = watch(max_consecutive_skips=3)
-    for step in range(6):
-        first.add(step, 3.0, skipped=False)
-    first.add(6, 90.0, skipped=True)
-    second = LossWatch(first.section, list(first.recent), first.consecutive_skips)
-    assert second.is_spike(90.0)
-    second.add(7, 90.0, skipped=True)
+    add(first, *[3.0] * 6)
+    first.count(7, 90.0, skipped=True)
+    second = LossWatch(first.section, "cpu", first.recent, first.consecutive_skips)
+    assert is_spike(second, 90.0)
+    second.count(8, 90.0, skipped=True)
     with pytest.raises(RunError):
-        second.add(8, 90.0, skipped=True)
+        second.count(9, 90.0, skipped=True)

@@ -2,6 +2,7 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import LRScheduler, Training
@@ -80,19 +81,19 @@ def test_run_of_one_step_has_a_rate(decay):
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_a_quiet_interval():
-    scaler = LossScaler(scale=64.0, growth_interval=3)
+    scaler = LossScaler("cpu", scale=64.0, growth_interval=3)
     seen = []
     for overflowed in (False, False, True, False, False, False, False, False, False, True, True):
-        scaler.update(overflowed)
-        seen.append(scaler.scale)
+        scaler.update(torch.tensor(overflowed))
+        seen.append(scaler.scale.item())
     assert seen == [64, 64, 32, 32, 32, 64, 64, 64, 128, 64, 32]
 
 
 def test_loss_scale_starts_at_two_to_the_16_and_never_falls_below_one():
-    scaler = LossScaler()
+    scaler = LossScaler("cpu")
     assert scaler.scale == 65536
     for _ in range(40):
-        scaler.update(overflowed=True)
+        scaler.update(overflowed=torch.tensor(True))
     assert scaler.scale == 1
 
 

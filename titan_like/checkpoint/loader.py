@@ -80,7 +80,7 @@ def load_checkpoint(
     tensors = model_tensors(model)
     if optimizer is not None:
         optimizer.state.clear()
-        if run.step > run.skipped_steps:  # before the first update there is no state
+        if any(name.startswith("optimizer.") for name in stored):  # before the first update there is no state
             materialise_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)
         tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}

@@ -43,6 +43,14 @@ class StepProfiler:
         self._takes_part = all(mesh[name].get_local_rank() == 0 for name in others)
         self._trace: torch.profiler.profile | None = None
 
+    def looks_at(self, step: int) -> bool:
+        """Whether any process looks into the step; the same on all of them."""
+        return step in self._section.trace_steps or self._is_timed(step)
+
+    def _is_timed(self, step: int) -> bool:
+        interval = self._section.timeline_interval
+        return step in self._section.timeline_steps or bool(interval and step % interval == 0)
+
     def begin(self, step: int) -> None:
         """Directly before a step."""
         if not self._takes_part:
@@ -50,8 +58,7 @@ class StepProfiler:
         if step in self._section.trace_steps:
             self._trace = torch.profiler.profile()
             self._trace.start()
-        interval = self._section.timeline_interval
-        if step in self._section.timeline_steps or (interval and step % interval == 0):
+        if self._is_timed(step):
             self._pipeline.timeline = Timeline(self._device, self._group)
 
     def mark(self, phase: str) -> None:

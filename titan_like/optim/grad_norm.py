@@ -67,9 +67,10 @@ def _sum_over_shards(
     for dimensions, gradients in by_dimensions.items():
         part = reduce_local(gradients)
         for name in dimensions:
-            dist.all_reduce(part, group=mesh[name].get_group())
+            dist.all_reduce(part, group=mesh.get_group(name))
         total = part if total is None else total + part
     assert total is not None, "no parameter has a gradient"
-    if mesh["pp"].size() > 1:
-        dist.all_reduce(total, group=mesh["pp"].get_group())
+    stages = mesh.get_group("pp")
+    if stages.size() > 1:
+        dist.all_reduce(total, group=stages)
     return total

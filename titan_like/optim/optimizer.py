@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
+from titan_like.optim.grad_norm import local_gradients
+from titan_like.torch_private import multiply_all_
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
@@ -22,3 +24,22 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: Optimizer
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=fused or None, foreach=foreach or None
     )
+
+
+@torch.no_grad()
+def update(optimizer: torch.optim.Optimizer, lr: float, factor: torch.Tensor | None, skip: torch.Tensor) -> None:
+    """One update at a learning rate, unless ``skip``, a bool scalar on the device; gradients are spent afterwards.
+
+    Gradients are multiplied by ``factor``, a float64 scalar, first. Fused kernels look at ``skip`` themselves. Others
+    cannot, and the host waits for it.
+    """
+    if factor is not None:
+        gradients = local_gradients(p for group in optimizer.param_groups for p in group["params"])
+        multiply_all_(gradients, factor.to(gradients[0].dtype))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+        optimizer.step()
+    elif not skip:
+        optimizer.step()

@@ -33,6 +33,11 @@ class Group:
         """The processes of a one-dimensional mesh that this one is in."""
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
+    def vocabulary(self, size: int) -> range:
+        """Tokens of a padded vocabulary whose table rows and logits this rank has, split as `torch.chunk` does."""
+        largest = -(-size // self.size)
+        return range(min(self.rank * largest, size), min((self.rank + 1) * largest, size))
+
 
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the group."""

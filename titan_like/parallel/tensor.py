@@ -99,7 +99,7 @@ def sum_partial_gradients(model: Transformer) -> None:
             parameter = getattr(module, name, None)
             if parameter is None or parameter.grad is None:
                 continue
-            group = parameter.device_mesh["tp"].get_group()
+            group = parameter.device_mesh.get_group("tp")
             gradients.append(parameter.grad.to_local())
     if group is None:
         return

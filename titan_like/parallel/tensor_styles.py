@@ -28,7 +28,6 @@ from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask
 from titan_like.parallel.collectives import Enter, Group, Leave
 from titan_like.parallel.weight_gradients import linear
-from titan_like.torch_private import local_shape_and_offset
 
 
 class LocalStyle(ParallelStyle):
@@ -115,8 +114,7 @@ class VocabularyEmbedding(LocalStyle):
         if self.sequence_parallel and tokens.shape[1] % group.size:
             length = f"a sequence of {tokens.shape[1]} tokens"
             raise ValueError(f"{length} cannot be cut into {group.size} equal parts, as sequence parallelism does")
-        assert isinstance(module.weight, DTensor)
-        here = vocabulary(module.num_embeddings, module.weight.device_mesh)
+        here = group.vocabulary(module.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
         x = F.embedding(rows, local(module.weight)).masked_fill(elsewhere[..., None], 0)
@@ -153,7 +151,7 @@ class VocabularyMask(LocalStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, PaddingMask)
-        here = vocabulary(module.padded_vocab_size, device_mesh)
+        here = Group.of(device_mesh).vocabulary(module.padded_vocab_size)
         module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
         replace_forward(module, partial(self.mask, module, module.forward, device_mesh))
         return module
@@ -203,12 +201,6 @@ STYLES: dict[str, type[LocalStyle]] = {
     "vocabulary_output": VocabularyOutput,
     "vocabulary_mask": VocabularyMask,
 }
-
-
-def vocabulary(size: int, mesh: DeviceMesh) -> range:
-    """Tokens of a padded vocabulary whose rows of the embedding table, and logits, are here."""
-    (rows,), (first,) = local_shape_and_offset((size,), mesh, [Shard(0)])
-    return range(first, first + rows)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.data.packed import IGNORED_LABEL
 from titan_like.parallel.collectives import Group, all_gather
-from titan_like.torch_private import local_shape_and_offset
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -25,9 +24,9 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
             return _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten())
         logits = logits.to(_accumulator(logits))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    _, offset = local_shape_and_offset(logits.shape, logits.device_mesh, logits.placements)
     group = Group.of(logits.device_mesh)
-    return _SplitCrossEntropy.apply(logits.to_local().flatten(0, 1), labels.flatten(), offset[2], group)
+    first = group.vocabulary(logits.shape[2]).start
+    return _SplitCrossEntropy.apply(logits.to_local().flatten(0, 1), labels.flatten(), first, group)
 
 
 def _accumulator(logits: torch.Tensor) -> torch.dtype:

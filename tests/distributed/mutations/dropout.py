@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.collectives import Group
-from titan_like.train import trainer
+from titan_like.train import training_state
 
 
 @contextmanager
 def same_dropout_everywhere() -> Iterator[None]:
     """All processes draw dropout from one stream."""
-    with patch.object(trainer, "dropout_stream", lambda *_: 0):
+    with patch.object(training_state, "dropout_stream", lambda *_: 0):
         yield
 
 

@@ -150,9 +150,9 @@ def one_shard_not_updated() -> Iterator[None]:
     """Under ZeRO the optimizer of one process leaves its shards as they are."""
     original = Trainer._update
 
-    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         if self.dp_rank != 1 or self.config.parallelism.zero_stage == 0:
-            original(self, grad_norm, lr)
+            original(self, grad_norm, lr, skip)
 
     with patch.object(Trainer, "_update", update):
         yield

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.train import trainer
+from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
 
 
@@ -100,7 +100,7 @@ def validation_on_everything() -> Iterator[None]:
 @contextmanager
 def resumed_without_moments() -> Iterator[None]:
     """A resumed run begins with an optimizer that remembers nothing."""
-    original = trainer.resume
+    original = training_state.resume
 
     def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
         state = original(folder, is_usable, model, optimizer)
@@ -108,7 +108,7 @@ def resumed_without_moments() -> Iterator[None]:
             values["exp_avg"].zero_()
         return state
 
-    with patch.object(trainer, "resume", resume):
+    with patch.object(training_state, "resume", resume):
         yield
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.optim.grad_norm import local_gradients
 from titan_like.optim.loss_scaler import LossScaler
-from titan_like.train import trainer
+from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
 
 HALF = ("bfloat16", "float16")
@@ -94,9 +94,10 @@ def gradients_not_unscaled() -> Iterator[None]:
     """float16's loss scale stays in the gradients."""
     original = Trainer._update
 
-    def update(self: Trainer, grad_norm: float, lr: float) -> None:
-        torch._foreach_mul_(local_gradients(self.model.parameters()), self.scaler.scale)
-        original(self, grad_norm, lr)
+    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+        gradients = local_gradients(self.model.parameters())
+        torch._foreach_mul_(gradients, torch.as_tensor(self.loss_scale, dtype=gradients[0].dtype))
+        original(self, grad_norm, lr, skip)
 
     with patch.object(Trainer, "_update", update):
         yield
@@ -107,8 +108,8 @@ def clipped_before_unscaling() -> Iterator[None]:
     """float16's gradients are clipped by their norm with the loss scale in it."""
     original = Trainer._update
 
-    def update(self: Trainer, grad_norm: float, lr: float) -> None:
-        original(self, grad_norm * self.scaler.scale, lr)
+    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+        original(self, grad_norm * self.loss_scale, lr, skip)
 
     with patch.object(Trainer, "_update", update):
         yield
@@ -143,8 +144,8 @@ def clipped_by_another_norm_in_half_types() -> Iterator[None]:
     """In half types gradients are clipped by their norm times the number of data-parallel processes."""
     original = Trainer._update
 
-    def update(self: Trainer, grad_norm: float, lr: float) -> None:
-        original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr)
+    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+        original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, skip)
 
     with patch.object(Trainer, "_update", update):
         yield
@@ -153,5 +154,5 @@ def clipped_by_another_norm_in_half_types() -> Iterator[None]:
 @contextmanager
 def loss_scale_begins_at_1() -> Iterator[None]:
     """float16 begins without a loss scale."""
-    with patch.object(trainer, "LossScaler", lambda scale=1.0: LossScaler(scale=1.0)):
+    with patch.object(training_state, "LossScaler", lambda device: LossScaler(device, scale=1.0)):
         yield

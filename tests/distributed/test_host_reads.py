@@ -1,0 +1,118 @@
+"""A step that nothing looks at never reads a value of the device; what the host does with its numbers comes later."""
+
+import json
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.launch import base_config, launch
+from titan_like.metrics.record import StepRecord
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+QUIET = {"metrics.log_interval": 100, "training.steps": 12, "checkpoint.enable": False}
+LAYOUTS = {
+    "zero 0": {"parallelism.zero_stage": 0},
+    "zero 3": {"parallelism.zero_stage": 3},
+    "tensor, sequence": {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True},
+    "pipeline": {"parallelism.pipeline_parallel_degree": 2},
+    "pipeline, tied, zero bubble": {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_schedule": "zbv_zero_bubble",
+    },
+    "float16": {"training.dtype": "float16", "training.micro_batch_size": 8},
+    "spikes": {"health.loss_spike_factor": 6.0, "health.loss_spike_window": 4},
+}
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the operators by which Python learns a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero):
+            self.seen[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def refuse(_tensor):
+    raise AssertionError("a step reads a whole tensor")
+
+
+def count(rank, folder):
+    found = {}
+    for name, settings in LAYOUTS.items():
+        trainer = Trainer(prepare_run(base_config(folder, QUIET | settings)))
+        data = trainer._load_data()
+        for _ in range(3):  # what is made once
+            trainer.train_step(data)
+        with CountReads() as reads, patch.object(torch.Tensor, "tolist", refuse):
+            trainer.train_step(data)
+        data.close()
+        found[name] = dict(reads.seen)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory):
+    """By rank and layout."""
+    folder = tmp_path_factory.mktemp("host_reads")
+    launch(count, 2, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_reads_nothing(reads, layout):
+    assert [of_rank[layout] for of_rank in reads] == [{}, {}]
+
+
+def train_whole(rank, folder, interval):
+    """Train, with a NaN among the gradients of the fifth step."""
+    own = {"metrics.log_interval": interval, "job.dump_folder": str(folder / f"{interval}")}
+    config = base_config(folder, QUIET | own)
+    trainer = Trainer(prepare_run(config))
+    complete = trainer._complete_gradients
+
+    def spoil():
+        complete()
+        if trainer.step == 4:
+            next(trainer.model.parameters()).grad.fill_(float("nan"))
+
+    trainer._complete_gradients = spoil
+    seen: list[StepRecord] = []
+    note = trainer._log_step
+    trainer._log_step = lambda record, is_last=False: (seen.append(record), note(record, is_last))
+    trainer.train()
+    weights = [parameter.detach().flatten()[:8].tolist() for parameter in trainer.model.parameters()]
+    result = {
+        "records": [(r.step, r.loss, r.grad_norm, r.lr, r.consumed_samples, r.nan, r.skipped) for r in seen],
+        "weights": weights,
+        "skipped": trainer.skipped_steps,
+        "times": [r.step_time_s for r in seen],
+    }
+    (folder / f"{interval}_{rank}.json").write_text(json.dumps(result))
+
+
+def train_both(rank, folder):
+    for interval in (1, 100):
+        train_whole(rank, folder, interval)
+
+
+def test_steps_read_later_are_those_read_at_once(tmp_path):
+    launch(train_both, 2, tmp_path)
+    for rank in range(2):
+        at_once, later = (json.loads((tmp_path / f"{interval}_{rank}.json").read_text()) for interval in (1, 100))
+        assert [record[0] for record in later["records"]] == list(range(1, 13))
+        assert str(later["records"]) == str(at_once["records"])  # as text: NaN is equal to NaN there
+        assert later["weights"] == at_once["weights"]
+        assert later["skipped"] == at_once["skipped"] == 1
+        assert [record[0] for record in later["records"] if record[5]] == [5]
+        assert min(later["times"]) > 0
+    lines = [json.loads(line) for line in (tmp_path / "100" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))

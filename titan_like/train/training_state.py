@@ -1,0 +1,117 @@
+"""What a run consists of at a moment: weights, optimizer, counters, the data's cursor. It is saved and resumed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+
+from titan_like.checkpoint.loader import resume
+from titan_like.checkpoint.saver import SaveError, Saver
+from titan_like.checkpoint.step_folders import RunState
+from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors, rng_tensors
+from titan_like.config.errors import RunError
+from titan_like.data.packed import token_fingerprint
+from titan_like.metrics.console import Console
+from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.optimizer import build_optimizer
+from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.train.health import LossWatch
+from titan_like.train.initial_weights import load_initial_weights
+from titan_like.train.random_streams import dropout_stream, seed_everything
+from titan_like.train.setup import Run
+
+
+class TrainingState:
+    """This process's part of a run: new, or as a checkpoint has it. Needs a process group."""
+
+    def __init__(self, run: Run) -> None:
+        """Build the model and what trains it, and resume where `checkpoint.enable` says so."""
+        self.run = run
+        self.config = config = run.config
+        self.mesh = mesh = build_mesh(run.layout, run.device.type)
+        dp_mesh = data_parallel_mesh(mesh)
+        self.dp_group, self.dp_rank, self.dp_size = dp_mesh.get_group(), dp_mesh.get_local_rank(), dp_mesh.size()
+        self.pp_group = mesh.get_group("pp")
+
+        seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
+        self.pipeline = build_pipeline(config, run.model, mesh, run.device)
+        self.model = self.pipeline.model
+        self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
+        self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
+        self.losses = LossWatch(config.health, run.device)
+        self.saver = Saver(run.checkpoint_folder, config.checkpoint.keep_latest, config.checkpoint.async_)
+        self.saved_steps: set[int] = set()  # by this process, after it began
+        is_new = not (config.checkpoint.enable and self._resume(self._is_wanted))
+        if is_new and config.checkpoint.initial_load_path is not None:
+            load_initial_weights(config.checkpoint.initial_load_path, self.model)
+        self.start_step = self.step
+        self.console = Console(dist.get_rank() == 0, run.total_steps)
+
+    def save(self, is_last: bool = False) -> None:
+        """Write a checkpoint of this moment; with `checkpoint.async` only begin to, unless it is the last."""
+        self.finish_save()
+        state = RunState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            skipped_steps=self.skipped_steps,
+            loss_scale=1.0 if self.scaler is None else self.scaler.scale.item(),
+            loss_scale_good_steps=0 if self.scaler is None else int(self.scaler.good_steps.item()),
+            model=self.run.model.model_dump(mode="json"),
+            config=self.config.model_dump(mode="json"),
+            recent_losses=self.losses.recent,
+            consecutive_skips=self.losses.consecutive_skips,
+            data=token_fingerprint(self.run.datasets["train"].tokens),
+            versions={name: version(name) for name in ("torch", "safetensors")},
+        )
+        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
+        self.saver.save(tensors, state)
+        if is_last or not self.config.checkpoint.async_:
+            self.finish_save(is_last)
+
+    def finish_save(self, is_last: bool = False) -> None:
+        """Wait for the save under way, if there is one, and say how it went.
+
+        Raises:
+            RunError: it failed, and the configuration or its being the last says to stop.
+        """
+        try:
+            path = self.saver.finish()
+        except SaveError as error:
+            if is_last or self.config.checkpoint.on_failure == "stop":
+                raise RunError(str(error)) from error
+            self.console.print(f" {error}; training goes on")
+            return
+        if path is not None:
+            self.saved_steps.add(int(path.name.removeprefix("step-")))
+            self.console.print(f" saved {path}")
+
+    def _is_wanted(self, step: int) -> bool:
+        """Whether the run may begin at a checkpoint."""
+        return self.config.checkpoint.load_step in (None, step)
+
+    def _is_of_this_run(self, step: int) -> bool:
+        """Whether a checkpoint is in this run's past, and not of a branch that `checkpoint.load_step` left."""
+        return step <= self.start_step or step in self.saved_steps
+
+    def _resume(self, is_usable: Callable[[int], bool]) -> bool:
+        """Go on from the newest usable checkpoint that loads. Whether there was one."""
+        state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
+        if state is None:
+            return False
+        if state.data and state.data != token_fingerprint(self.run.datasets["train"].tokens):
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other tokens"
+            raise RunError(f"{problem} than data.paths now gives; restore them, or set checkpoint.folder to a new one")
+        self.step, self.consumed_samples = state.step, state.consumed_samples
+        self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
+        device = self.run.device
+        if self.scaler is not None:
+            self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
+        self.losses = LossWatch(self.config.health, device, state.recent_losses, state.consecutive_skips)
+        return True
