@@ -1,6 +1,6 @@
 """Train a model: torchrun --nproc_per_node=N train.py --job.config_file train_configs/debug_gpt.toml
 
-With --job.dry_run true only say what one process would do, and with --json PATH write it to a file too.
+--job.dry_run true only prints what one process would do; --json PATH also writes that to a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
     Args:
         argv: the command line without the program's name.
-        signals: those that are handled already; None handles them once the processes have met.
+        signals: the handlers that are installed already; None installs them once the process group exists.
     """
     from titan_like.config import ConfigError, load_config
     from titan_like.models.registry import model_config
@@ -32,7 +32,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 
-    # torch loads only for settings that do not contradict each other, and only then do they meet machine and data.
+    # The settings are checked before torch is loaded, and before anything that depends on the machine or the data.
     from titan_like.train.environment import check_meeting, dry_run_world, number_of_processes
     from titan_like.train.rules import resolve_settings
 
@@ -67,7 +67,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
 if __name__ == "__main__":
     keep_standard_descriptors()
-    with StopSignals() as signals:  # before anything that takes a moment to load
+    with StopSignals() as signals:  # before the slow imports
         from titan_like.config.load import run_command
 
         run_command(partial(main, signals=signals))

@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from Hugging Face folders (GPT2LMHeadModel and LlamaForCausalLM, in safetensors).
+"""Convert checkpoints to and from Hugging Face folders (GPT2LMHeadModel and LlamaForCausalLM, as safetensors).
 
 python scripts/convert.py to-hf --checkpoint outputs/debug_gpt/checkpoint --output my_model
 python scripts/convert.py from-hf --input my_model --output outputs/imported
@@ -24,34 +24,42 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser("to-hf", help="write a folder that transformers loads", allow_abbrev=False)
     to_hf.add_argument(
-        "--checkpoint", required=True, metavar="FOLDER", help="a step-N folder, or a folder of them: then the newest"
+        "--checkpoint",
+        required=True,
+        metavar="FOLDER",
+        help="a step-N folder, or a folder of them, whose newest is used",
     )
-    to_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write, which must not exist")
+    to_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write; it must not exist")
     to_hf.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="type of the weights (default: float32, or what an imported checkpoint came in)",
+        help="type of the weights (default: float32, or the original type of an imported checkpoint)",
     )
     to_hf.add_argument(
-        "--max_shard_size", type=float, default=5.0, metavar="GB", help="most GB in one file (default: 5)"
+        "--max_shard_size", type=float, default=5.0, metavar="GB", help="maximum size of a file (default: 5)"
     )
-    to_hf.add_argument("--tokenizer", help='what data.tokenizer may name, or "none" (default: the checkpoint\'s)')
-    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training begins with", allow_abbrev=False)
+    to_hf.add_argument("--tokenizer", help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)')
+    from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from", allow_abbrev=False)
     from_hf.add_argument(
         "--input", required=True, metavar="FOLDER", help="folder with config.json and safetensors files"
     )
-    from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder that gets the checkpoint step-0")
+    from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write the checkpoint step-0 to")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Convert."""
+    """Run the conversion that the command line asks for."""
     options = build_parser().parse_args(argv)
     return to_hf(options) if options.command == "to-hf" else from_hf(options)
 
 
 def to_hf(options: argparse.Namespace) -> int:
-    """Write a Hugging Face folder."""
+    """Write a Hugging Face folder.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RunError: the checkpoint is damaged, or the folder cannot be written.
+    """
     if not (options.max_shard_size > 0 and math.isfinite(options.max_shard_size)):
         raise ConfigError("--max_shard_size", options.max_shard_size, "must be a number of GB above 0")
     output = Path(options.output)
@@ -73,7 +81,12 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    """Write a checkpoint, and print the settings that train on from it."""
+    """Write a checkpoint, and print the settings for a run that starts from it.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RunError: the input is damaged, or the checkpoint cannot be written.
+    """
     output = Path(options.output)
     check_new(output / "step-0")
 
@@ -85,22 +98,22 @@ def from_hf(options: argparse.Namespace) -> int:
         path = from_hugging_face(source, output)
     except OSError as error:
         raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
-    print(f"wrote {source.path} as {path}; to train on from it:\n", file=sys.stderr)
+    print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
     print(settings_to_train(source, path))
     return 0
 
 
 def check_new(output: Path) -> None:
-    """Refuse a folder that is there already, or cannot be made.
+    """Check that a folder can be created.
 
     Raises:
-        ConfigError: it holds something, or is in a folder that is not writable.
+        ConfigError: it exists and is not empty, or is in a folder that is not writable.
     """
     if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-        raise ConfigError("--output", str(output), "is there already; name a new folder")
+        raise ConfigError("--output", str(output), "already exists; name a new folder")
     there = next(path for path in output.absolute().parents if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError("--output", str(output), f"{there} is no folder that you may write to; name another place")
+        raise ConfigError("--output", str(output), f"{there} is not a folder that you may write to; name another place")
 
 
 if __name__ == "__main__":

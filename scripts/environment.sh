@@ -1,6 +1,6 @@
-# Sourced by train.sh, test.sh and .ci/run. A function, since a sourced file sees the arguments of the script around it.
+# Sourced by train.sh, test.sh and .ci/run. It is a function because a sourced file sees its caller's arguments.
 
-# install_environment [EXTRAS]: make .venv with the project and these extras, once, and activate it.
+# install_environment [EXTRAS]: create .venv with the project and these extras if needed, and activate it.
 install_environment() {
   local extras="${1:-}" stamp
   stamp=".venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-12)${extras:+-$extras}"

@@ -1,7 +1,7 @@
 """Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
 
-Takes the newest checkpoint of the run that the configuration describes (or --checkpoint.load_step N). Started by
-torchrun, the processes share the model in the configuration's layout; alone, one process takes the whole model.
+Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
+processes split the model in the configuration's layout; a single process loads the whole model.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ def build_parser() -> argparse.ArgumentParser:
     """The options that generation adds to the run's settings."""
     parser = OptionParser(
         description=__doc__,
-        epilog="Any --section.key of the run may follow; python train.py --help lists them.",
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="most tokens to generate")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="maximum number of tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")
-    parser.add_argument("--top_k", type=int, default=0, help="sample among the k most probable tokens; 0 is all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the most probable tokens up to this sum")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most probable tokens; 0 uses all")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="sample from the most probable tokens whose probabilities sum to this"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--json", metavar="PATH", help="also write the prompt and the continuation to this file")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that make no distribution.
+    """Check the options.
 
     Raises:
-        ConfigError: the first that is out of range.
+        ConfigError: the first option that is out of range.
     """
     if not 0 <= options.temperature < math.inf:
         raise ConfigError("--temperature", options.temperature, "must be at least 0 and finite")
@@ -90,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, options: argparse.Namespace) -> list[int]:
-    """Tokens after the prompt, from one process or, under torchrun, from all of them in the run's layout."""
+    """Generate tokens after the prompt, in one process or, under torchrun, in the run's layout."""
     import torch
 
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What a GPU has to show, in one command of at most nine minutes: ./scripts/gpu_check.sh [--json FILE] [--tiny]
-# Installs nothing: it uses .venv where there is one, else the python3 that has torch.
+# Check everything that needs a GPU, in at most nine minutes: ./scripts/gpu_check.sh [--json FILE] [--tiny]
+# Installs nothing. It uses .venv if there is one, else python3, which must have torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3

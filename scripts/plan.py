@@ -1,16 +1,16 @@
-"""What a run will take, before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
+"""Predict what a run will take before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
 search     the fastest of all valid layouts for --gpus, why the next best lose, and the best as a TOML for train.py
 capacity   the largest GPT-3-style model that trains on one node and on the cluster, the fewest nodes for the model
-duration   days that --tokens take: at the predicted rate, or at --tflops per GPU
-simulate   the pipeline of one step, pass by pass, as text and picture; beside a measured one if there is one
-calibrate  fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit
+duration   days for --tokens, at the predicted rate or at --tflops per GPU
+simulate   the pipeline of one step, pass by pass, as text and picture, next to a measured step if one is given
+calibrate  fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit
 microbenchmark
-           measure this machine and write a profile of it; the only one that computes anything
+           measure this machine and write a profile of it; the only command that runs anything
 
-Each has a --help. Ends with 0; predict with 1 if the run does not fit into memory, capacity if the model fits on no
-number of nodes; 2 after bad input.
+Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict) or the model fits on no
+number of nodes (capacity); 2 bad input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # plan with the code beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code next to this file
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser = OptionParser(
         prog=f"plan.py {argv[0]}",
         description=command.__doc__,
-        epilog="Any --section.key of the run may follow; python train.py --help lists them.",
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
         allow_abbrev=False,
     )
     command.add_options(parser)
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     check_files(options, settings)
 
     outcome = command.run(options, settings)
-    if outcome.text:  # of several processes one has something to say
+    if outcome.text:  # only one of several processes has any
         print(outcome.text)
     for path, text in outcome.files.items():
         write("--out", path, text)
@@ -62,10 +62,10 @@ def main(argv: list[str]) -> int:
 
 
 def check_files(options: argparse.Namespace, settings: list[str]) -> None:
-    """Refuse files that would overwrite each other, or what is read, and such as can not be written.
+    """Refuse output files that would overwrite each other or an input, or that cannot be written.
 
     Raises:
-        ConfigError: the first of them, or an empty name.
+        ConfigError: the first such file, or an empty name.
     """
     inputs = {name: getattr(options, name, None) for name in ("profile", "points", "measured")}
     targets = {name: getattr(options, name, None) for name in ("out", "picture", "json")}
@@ -81,14 +81,14 @@ def check_files(options: argparse.Namespace, settings: list[str]) -> None:
             continue
         use = known.setdefault(Path(path).resolve(), f"--{name} is written to")
         if use != f"--{name} is written to":
-            raise ConfigError(f"--{name}", path, f"is what {use}; name another file")
+            raise ConfigError(f"--{name}", path, f"is the file that {use}; name another one")
 
 
 def check_target(option: str, path: str | None) -> None:
-    """Refuse a file that can not be written, before the work.
+    """Refuse a file that cannot be written, before any work is done.
 
     Raises:
-        ConfigError: it is a folder, or in one that may not be written to.
+        ConfigError: it is a folder, or is in a folder that is not writable.
     """
     if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
         raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
@@ -98,7 +98,7 @@ def write(option: str, path: Path, text: str) -> None:
     """Write a file.
 
     Raises:
-        ConfigError: it can not be written.
+        ConfigError: it cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")

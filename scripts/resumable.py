@@ -1,7 +1,7 @@
-"""Has a run that ended something left to do? python scripts/resumable.py --job.config_file FILE.toml
+"""Should a run that has ended be started again? python scripts/resumable.py --job.config_file FILE.toml
 
-Ends with 0 if the run was stopped before its last step and a checkpoint is there to go on from, 1 if it is finished or
-cannot go on, 2 after bad input. Takes the arguments that train.py was given.
+Exits with 0 if the run stopped before its last step and has a checkpoint to resume from, with 1 if it is finished or
+cannot resume, with 2 after bad input. Takes the same arguments as train.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from titan_like.config.load import run_command
 
 
 def main(argv: list[str]) -> int:
-    """Look at the run's checkpoints."""
+    """Print whether the run can resume, and return the exit code."""
     resumable, sentence = is_resumable(load_config(argv))
     print(sentence, flush=True)
     return 0 if resumable else 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on this machine: ./scripts/train.sh [CONFIG.toml] [--section.key value ...]
-# Without a CONFIG a small GPT learns Python source code in minutes, on a CPU too, and continues a prompt.
+# Without a CONFIG, a small GPT learns Python source code in minutes, even on a CPU, and continues a prompt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
@@ -14,15 +14,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 if [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; then
   settings=(--job.config_file "$@")
   prompt=
-else # the small model, at a batch that any number of processes can share
+else # the small model, with a batch size that any number of processes divides
   settings=(--job.config_file train_configs/debug_gpt.toml --training.global_batch_size $((4 * processes)) "$@")
   prompt='def __init__(self, '
 fi
 
-# torchrun's own port is taken where another run is on this machine.
+# torchrun's default port is taken if another run is on this machine.
 port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 
-# A wrong setting is told in one sentence here, before processes start.
+# Reports a wrong setting in one sentence, before processes start.
 WORLD_SIZE=$processes python train.py "${settings[@]}" --job.dry_run true
 torchrun --master_port="$port" --nproc_per_node="$processes" train.py "${settings[@]}"
 if [ -n "$prompt" ]; then

@@ -1,9 +1,9 @@
 """Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
 
-Trains a small model of the configuration's kind a few steps twice: plainly on one process, and in the configuration's
-layout on CPU processes of this machine, or on its GPUs. Compares samples, losses, gradients, norms, updates, weights,
-dropout and a run that is resumed; where they differ it names the place and the axis of the layout at fault. Ends with 0
-if they are the same, 1 if they differ, 2 after bad input, 3 if time ran out before that was known.
+Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
+configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
+weights, dropout and a resumed run. If they differ, it names the place and the axis of the layout at fault. Exit codes:
+0 the same, 1 different, 2 bad input, 3 undecided because time ran out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code beside this file, wherever another lies
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code next to this file, not an installed one
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options that verification adds to the run's settings."""
     parser = OptionParser(
         description=__doc__,
-        epilog="Any --section.key of the run may follow; python train.py --help lists them.",
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -41,23 +41,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes",
         type=int,
-        help="processes of the job, where a shard degree of -1 leaves them open (default: the degrees' product, "
-        "with 2 data-parallel ones if that is valid)",
+        help="number of processes of the job, if a shard degree of -1 leaves it open (default: the product of the "
+        "degrees, with 2 data-parallel ranks if that is valid)",
     )
-    parser.add_argument("--full_size", action="store_true", help="keep the sizes of model, sequences and microbatches")
-    parser.add_argument("--keep_layout", action="store_true", help="keep degrees above 4, however many processes")
-    parser.add_argument("--gpus", action="store_true", help="compute on this machine's GPUs, one for each process")
+    parser.add_argument(
+        "--full_size", action="store_true", help="keep the sizes of the model, sequences and microbatches"
+    )
+    parser.add_argument(
+        "--keep_layout", action="store_true", help="keep degrees above 4, whatever the number of processes"
+    )
+    parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
-    parser.add_argument("--verbose", action="store_true", help="print every row, not only a line for each type")
+    parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")
     parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that make no sense.
+    """Check the options.
 
     Raises:
-        ConfigError: the first that is out of range.
+        ConfigError: the first option that is out of range.
     """
     if options.steps < 2:
         raise ConfigError("--steps", options.steps, "must be at least 2: there is a bad step between two good ones")
@@ -70,21 +74,21 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_gpus(processes: int) -> None:
-    """Refuse to verify on GPUs that are not there.
+    """Check that there are enough GPUs.
 
     Raises:
-        ConfigError: fewer GPUs than processes.
+        ConfigError: there are fewer GPUs than processes.
     """
     import torch
 
     found = torch.cuda.device_count()
     if found < processes:
-        problem = f"this machine has {found} GPUs and the verification needs {processes}; leave --gpus out to use CPUs"
+        problem = f"this machine has {found} GPUs, but the verification needs {processes}; leave --gpus out to use CPUs"
         raise ConfigError("--gpus", processes, problem)
 
 
 def main(argv: list[str]) -> int:
-    """Verify the configuration's layout and print a line for each type, or a table."""
+    """Verify the configuration's layout and print a line for each kind of run, or a table."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, model_config)
@@ -95,7 +99,7 @@ def main(argv: list[str]) -> int:
     from titan_like.verify.processes import Processes
 
     started = time.perf_counter()
-    with Processes(options.timeout, on_gpus=options.gpus) as processes:  # they import while this process does
+    with Processes(options.timeout, on_gpus=options.gpus) as processes:  # they import while this process imports too
         from titan_like.verify.shrink import resolve, shrink
         from titan_like.verify.verify import Verifier
 
@@ -115,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 
 def format_table(verdict: Verdict) -> str:
-    """One line a row of each kind of run: of all steps the largest difference, how large it may be, and where."""
+    """One line for each row and kind of run: the largest difference over all steps, its tolerance, and where it is."""
     rows: dict[str, Check] = {}
     for check in verdict.checks:
         name = f"{check.row} ({check.kind})"
@@ -126,7 +130,7 @@ def format_table(verdict: Verdict) -> str:
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
     for name, check in rows.items():
         worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
-        if not check.allowed:  # something that must hold exactly: how many things are wrong
+        if not check.allowed:  # something that must hold exactly, so print how many violations there are
             worst, allowed = f"{check.worst:.0f}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
         lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
@@ -134,7 +138,7 @@ def format_table(verdict: Verdict) -> str:
 
 
 def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
-    """A line for each kind of run and the conclusion: the first difference, its place and the axis at fault."""
+    """A line for each kind of run, then the conclusion: the first difference, its place and the axis at fault."""
     from titan_like.verify.verify import summary
 
     lines = [f"not applicable: {reason}" for reason in verdict.not_applicable]

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # What a pod of pytorchjob.yaml runs: scripts/k8s/run.sh CONFIG.toml [--section.key value ...]
-# The operator's PET_* variables tell torchrun how many pods there are and where they meet; NPROC is the number of
-# processes per pod (default: its GPUs). Ends with 143, on which the operator starts the pod again, if the run was
-# stopped before its last step, or failed after it had got further, as where another pod was lost.
+# The operator's PET_* variables tell torchrun the number of pods and the rendezvous; NPROC is the number of processes
+# per pod (default: its GPUs). Exits with 143, on which the operator restarts the pod, if the run was stopped before its
+# last step, or if it failed after saving a newer checkpoint, for example because another pod was lost.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 settings=(--job.config_file "$@")
 before=$(python scripts/resumable.py "${settings[@]}")
 [ $? -ne 2 ] || exit 2
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else restarted processes find the addresses of those that failed
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise restarted processes find the addresses of failed ones
 
-# Kubernetes sends SIGTERM to this shell alone, which passes it on to train.py. torchrun must not notice: it would kill
-# its processes 30 s later, and those of the other pods would wait for it for 5 minutes.
+# Kubernetes sends SIGTERM only to this shell, which passes it on to train.py. torchrun must ignore it: it would kill its
+# processes 30 s later, and the torchruns of the other pods would wait 5 minutes for it.
 (trap '' TERM && exec torchrun --nproc_per_node="${NPROC:-gpu}" --signals_to_handle=SIGINT train.py "${settings[@]}") &
 torchrun=$!
 trap 'kill -TERM $(grep -ls "^PPid:[[:space:]]*$torchrun$" /proc/[0-9]*/status | cut -d/ -f3)' TERM
 while kill -0 "$torchrun" 2>/dev/null; do
-  wait "$torchrun" # until it ends, or this shell gets a signal
+  wait "$torchrun" # returns when it ends or this shell receives a signal
 done
 wait "$torchrun"
 code=$?

@@ -288,8 +288,8 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
     (tmp_path / "empty").mkdir()
     to_hf = ["to-hf", "--checkpoint", f"{tmp_path}/run"]
     for argv, words in [
-        ([*to_hf, "--output", f"{tmp_path}/full"], ["--output", f"{tmp_path}/full", "is there already"]),
-        ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "no folder that you may write to"]),
+        ([*to_hf, "--output", f"{tmp_path}/full"], ["--output", f"{tmp_path}/full", "already exists"]),
+        ([*to_hf, "--output", f"{tmp_path}/full/file/x"], ["--output", "not a folder that you may write to"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "0"], ["--max_shard_size = 0.0", "above 0"]),
         ([*to_hf, "--output", f"{tmp_path}/new", "--max_shard_size", "nan"], ["--max_shard_size", "above 0"]),
         (

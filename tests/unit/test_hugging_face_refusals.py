@@ -135,7 +135,7 @@ def test_configuration_that_cannot_be_held_is_refused_by_its_field(
     named_otherwise = {
         "num_hidden_layers": "model.layers.1.input_layernorm.weight is missing",
         "num_key_value_heads": "num_kv_heads",
-        "n_positions": "wpe.weight has the shape [64, 48], and config.json gives [1180591620717411303424, 48]",
+        "n_positions": "wpe.weight has the shape [64, 48], but config.json gives [1180591620717411303424, 48]",
         "n_head": "num_attention_heads 5 does not divide hidden_size 48",
         "resid_pdrop": "pdrop",
         "rope_scaling": "rope_scaling.rope_type",
@@ -172,7 +172,7 @@ def test_index_that_names_another_place_is_refused(llama: Path, name: Any) -> No
     for outside in (llama.parent / "x", llama.parent.parent / "x"):
         shutil.copyfile(first_file(llama), outside)  # what it names is there, and would be read
     edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: name}))
-    assert "which is no safetensors file in the folder" in refusal(llama)
+    assert "which is not a safetensors file in the folder" in refusal(llama)
 
 
 def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
@@ -184,7 +184,7 @@ def test_index_that_does_not_fit_the_files_is_refused(llama: Path) -> None:
     assert "model-00009-of-00009.safetensors cannot be read" in refusal(llama)
     (llama / INDEX).write_text(kept)
     edit(llama / INDEX, lambda index: index["weight_map"].update({TABLE: sorted(llama.glob("*.safetensors"))[-1].name}))
-    assert f"has the tensor {TABLE}, and it has not" in refusal(llama)
+    assert f"has the tensor {TABLE}, but it does not" in refusal(llama)
     (llama / INDEX).write_text(kept)
     edit(llama / INDEX, lambda index: index["weight_map"].pop(TABLE))
     assert f"has the tensor {TABLE}, which {INDEX} does not name" in refusal(llama)
@@ -199,7 +199,7 @@ def test_pickles_are_never_opened(llama: Path, tmp_path: Path) -> None:
     (llama / "pytorch_model.bin").write_bytes(pickle.dumps(Call(os.system, f"touch {mark}")))
     assert "pytorch_model.bin, a pickle, which could run code and is never opened" in refusal(llama)
     (llama / "model.safetensors").write_bytes(pickle.dumps(Call(os.system, f"touch {mark}")))  # under another name
-    assert "model.safetensors is no valid safetensors file" in refusal(llama)
+    assert "model.safetensors is not a valid safetensors file" in refusal(llama)
     assert not mark.exists()
 
 
@@ -246,13 +246,13 @@ def test_lying_header_is_refused(llama: Path, lie: str) -> None:
     header, data = header_of(file)
     assert TABLE in header
     write_header(file, *LIES[lie](header, data))
-    assert f"its {file.name} is no valid safetensors file (" in refusal(llama)
+    assert f"its {file.name} is not a valid safetensors file (" in refusal(llama)
 
 
 @pytest.mark.parametrize("size", [0, 4, 8])
 def test_file_without_a_header_is_refused(llama: Path, size: int) -> None:
     os.truncate(first_file(llama), size)
-    assert "is no valid safetensors file (" in refusal(llama)
+    assert "is not a valid safetensors file (" in refusal(llama)
 
 
 def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
@@ -264,10 +264,10 @@ def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
         return refusal(gpt)
 
     assert f"the tensor {name} is missing" in with_tensors({k: v for k, v in tensors.items() if k != name})
-    words = f"the tensor {name} has the shape [192, 48], and config.json gives [48, 192]"
+    words = f"the tensor {name} has the shape [192, 48], but config.json gives [48, 192]"
     assert words in with_tensors(tensors | {name: tensors[name].t()})
-    assert "of type F64, and only F32, F16, BF16" in with_tensors(tensors | {name: tensors[name].double()})
-    words = "the tensor transformer.h.0.extra is of no GPT2LMHeadModel"
+    assert "of type F64, but only F32, F16, BF16" in with_tensors(tensors | {name: tensors[name].double()})
+    words = "the tensor transformer.h.0.extra does not belong to GPT2LMHeadModel"
     assert words in with_tensors(tensors | {"h.0.extra": torch.ones(1)})
     assert "is in model.safetensors and again in" in with_tensors(
         tensors | {name.removeprefix("transformer."): tensors[name].clone()}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the run that the configuration describes."""
+"""Checks that a checkpoint belongs to the run that the configuration describes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 
 _MAY_CHANGE = {"dropout"}
-# The optimizer's state is of one kind, and the data cursor means the same samples only for the same data and order.
+# Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
 _MUST_STAY = [
     ("optimizer", "name"),
     ("job", "seed"),
@@ -24,7 +24,7 @@ _MUST_STAY = [
 
 
 def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a checkpoint of another model. A damaged one passes: loading will tell.
+    """Refuse a checkpoint of another model. A damaged one passes here and fails when it is loaded.
 
     Raises:
         ConfigError: the first difference.
@@ -38,23 +38,23 @@ def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) ->
 
 
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse to resume a checkpoint of another model, optimizer or data. A damaged one passes: loading will tell.
+    """Refuse to resume from a checkpoint of another model, optimizer or data. A damaged one fails when it is loaded.
 
     Raises:
         ConfigError: the first difference.
     """
     check_same_model(path, config, model)
     state = _readable_state(path)
-    if state is not None and state.step > 0:  # before the first step there is no cursor and no optimizer state
+    if state is not None and state.step > 0:  # at step 0 there is no cursor and no optimizer state
         now, then = config.model_dump(mode="json"), state.config
         _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
 
 
 def check_readable(folder: Path, steps: list[int]) -> None:
-    """Refuse checkpoints of which no `run.json` can be read. One is enough: loading tells what else is wrong.
+    """Refuse a folder in which no checkpoint's `run.json` can be read. One readable file is enough.
 
     Raises:
-        ConfigError: what is wrong with the last of ``steps``.
+        ConfigError: what is wrong with the newest of ``steps``.
     """
     problem = None
     for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""Files written past the system's cache: nothing of a checkpoint is read again soon, and copying costs the training."""
+"""Files written with O_DIRECT: a checkpoint is not read again soon, and copying into the page cache slows training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import cast
 import numpy as np
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
-_BUFFER = 8 << 20  # bytes of one write
-_BLOCK = 4096  # where writes past the cache may begin and end
+_BUFFER = 8 << 20  # bytes per write
+_BLOCK = 4096  # alignment that O_DIRECT requires of a write's ends
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile(io.RawIOBase):
-    """A new file, written from its beginning to its end; on disk when it is closed.
+    """A new file that is written sequentially and is on disk once it is closed.
 
-    Where the file system has no writing past the cache, it goes through it.
+    If the file system does not support O_DIRECT, writes go through the page cache.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,12 +32,12 @@ class DirectFile(io.RawIOBase):
             if error.errno != errno.EINVAL:
                 raise
             self._descriptor, self._is_direct = os.open(path, flags, 0o666), False
-        self._buffer = mmap.mmap(-1, _BUFFER)  # begins at a page, as such writes have to
+        self._buffer = mmap.mmap(-1, _BUFFER)  # page-aligned, as O_DIRECT requires
         self._array = np.frombuffer(self._buffer, dtype=np.uint8)
         self._position, self._filled = 0, 0
 
     def writable(self) -> bool:
-        """Bytes can be written."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
@@ -45,16 +45,16 @@ class DirectFile(io.RawIOBase):
         return self._position + self._filled
 
     def fileno(self) -> int:
-        """The system's number of the file."""
+        """The file descriptor."""
         return self._descriptor
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]  # as the base class, any buffer
-        """Append."""
+        """Append bytes; returns how many."""
         bytes_left = np.frombuffer(data, dtype=np.uint8)
         size = len(bytes_left)
         while len(bytes_left):
             part = bytes_left[: _BUFFER - self._filled]
-            # numpy copies without holding up Python's other threads.
+            # numpy copies without the GIL, so other threads keep running.
             np.copyto(self._array[self._filled : self._filled + len(part)], part)
             self._filled += len(part)
             bytes_left = bytes_left[len(part) :]
@@ -63,7 +63,11 @@ class DirectFile(io.RawIOBase):
         return size
 
     def close(self) -> None:
-        """Write the rest, and wait until all is on disk."""
+        """Write the rest and wait until everything is on disk.
+
+        Raises:
+            OSError: the disk is full, or another error of the file system.
+        """
         if self.closed:
             return
         try:
@@ -78,7 +82,7 @@ class DirectFile(io.RawIOBase):
             super().close()
 
     def _write_out(self, size: int) -> None:
-        """Write that many of the buffer's bytes; those behind them move to its beginning."""
+        """Write the first ``size`` bytes of the buffer and move the rest to its beginning."""
         done = 0
         while done < size:
             try:
@@ -86,24 +90,24 @@ class DirectFile(io.RawIOBase):
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._through_cache()  # other blocks than ours, or a write was cut short in the middle of one
+                self._through_cache()  # another block size, or the last write ended inside a block
         self._position += size
         self._filled -= size
         self._array[: self._filled] = self._array[size : size + self._filled]
 
     def _through_cache(self) -> None:
         if self._is_direct:
-            import fcntl  # not on every system, but where there is _DIRECT
+            import fcntl  # exists wherever O_DIRECT does
 
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT)
             self._is_direct = False
 
 
 class DirectFiles(FileSystem):
-    """The files of a checkpoint being written, each on disk when it is closed.
+    """The files of a checkpoint that is being written; each is on disk once it is closed.
 
-    Files of tensors begin with the checkpoint's own mark, so that one of another checkpoint is told from them; the
-    metadata says where in a file each tensor is, so torch's own readers find them too.
+    Tensor files begin with a mark of their checkpoint, so a file from another checkpoint is recognised. torch's own
+    readers work too, because the metadata gives the offset of each tensor.
     """
 
     def __init__(self, mark: str) -> None:
@@ -111,7 +115,7 @@ class DirectFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A file to write to, if mode says so; else torch's own."""
+        """A `DirectFile` for writing; torch's own stream for any other mode."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream

@@ -1,4 +1,4 @@
-"""A trained model, ready to be asked: in one process, or in the layout that a configuration describes."""
+"""Loading a checkpoint for inference, in one process or in the layout of a configuration."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from titan_like.parallel.tensor import full_logits
 
 
 def find_checkpoint(config: JobConfig) -> Path:
-    """The newest checkpoint of a run, or that of `checkpoint.load_step`.
+    """The newest checkpoint of a run, or the one that `checkpoint.load_step` selects.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another model.
+        ConfigError: there is no such checkpoint, it belongs to another model, or its run.json cannot be read.
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
@@ -52,7 +52,7 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
         model = build_model(model_config(config.model), config.model.family)
     model.to_empty(device=device)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
         _load(path, model)
     return model.eval()
 
@@ -65,37 +65,37 @@ def _load(path: Path, model: ParallelModel | Transformer) -> None:
 
 
 class ParallelInference:
-    """A checkpoint's model over several processes, called like the whole model by all of them alike.
+    """A checkpoint's model split over several processes, which all call it with the same tokens.
 
-    Data-parallel processes all compute the same.
+    Every data-parallel rank computes the same result.
     """
 
     def __init__(self, config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device, max_tokens: int) -> None:
-        """Load it. No call will have more than ``max_tokens`` tokens.
+        """Load the checkpoint. No call may have more than ``max_tokens`` tokens.
 
         Raises:
             RunError: the checkpoint is damaged.
         """
         whole, section = model_config(config.model), config.parallelism
         shards = section.tensor_parallel_degree if section.sequence_parallel else 1
-        # Sequence parallelism takes equal parts.
+        # Sequence parallelism needs equal parts.
         self._window = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
         self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": self._window})
         eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
         model = build_parallel_model(eager, whole, mesh, device)
         _load(path, model)
         self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
-        self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # one of the last stage's
+        self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # a rank of the last stage
 
     def eval(self) -> None:
-        """Dropout off."""
+        """Turn dropout off."""
         self._pipeline.model.train(False)
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [1, seq] → logits [1, 1, padded vocab] of the last one, the same on every process."""
+        """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
         last = tokens.shape[1] - 1
-        # Tensors between stages have one shape. What comes after a token does not change its logits.
+        # Messages between stages have a fixed shape, so pad; causal attention ignores what follows a token.
         padded = torch.nn.functional.pad(tokens, (0, self._window - tokens.shape[1]))
         found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
 

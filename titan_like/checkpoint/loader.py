@@ -1,4 +1,4 @@
-"""Reading checkpoints, in any layout."""
+"""Loading checkpoints in any layout."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from titan_like.parallel.model import ParallelModel
 def resume(
     folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> RunState | None:
-    """Go on from the newest checkpoint that loads, of the steps that are usable. Names any that does not load.
+    """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print those that are.
 
-    Keeps other runs out of the folder from now on.
-
-    Every rank calls it. None where the folder holds no usable checkpoint.
+    Every rank calls it. It also locks the folder against other runs. Returns None if the folder has no usable
+    checkpoint.
 
     Raises:
-        RunError: there are such checkpoints, and none of them loads; or another run writes to the folder.
+        RunError: there are usable checkpoints but none of them loads, or another run writes to the folder.
     """
     found: list[list[int]] = [[]]
     refusal: list[str | None] = [hold(folder) if dist.get_rank() == 0 else None]
@@ -50,7 +49,7 @@ def resume(
     for step in reversed(found[0]):
         path = checkpoint_path(folder, step)
         try:
-            agree(unreadable(path))  # or some would wait for the others in the collective load
+            agree(unreadable(path))  # else ranks that can read it would wait in the collective load
             state = load_checkpoint(path, model, optimizer)
         except Exception as error:  # whatever a damaged file raises
             if dist.get_rank() == 0:
@@ -69,14 +68,17 @@ def resume(
 def load_checkpoint(
     path: Path, model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> RunState:
-    """Read a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
+    """Load a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
 
-    Random generators are restored where the checkpoint holds this rank's state. Without an optimizer only weights are
-    read. Damaged files raise an exception of no particular type, on every rank.
+    Random generators are restored if the checkpoint has the state of this rank. Without an optimizer only weights are
+    loaded.
+
+    Raises:
+        Exception: of any type, on every rank, if a file is damaged.
     """
     run = read_run_state(path)
     reader = TensorReader(path)
-    stored = reader.read_metadata().state_dict_metadata  # here, for its own error: torch's loading hides it
+    stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
     tensors = model_tensors(model)
     if optimizer is not None:
         optimizer.state.clear()
@@ -86,7 +88,7 @@ def load_checkpoint(
         tensors |= {name: tensor for name, tensor in rng_tensors().items() if name in stored}
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # no Exception but a BaseException, raised on every rank
+    except CheckpointException as error:  # a BaseException, raised on every rank
         raise RuntimeError(first_failure(error)) from error
     if isinstance(model, ParallelModel):
         _update_copies(model, optimizer)
@@ -96,7 +98,7 @@ def load_checkpoint(
 
 
 def unreadable(path: Path) -> str | None:
-    """Why this process cannot read what describes a checkpoint; None where it can. Tensors are not read."""
+    """Why this process cannot read the metadata of a checkpoint; None if it can. Does not read tensors."""
     try:
         read_run_state(path)
         TensorReader(path).read_metadata()
@@ -106,17 +108,17 @@ def unreadable(path: Path) -> str | None:
 
 
 def first_failure(error: CheckpointException) -> str:
-    """The first rank's reason, in one line."""
+    """The reason of the first rank that failed, in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
     seen: BaseException | None = cause
-    while seen is not None and not isinstance(seen, OSError):  # torch's writer hides what the system said
+    while seen is not None and not isinstance(seen, OSError):  # torch's writer hides the system's error
         seen = seen.__cause__ or seen.__context__
     cause = seen or cause
     return f"rank {rank}: {first_line(cause)}"
 
 
 def agree(problem: str | None) -> None:
-    """Raise on every rank what any rank found. Every rank calls it.
+    """Raise on every rank if any rank has a problem. Every rank calls it.
 
     Raises:
         RuntimeError: the first rank's problem.
@@ -130,7 +132,7 @@ def agree(problem: str | None) -> None:
 
 @torch.no_grad()
 def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
-    """A table that this process holds twice was read once."""
+    """Copy tied tables that this process holds twice, because only one of them was loaded."""
     for copy, original in model.copies():
         copy.copy_(original)
         if optimizer is not None:

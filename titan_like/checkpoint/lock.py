@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder of checkpoints."""
+"""A lock, so that only one run at a time writes to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from titan_like.config.paths import file_problem
 
-_PATIENCE = 30.0  # seconds that a run which was stopped may take to end
-_held: list[int] = []  # descriptors; the system gives the locks back when the process ends, however that comes
+_PATIENCE = 30.0  # seconds to wait for a run that is being stopped
+_held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
 
 
 def lock_path(folder: Path) -> Path:
-    """The file that is locked: beside the folder."""
+    """The lock file, which is next to the folder."""
     return folder.with_name(folder.name + ".lock")
 
 
 def lock_problem(folder: Path) -> str | None:
-    """Why the file cannot be locked, as the predicate of a sentence with what to do; None if it can, or can be made."""
+    """Why the lock file is unusable and what to do, as the predicate of a sentence; None if it is usable."""
     problem = file_problem(lock_path(folder))
     if problem is None or problem == "does not exist":
         return None
@@ -28,10 +28,10 @@ def lock_problem(folder: Path) -> str | None:
 
 
 def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
-    """Keep other runs out until `release`, or until this process ends.
+    """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
 
-    Why that is not possible, as a sentence; None where it is.
-    A file system without locks keeps nobody out.
+    Returns a sentence that says why that is not possible, or None if the lock is held. On a file system without locks
+    it also returns None, and nobody is kept out.
     """
     path = lock_path(folder)
     problem = lock_problem(folder)
@@ -55,6 +55,6 @@ def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
 
 
 def release() -> None:
-    """Let other runs in."""
+    """Unlock every folder that this process holds."""
     while _held:
         os.close(_held.pop())

@@ -1,4 +1,4 @@
-"""Reading sharded checkpoints without trusting them: no object but tensor metadata is ever constructed."""
+"""Reading sharded checkpoints without trusting them: only objects of tensor metadata are ever constructed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Knows the classes of tensor metadata, and sets nothing but the fields of their instances.
+    """Allows only the classes of tensor metadata, and sets only the fields of their instances.
 
-    The one in Python, whose instructions can be replaced: BUILD would also change classes of this very process.
+    It derives from the unpickler written in Python, because BUILD has to be replaced: the original one can also change
+    classes of this process.
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        module = module.replace("pathlib._local", "pathlib")  # as Python 3.13 calls it
+        module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return _as_text
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -54,7 +55,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         """Set the fields of an instance."""
         state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
-            instance.__setstate__(state)  # sets its own fields
+            instance.__setstate__(state)  # sets only its own fields
             return
         known = {field.name for field in fields(instance)} if is_dataclass(instance) else set()
         if isinstance(instance, type) or not known or not isinstance(state, dict) or not state.keys() <= known:
@@ -66,14 +67,15 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _as_text(*parts: str) -> str:
-    """A path of the machine that wrote the metadata is only a text here."""
+    """Paths of the machine that wrote the metadata are plain text here."""
     return "/".join(parts)
 
 
 class TensorReader(FileSystemReader):
-    """torch's file reader, with its metadata file (a pickle) restricted to the classes of tensor metadata.
+    """torch's file reader, with the metadata file (a pickle) restricted to the classes of tensor metadata.
 
-    A tensor is stored as torch.save writes it, a zip archive, which has checksums that torch.load does not look at.
+    Each tensor is stored by torch.save as a zip archive. This reader verifies the archive's checksums, which torch.load
+    ignores.
     """
 
     _mark = b""
@@ -82,8 +84,8 @@ class TensorReader(FileSystemReader):
         """Names, shapes and places of the stored tensors.
 
         Raises:
-            pickle.UnpicklingError: the file holds anything else, places a tensor outside of the checkpoint's folder, or
-                leaves out parts of one.
+            pickle.UnpicklingError: the file holds anything else, places a tensor outside the checkpoint's folder, or
+                lacks parts of a tensor.
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -96,31 +98,32 @@ class TensorReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read tensors, and nothing but tensors.
+        """Read tensors and nothing else.
 
         Raises:
-            pickle.UnpicklingError: a file holds anything else.
+            pickle.UnpicklingError: a file holds something other than a tensor.
+            RuntimeError: a tensor does not match its checksum, or its file belongs to another checkpoint.
         """
         try:
             return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:  # torch's own text says how to run what is in it
+        except pickle.UnpicklingError as error:  # torch's message explains how to run the pickle anyway
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """One stored tensor, its checksums compared, and the mark of the checkpoint where its file has one."""
+        """The bytes of one stored tensor, after checking its checksums and the file's mark, if it has one."""
         file.seek(0)
         first = file.read(len(self._mark))
-        if first != self._mark and not first.startswith(b"PK"):  # where torch alone writes, a tensor is first
+        if first != self._mark and not first.startswith(b"PK"):  # files written by torch alone begin with a tensor
             raise RuntimeError(f"{sinfo.relative_path} is not this checkpoint's file")
         stored = FilePart(file, sinfo.offset, sinfo.length)
         if not is_as_written(stored):
-            raise RuntimeError(f"{sinfo.relative_path} is not as it was written")
+            raise RuntimeError(f"{sinfo.relative_path} does not match its checksum")
         stored.seek(0)
         return cast(IO[bytes], stored)
 
 
 def _check_places(metadata: Metadata) -> None:
-    """Every stored tensor has to lie in a file of the same folder, in no encoding: that is how they are written."""
+    """Check that every stored tensor is in a file of the same folder and has no encoding."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError("checkpoint metadata describes no stored tensors")
     for place in metadata.storage_data.values():
@@ -132,7 +135,7 @@ def _check_places(metadata: Metadata) -> None:
 
 
 def _check_pieces(metadata: Metadata) -> None:
-    """The pieces of a tensor have to make it whole: what they leave out would be loaded as it was, in silence."""
+    """Check that the pieces of each tensor cover it: a missing piece would silently stay uninitialised."""
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata):
             pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in tensor.chunks}
@@ -141,5 +144,5 @@ def _check_pieces(metadata: Metadata) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is that of a file in the same folder, on any system."""
+    """Whether a name is a plain file name on every system, without a folder."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\:\0")

@@ -1,4 +1,4 @@
-"""Writing checkpoints, at once or while training goes on."""
+"""Writing checkpoints, synchronously or while training continues."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from titan_like.config.errors import first_line
 
 Tensors = dict[str, torch.Tensor]
 
-# While a thread writes, training waits at most so long for Python's lock each time that it has let go of it. Python's
-# usual 5 ms would be added to operator after operator.
+# While a thread writes, the training thread waits up to this long for the GIL each time that it has released it. With
+# Python's default of 5 ms, that would slow down every operator.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -39,21 +39,21 @@ class SaveError(Exception):
 
 
 class Saver:
-    """Writes the checkpoints of a run. Every rank calls each method at the same point of its run.
+    """Writes the checkpoints of a run. All ranks call each method at the same point.
 
-    With ``in_background`` a thread copies the tensors while the next step computes its gradients, and writes the copies
-    while training goes on: only `before_update` may have to wait. Copies are kept from one save to the next.
+    With ``in_background`` a thread copies the tensors while the next step computes its gradients, then writes the
+    copies while training continues, so only `before_update` may have to wait. Later saves reuse the buffers.
     """
 
     def __init__(self, folder: Path, keep_latest: int, in_background: bool) -> None:
         self.folder, self.keep_latest, self.in_background = folder, keep_latest, in_background
-        # Its own: collectives of the thread must not mix with those of training.
+        # A separate group, because collectives of the thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo")
         self._save: _Save | None = None
         self._copies: Tensors = {}
 
     def save(self, tensors: Tensors, run: RunState) -> None:
-        """Write a checkpoint, or begin to; `finish` tells how it went. None may be under way."""
+        """Write a checkpoint, or start to; `finish` reports the outcome. The previous save must be finished."""
         assert self._save is None
         self._save = _Save(checkpoint_path(self.folder, run.step))
         if not self.in_background:
@@ -66,20 +66,20 @@ class Saver:
         self._save.thread.start()
 
     def before_update(self) -> None:
-        """Wait until the tensors of a save under way are copied and may be changed."""
+        """Wait until a running save has copied the tensors, so that they may change."""
         if self._save is not None and self._save.thread is not None:
             self._save.is_copied.wait()
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still at work on a save."""
+        """Whether this rank is still writing a checkpoint."""
         return self._save is not None and self._save.thread is not None and self._save.thread.is_alive()
 
     def finish(self) -> Path | None:
-        """Wait until the save under way is over; the checkpoint's folder, or None if there was none.
+        """Wait until the current save is done. Returns the checkpoint's folder, or None if there was no save.
 
         Raises:
-            SaveError: it could not be written. Earlier checkpoints are as they were.
+            SaveError: the checkpoint could not be written. Earlier checkpoints are untouched.
         """
         save, self._save = self._save, None
         if save is None:
@@ -97,18 +97,18 @@ class Saver:
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             if ready is not None:
-                torch.cuda.set_device(ready.device)  # a thread begins on GPU 0, and would start a context there
+                torch.cuda.set_device(ready.device)  # a new thread is on GPU 0, and would create a context there
             copies = self._copy(tensors, ready)
             save.is_copied.set()
             save.problem = self._write(copies, run)
-        except BaseException as error:  # raised again where the save is awaited
+        except BaseException as error:  # `finish` raises it
             save.crash = error
         finally:
             sys.setswitchinterval(interval)
             save.is_copied.set()
 
     def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
-        """The tensors in host memory, as they were when ``ready`` happened on the GPU."""
+        """Copies of the tensors in host memory, with the values that they had at the event ``ready``."""
         if ready is None:
             return {name: self._copy_one(name, tensor) for name, tensor in tensors.items()}
         device = next(tensor.device for tensor in tensors.values() if tensor.device.type == "cuda")
@@ -145,12 +145,12 @@ class Saver:
                 mark = [writer.save_id]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
                 writer.save_id = mark[0]
-                writer.fs = DirectFiles(writer.save_id)  # which are on disk when they are closed
+                writer.fs = DirectFiles(writer.save_id)  # each file is on disk once it is closed
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)
         if problem is None:
-            # After steps without an update the weights may be ruined: then no other checkpoint gives way to them.
+            # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
             problem = self._on_first_rank(partial(complete_checkpoint, self.folder, run, keep))
         if problem is not None:
@@ -158,7 +158,7 @@ class Saver:
         return problem
 
     def _explained(self, problem: str, tensors: Tensors) -> str:
-        """The reason of a failed save; torch's writer does not say of a full disk that it is full."""
+        """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
         texts = [problem]
         if dist.get_rank() == 0:
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
@@ -168,7 +168,7 @@ class Saver:
         return texts[0]
 
     def _of_weights(self, tensors: Tensors) -> str | None:
-        """Why the weights are not worth keeping: they would take the place of good ones."""
+        """Why the tensors must not be saved, because they would replace good ones; None if they are finite."""
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
         extremes = [torch.stack(torch.aminmax(part)) for part in local if part.is_floating_point() and part.numel()]
         is_bad = torch.tensor(int(not all(pair.isfinite().all() for pair in extremes)))
@@ -176,7 +176,7 @@ class Saver:
         return "weights or optimizer are not finite" if is_bad else None
 
     def _on_first_rank(self, action: Callable[[], object]) -> str | None:
-        """Why rank 0 could not do something with files, known to every rank; None if it could."""
+        """Run an action on files on rank 0. Returns its error on every rank, or None."""
         problems: list[str | None] = [None]
         if dist.get_rank() == 0:
             try:
@@ -188,7 +188,7 @@ class Saver:
 
 
 class _Save:
-    """One save under way."""
+    """The state of one save."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: which are complete, and how one becomes so.
+"""The folder of a run's checkpoints: which of them are complete, and how a checkpoint becomes complete.
 
-``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes and ``run.json``: the step,
-the data cursor, the loss scaler, the configuration, and checksums of itself and of what describes the tensors (each
-tensor has its own, see `torch_archive`). It is written as ``step-<N>.unfinished``, flushed to disk and
-renamed, so a crash at any instant leaves the checkpoints before it whole.
+``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
+the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
+has its own, see `torch_archive`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
+any moment leaves earlier checkpoints whole.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class UnreadableError(ValueError):
-    """A `run.json` that is no JSON which can be read."""
+    """A `run.json` that is not readable JSON."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The part of a checkpoint that is numbers, not tensors."""
+    """Everything in a checkpoint except tensors: the content of `run.json`."""
 
     step: _Count
     consumed_samples: _Count  # the whole data cursor
     consumed_tokens: _Count
-    skipped_steps: _Count  # steps whose update was left out
+    skipped_steps: _Count  # steps whose update was skipped
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
     config: dict[str, Any]  # the whole configuration
-    recent_losses: list[float] = field(default_factory=list)  # that a loss is compared with to tell a spike
+    recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
@@ -77,11 +77,12 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def read_run_state(path: Path) -> RunState:
-    """The numbers of a checkpoint. Checksums that are not there, as in a file written by hand, are not compared.
+    """Read `run.json`. Checksums that it lacks, for example in a file edited by hand, are not compared.
 
     Raises:
-        UnreadableError: this file is no JSON.
-        ValueError: this file or the one that describes the tensors is not as it was written.
+        UnreadableError: the file is not readable JSON.
+        ValueError: this file or the tensors' metadata does not match its checksum.
+        OSError: a file is missing.
     """
     try:
         return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
@@ -92,7 +93,7 @@ def read_run_state(path: Path) -> RunState:
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > 20:  # Python refuses those of more than 4,300, in words of its own
+    if len(digits) > 20:  # Python refuses more than 4,300 digits with a message of its own
         raise UnreadableError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
     return int(digits)
 
@@ -101,14 +102,14 @@ def _checked(numbers: Any, path: Path) -> RunState:
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):
-            raise ValueError(f"{RUN_FILE} is not as it was written")
+            raise ValueError(f"{RUN_FILE} does not match its checksum")
         if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
-            raise ValueError(f"{_DESCRIPTION} is not as it was written")
+            raise ValueError(f"{_DESCRIPTION} does not match its checksum")
     return TypeAdapter(RunState).validate_python(numbers)
 
 
 def write_run_state(path: Path, run: RunState) -> None:
-    """Write the numbers of a checkpoint whose tensors are on disk."""
+    """Write `run.json` of a checkpoint whose tensors are on disk."""
     numbers = asdict(run) | {"metadata_crc32": crc32((path / _DESCRIPTION).read_bytes())}
     write_durably(path / RUN_FILE, _as_json(numbers | {"crc32": crc32(_as_json(numbers).encode())}))
 
@@ -118,16 +119,16 @@ def _as_json(numbers: dict[str, Any]) -> str:
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:
-    """Make room for the files of a checkpoint. One process calls it, while no other writes to the folder."""
+    """Create the folder of an unfinished checkpoint. One process calls it while no other writes to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     unfinished_path(folder, step).mkdir(exist_ok=True)
 
 
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
-    """Give a checkpoint whose tensors are on disk its name. One process calls it.
+    """Give a checkpoint whose tensors are on disk its final name. One process calls it.
 
-    ``keep_latest`` above 0 then removes all but that many: this one and the newest before it.
+    If ``keep_latest`` is above 0, only this checkpoint and the newest before it are kept, that many in total.
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
     write_run_state(unfinished, run)
@@ -144,9 +145,9 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what interrupted saves left; a checkpoint whose replacement never arrived gets its name back.
+    """Remove what interrupted saves left. A checkpoint whose replacement was never completed gets its name back.
 
-    Returns the names of those removed that were not complete. One process calls it, while no other writes to the
+    Returns the names of incomplete checkpoints that were removed. One process calls it while no other writes to the
     folder.
     """
     removed = []
@@ -163,7 +164,7 @@ def sweep(folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or whatever bears its name, as far as that is possible: no run fails for what is left over."""
+    """Remove a folder or file, ignoring errors: leftovers must not fail a run."""
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink()
@@ -172,20 +173,20 @@ def _remove(path: Path) -> None:
 
 
 def leftover_bytes(folder: Path) -> int:
-    """Size of the files that `sweep` is going to remove."""
+    """Total size in bytes of the files that `sweep` would remove."""
     left = [*folder.glob(f"step-*{UNFINISHED}"), *folder.glob(f"step-*{REPLACED}")]
     return sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
 
 
 @contextmanager
 def written_aside(final: Path) -> Iterator[Path]:
-    """A folder to write to that gets its name, ``final``, when everything in it is on disk; else it is removed.
+    """A folder to write to, renamed to ``final`` when everything in it is on disk, or removed after an exception.
 
-    One process writes it, and nothing may be there before, but for an empty folder.
+    One process writes it. ``final`` must not exist or must be an empty folder.
     """
     final = Path(os.path.abspath(final))  # "." has no name
     aside = final.with_name(f".{final.name}{UNFINISHED}")
-    if aside.exists():  # of a process that was killed
+    if aside.exists():  # left by a process that was killed
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     try:
@@ -199,7 +200,7 @@ def written_aside(final: Path) -> Iterator[Path]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file, and wait until it is on disk."""
+    """Write a file and wait until it is on disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -207,7 +208,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the entries of a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A run's tensors by the names that they have in a checkpoint."""
+"""The tensors of a run by their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_like.parallel.model import ParallelModel
 
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by name; a sharded weight is a DTensor that knows its place in the whole."""
+    """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor."""
     return {f"model.{name}": parameter.detach() for name, parameter in _by_name(model).items()}
 
 
@@ -33,7 +33,7 @@ def rng_tensors() -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: dict[str, torch.Tensor]) -> None:
-    """Put this rank's random generators into the states among ``tensors``."""
+    """Restore this rank's random generators from the states in ``tensors``."""
     for name, state in tensors.items():
         if name.startswith("rng.cpu."):
             torch.set_rng_state(state)
@@ -42,7 +42,7 @@ def restore_rng(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name; of a table's copies the first."""
+    """Parameters by name; only the first copy of a tied table."""
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         parameters.setdefault(name, parameter)
@@ -50,7 +50,7 @@ def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
 
 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the first step would create, by a step that changes nothing."""
+    """Create the state that the first step would create, with a step of learning rate 0 that changes no weight."""
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

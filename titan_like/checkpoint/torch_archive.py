@@ -1,4 +1,4 @@
-"""One tensor as torch.save wrote it, a zip archive, somewhere in a file. torch.load does not look at its checksums."""
+"""Verifying the checksums of a tensor that torch.save wrote as a zip archive; torch.load ignores them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import IO, cast
 from zipfile import ZIP_STORED, ZipFile
 from zlib import crc32
 
-_BUFFER = 8 << 20  # bytes of one read
+_BUFFER = 8 << 20  # bytes per read
 
 
 class FilePart(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Bytes can be read."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """Any position can be read next."""
+        """Always true."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a place of the part."""
+        """Set the position in the range.
+
+        Raises:
+            ValueError: the position would be negative.
+        """
         position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if position < 0:
             raise ValueError(f"there is no place {position} in a file")
@@ -35,11 +39,11 @@ class FilePart(io.RawIOBase):
         return position
 
     def tell(self) -> int:
-        """Bytes from the part's beginning."""
+        """Position from the beginning of the range, in bytes."""
         return self._position
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]  # as the base class, any buffer
-        """Read as much as there is, at most until the part's end."""
+        """Read up to the end of the range; returns the number of bytes."""
         self._file.seek(self._offset + self._position)
         left = max(0, self._length - self._position)
         count = int(self._file.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
@@ -48,7 +52,11 @@ class FilePart(io.RawIOBase):
 
 
 def is_as_written(archive: io.RawIOBase) -> bool:
-    """Whether every record of an archive has its checksum."""
+    """Whether every record of an archive matches its checksum.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
         with ZipFile(cast(IO[bytes], archive)) as directory:
             records = directory.infolist()
@@ -56,14 +64,17 @@ def is_as_written(archive: io.RawIOBase) -> bool:
             record.compress_type == ZIP_STORED and _crc32(archive, record.header_offset, record.file_size) == record.CRC
             for record in records
         )
-    except OSError:  # of the disk
+    except OSError:  # a failing disk is not a damaged file
         raise
-    except Exception:  # whatever zipfile raises where bytes are not what they were
+    except Exception:  # whatever zipfile raises for damaged bytes
         return False
 
 
 def _crc32(archive: io.RawIOBase, header: int, size: int) -> int:
-    """Of the bytes behind a record's header (APPNOTE 4.3.7: 30 bytes, and two texts whose lengths end it)."""
+    """CRC-32 of a record's data, which follows its header.
+
+    The header is 30 bytes, the last four of which are the lengths of two texts after it (APPNOTE 4.3.7).
+    """
     archive.seek(header + 26)
     name, extra = struct.unpack("<HH", archive.read(4) or b"")
     archive.seek(name + extra, os.SEEK_CUR)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, one at a time, in one process."""
+"""Reading the weights of a checkpoint one at a time, in one process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
-    """A step-N folder, or the newest in the folder of a run's checkpoints.
+    """``path`` if it is a step-N folder, or the newest checkpoint in it.
 
     Raises:
-        ConfigError: it is neither, or its run.json is damaged.
+        ConfigError: it is neither, or its run.json is damaged; ``key`` is the setting to blame.
     """
     if not is_checkpoint(path):
         steps = complete_steps(path)
@@ -43,13 +43,13 @@ def one_checkpoint(path: Path, key: str) -> Path:
 
 
 class CheckpointWeights:
-    """What a checkpoint says of its model, and its weights."""
+    """The model description and the weights of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Read the descriptions.
+        """Read the metadata.
 
         Raises:
-            RunError: they are damaged, or do not fit together.
+            RunError: it is damaged or inconsistent.
         """
         self.path = path
         try:
@@ -66,7 +66,7 @@ class CheckpointWeights:
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole weight, by its name in the model.
+        """One full weight by its name in the model.
 
         Raises:
             RunError: its file is damaged.
@@ -101,7 +101,7 @@ class CheckpointWeights:
 
 
 class _CachingReader(TensorReader):
-    """Parses the metadata, which names every piece of every tensor, once for all loads."""
+    """Parses the metadata, which lists every piece of every tensor, only once for all loads."""
 
     _metadata: Metadata | None = None
 

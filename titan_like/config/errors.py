@@ -24,29 +24,29 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, for a reason that one sentence tells (exit code 1)."""
+    """A run that cannot continue, with the reason in one sentence (exit code 1)."""
 
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
-    """Several errors as one, with a line for each; its key is the first one's."""
+    """Several errors as one, with a line for each; its key is that of the first error."""
     told = ConfigError(errors[0].key, None, "")
     told.args = (_NEXT_LINE.join(dict.fromkeys(map(str, errors))),)
     return told
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, as a part of one sentence; its type where it says nothing."""
+    """The first line of an exception's message, or its type if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def first_problem(error: ValidationError) -> str:
-    """What would be valid in place of the first wrong value, as a part of one sentence."""
+    """What would be valid instead of the first wrong value, as a part of a sentence."""
     return problem_of(error.errors(include_url=False)[0])
 
 
 def problem_of(detail: Any) -> str:
-    """What would be valid in place of a wrong value, from one of pydantic's ``errors()``, as a part of one sentence."""
+    """What would be valid instead of a wrong value, from one of pydantic's ``errors()``, as a part of a sentence."""
     if detail["type"] == "bool_type":
         near = _BOOLEANS.get(str(detail["input"]).lower()) if isinstance(detail["input"], str | int) else None
         return f"should be a valid boolean; write {near or 'true or false'}"
@@ -54,18 +54,18 @@ def problem_of(detail: Any) -> str:
     return message[0].lower() + message[1:]
 
 
-# What other languages write.
+# Booleans as YAML, Python and shells write them.
 _BOOLEANS = dict.fromkeys(("true", "yes", "y", "on", "1"), "true")
 _BOOLEANS |= dict.fromkeys(("false", "no", "n", "off", "0"), "false")
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text that is too long to be shown."""
+    """The text, cut off if it is too long to print."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text):,} characters)"
 
 
 def _show(value: object) -> str:
-    """A value as TOML would print it, on one line."""
+    """A value as it stands in TOML, on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def _show(value: object) -> str:
         return "(not set)"
     try:
         return shortened(str(value))
-    except ValueError:  # Python prints no integer of more than 4,300 digits
+    except ValueError:  # Python does not print integers of more than 4,300 digits
         return f"(a {type(value).__name__} with thousands of digits)"
     except RecursionError:
         return f"(a {type(value).__name__} with thousands of levels)"

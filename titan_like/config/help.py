@@ -1,4 +1,4 @@
-"""The schema in other forms: the --help text and the JSON schema that editors complete TOML keys from."""
+"""The --help text and the JSON schema, which lets editors complete and check TOML keys."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def _type_name(annotation: Any) -> str:
 
 
 def json_schema(config_type: type[BaseModel]) -> str:
-    """JSON schema of a run's TOML (``#:schema ./schema.json`` in its first line makes editors use it)."""
+    """JSON schema of a run's TOML; editors use it if the first line is ``#:schema ./schema.json``."""
     return json.dumps(config_type.model_json_schema(), indent=2) + "\n"

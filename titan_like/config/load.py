@@ -1,4 +1,4 @@
-"""Command line + TOML file → JobConfig. Nothing else in the project reads argv or run TOMLs."""
+"""Command line + TOML file → JobConfig. No other code in the project reads argv or the TOML of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_like.config.paths import expanded
 from titan_like.config.schema import JobConfig, Model, options_of
 from titan_like.config.toml import read_toml
 
-# Tables whose keys are the user's or the model family's, not the schema's.
+# Tables whose keys the user or the model family defines, so the schema does not list them.
 _FREE_TABLES = ("model.overrides", "model.flavors")
 
 _SECONDS_FOR_RANK_0 = 10
@@ -32,10 +32,10 @@ def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
 
-    Where keys are wrong, ``check_model`` adds the ConfigError that it raises for a [model] that is none.
+    If keys are wrong, ``check_model`` is called too, and a ConfigError that it raises for [model] is added to the list.
 
     Raises:
-        ConfigError: unknown keys, wrong types or values, an unreadable file: all that is wrong, a line for each.
+        ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(format_help(JobConfig))
@@ -65,17 +65,17 @@ def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda
 def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
-    0 is done, 1 failed, 2 is bad input: one sentence on stderr (from the first process of a job only), no traceback.
+    0 means done, 1 failed, 2 bad input. Bad input gets one sentence on stderr, from rank 0 only, and no traceback.
     Characters that the locale's encoding lacks are printed as escapes.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
             stream.reconfigure(errors="backslashreplace")
     try:
         code = command(sys.argv[1:])
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     except (ConfigError, RunError) as error:
         told_by_rank_0 = not (isinstance(error, ConfigError) and error.of_this_process)
         if told_by_rank_0 and os.environ.get("RANK", "0") != "0":
-            time.sleep(_SECONDS_FOR_RANK_0)  # it says the same and ends the job; only what it does not see is said here
+            time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
         print(f"error: {error}", file=sys.stderr, flush=True)
         _end_process_group(2 if isinstance(error, ConfigError) else 1)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
@@ -92,9 +92,9 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def _end_process_group(code: int) -> None:
-    """End a process that has met others at once: threads of the group would now and then abort it as Python ends.
+    """Exit at once if this process is in a process group, whose threads sometimes abort it while Python shuts down.
 
-    It can not leave the group, since the others may not come to where they would.
+    Destroying the group is no way out: it waits for the other processes, which may never get there.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -103,7 +103,7 @@ def _end_process_group(code: int) -> None:
         distributed.destroy_process_group()
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # whoever read is gone
+        with suppress(OSError, ValueError, AttributeError):  # the reader of the pipe is gone
             stream.flush()
     os._exit(code)
 
@@ -111,11 +111,11 @@ def _end_process_group(code: int) -> None:
 def parse_overrides(argv: list[str]) -> dict[str, Any]:
     """``--section.key value`` and ``--section.key=value`` → {"section.key": value}.
 
-    Values are read as TOML where they are TOML (numbers, booleans, lists, tables) and as plain strings elsewhere.
-    A key without a value is true; several values make a list; none unsets a key that has no value by default.
+    A value that is valid TOML (a number, boolean, list or table) is parsed; anything else is a plain string. A key
+    without a value is true, several values make a list, and ``none`` unsets a key whose default is no value.
 
     Raises:
-        ConfigError: words that belong to no key, malformed or unknown keys, numbers and lists that cannot be read.
+        ConfigError: words that belong to no key, malformed or unknown keys, numbers and lists that cannot be parsed.
     """
     overrides, errors = _read_overrides(argv)
     if errors:
@@ -124,7 +124,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
 
 
 def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """What `parse_overrides` returns, and all that is wrong."""
+    """What `parse_overrides` returns, and every error."""
     overrides: dict[str, Any] = {}
     groups, errors = _grouped(argv)
     for dotted, values in groups:
@@ -149,7 +149,7 @@ def _wants_text(annotation: Any) -> bool:
 
 
 def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigError]]:
-    """Each key with its values, and the words that belong to none."""
+    """Each key with its values, and an error for each word that belongs to no key."""
     groups: list[tuple[str, list[str]]] = []
     errors = []
     for word in argv:
@@ -158,7 +158,7 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
             groups.append((key, [value] if equals else []))
         elif _lacks_dashes(word) and not (groups and _takes_any_text(*groups[-1])):
             errors.append(_without_dashes(word))
-            groups.append(("", []))  # takes the words that follow
+            groups.append(("", []))  # collects the words that follow
         elif groups:
             groups[-1][1].append(word)
         else:
@@ -167,7 +167,7 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
 
 
 def _lacks_dashes(word: str) -> bool:
-    """Whether a word is a setting but for the two dashes before it; other dashes are what editors make of them."""
+    """Whether a word is a setting without its two dashes; editors turn `--` into the other kinds of dashes."""
     dotted, equals, _ = word.lstrip("-–—").partition("=")
     section, _, key = dotted.partition(".")
     fields = _section_fields(section) or {}
@@ -175,7 +175,7 @@ def _lacks_dashes(word: str) -> bool:
 
 
 def _takes_any_text(dotted: str, values: list[str]) -> bool:
-    """Whether a key still waits for its value, which may be any text."""
+    """Whether a key has no value yet and takes any text."""
     section, _, key = dotted.partition(".")
     fields = _section_fields(section) or {}
     return not values and key in fields and _wants_text(fields[key].annotation)
@@ -188,7 +188,7 @@ def _without_dashes(word: str) -> ConfigError:
 
 
 def _file_settings(path: Any) -> dict[str, Any]:
-    """The tables of `job.config_file`, if there is one."""
+    """The settings in `job.config_file`, if it is set."""
     if path is None:
         return {}
     if not isinstance(path, str):
@@ -210,12 +210,12 @@ def _parse_value(dotted: str, text: str) -> Any:
     except RecursionError:
         problem = "brackets are nested too deeply; at most some hundred levels can be read"
         raise ConfigError(dotted, text, problem) from None
-    except ValueError:  # Python reads no integer of more than 4,300 digits
+    except ValueError:  # Python refuses integers of more than 4,300 digits
         raise ConfigError(dotted, text, "a number with too many digits; write one of at most 18") from None
 
 
 def _annotation_of(dotted: str, values: list[str]) -> Any:
-    """Type of a schema key; None for keys inside free tables.
+    """The type of a key in the schema; None for keys inside free tables.
 
     Raises:
         ConfigError: the key is not in the schema.
@@ -241,7 +241,7 @@ def _all_keys() -> list[str]:
 
 
 def _unknown(dotted: str) -> str:
-    """What to tell the user about a key that does not exist: the nearest one that does."""
+    """The problem with a key that does not exist, suggesting the nearest one that does."""
     matches = difflib.get_close_matches(dotted, _all_keys(), n=1, cutoff=0.6)
     if not matches:
         tail = dotted.rpartition(".")[2]
@@ -250,7 +250,7 @@ def _unknown(dotted: str) -> str:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[ConfigError]:
-    """Take out what the schema does not have, so that the rest can be checked; an error for each."""
+    """Remove keys that are not in the schema, so that the rest can be checked; returns an error for each."""
     errors = []
     for section, table in list(tree.items()):
         fields = _section_fields(section)
@@ -279,7 +279,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
-    """A sentence for each wrong key that says what would be valid."""
+    """An error for each wrong key, which says what would be valid."""
     found: dict[str, ConfigError] = {}
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
@@ -291,7 +291,7 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
 
 
 def _model_errors(tree: dict[str, Any], check_model: Callable[[Model], object]) -> list[ConfigError]:
-    """What is wrong in the model's own fields, where the rest of [model] is right."""
+    """Errors in the fields of the model, if the rest of [model] is valid."""
     try:
         check_model(Model.model_validate(tree.get("model", {})))
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Options of scripts beside the run's settings."""
+"""Command-line options of scripts, in addition to the run's settings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from titan_like.config.errors import ConfigError, shortened
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Says what is wrong with an option in one sentence, as all else does."""
+    """Reports a wrong option as a ConfigError, in one sentence like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
+        """Turn argparse's message into a ConfigError.
 
         Raises:
             ConfigError: always.

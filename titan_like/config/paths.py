@@ -1,4 +1,4 @@
-"""Paths in settings, and text files that users name."""
+"""Paths in settings, and the settings files that they name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",
 }
-_MOST_BYTES = 64 << 20  # of a file of settings
+_MOST_BYTES = 64 << 20  # size of a settings file
 
 
 def expanded(text: str) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: it is empty, holds a null character, or names a variable that is not set.
+        ValueError: the path is empty, contains a null character, or names an environment variable that is not set.
     """
     if "\0" in text:
-        raise ValueError("holds a null character, which no path can; remove it")
+        raise ValueError("contains a null character, which no path can; remove it")
     for plain, braced in _VARIABLE.findall(text):
         if (plain or braced) not in os.environ:
             raise ValueError(f"the environment variable {plain or braced} is not set; set it or write the path out")
@@ -38,9 +38,9 @@ def expanded(text: str) -> str:
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a file cannot be read, as the predicate of a sentence; None if it can. Opens nothing, so cannot hang.
+    """Why a file cannot be read, as the predicate of a sentence; None if it can.
 
-    A file that does not exist is one that cannot be read.
+    It does not open the file, so it cannot hang on a pipe or a device. A file that does not exist cannot be read.
     """
     try:
         mode = path.stat().st_mode
@@ -54,14 +54,14 @@ def file_problem(path: Path) -> str | None:
 
 
 def read_settings(path: str, key: str) -> str:
-    """The text of a file of settings, without a byte-order mark.
+    """The text of a settings file, without a byte-order mark.
 
     Args:
         path: the file.
         key: the setting that names it, for the error.
 
     Raises:
-        ConfigError: it is missing, not a regular file, unreadable, far too large or not UTF-8.
+        ConfigError: the file is missing, not a regular file, unreadable, far too large or not UTF-8.
     """
     problem = file_problem(Path(path))
     if problem == "does not exist":

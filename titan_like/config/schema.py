@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 
 from titan_like.config.paths import expanded
 
-# Every number has a limit, far above what anyone trains with: a slip of the keyboard is refused at once, where it would
-# fill the memory or overflow later. What a number means for the machine at hand is checked with the machine.
+# Every number has a limit, far above what anyone trains with, so that a typo is refused at once instead of filling the
+# memory or overflowing later. What the machine at hand can do is checked elsewhere.
 _MOST_STEPS = 10**12
 _MOST_SAMPLES = 10**15
 _MOST_TOKENS = 10**18  # below 2⁶³
@@ -19,11 +19,11 @@ _MOST_SEQ_LEN = 2**27
 _MOST_LAYERS = 2048
 _MOST_PROCESSES = 2**20
 _MOST_NODES = 2**15
-_MOST_SECONDS = 10**6  # sockets count milliseconds in 32 bits
+_MOST_SECONDS = 10**6  # socket timeouts are milliseconds in 32 bits
 
 
 def _as_list(value: Any) -> Any:
-    """A single command-line value given to a list setting."""
+    """A list setting may be given as a single value on the command line."""
     return [value] if isinstance(value, str | int | float) else value
 
 
@@ -36,17 +36,17 @@ def _expanded_list(paths: list[str]) -> list[str]:
 
 
 def _expanded_tokenizer(spec: str) -> str:
-    """Its path, or the two after "gpt2:"."""
+    """The tokenizer setting with its path expanded, or the two paths after "gpt2:"."""
     if not spec.startswith("gpt2:"):
         return expanded(spec)
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
 def utf8_text(text: str) -> str:
-    """Text of the command line, read as UTF-8 whatever the locale: Python keeps bytes that its locale lacks apart.
+    """Command-line text decoded as UTF-8 in any locale; Python turns bytes that its locale lacks into surrogates.
 
     Raises:
-        ValueError: its bytes are not UTF-8.
+        ValueError: the bytes are not UTF-8.
     """
     try:
         return text.encode("utf-8", errors="surrogateescape").decode("utf-8")
@@ -62,12 +62,12 @@ StepList = Annotated[list[Annotated[int, Field(gt=0, le=_MOST_STEPS)]], BeforeVa
 
 
 def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The keys of a table as TOML has them (`async` is no name in Python)."""
+    """The fields of a section by their TOML key, which is an alias for `async`, a reserved word in Python."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 class Section(BaseModel):
-    """Base of every table: unknown keys are errors, values do not change after loading."""
+    """Base of every section: unknown keys are errors, and values are frozen after loading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
@@ -77,22 +77,22 @@ class Section(BaseModel):
 class Job(Section):
     """The run as a whole."""
 
-    config_file: OptionalPath = Field(None, description="TOML file that the settings were read from")
+    config_file: OptionalPath = Field(None, description="TOML file to read the settings from")
     description: Text = Field("", description="one line about the run, shown in logs and in wandb")
-    dump_folder: PathText = Field("outputs", description="folder that receives checkpoints, metrics and caches")
+    dump_folder: PathText = Field("outputs", description="folder for checkpoints, metrics and caches")
     seed: int = Field(1234, ge=0, le=_MOST_SEED, description="seed of initial weights, data order and dropout")
     deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
     dry_run: bool = Field(
         False,
-        description="check everything, print what one process of the job would hold, send and compute, and stop; "
-        "nothing is allocated. With --json PATH it is also written there",
+        description="check everything, print what one process of the job would hold, send and compute, and stop "
+        "without allocating anything; --json PATH also writes it to a file",
     )
     dry_run_rank: int = Field(
         0,
         ge=0,
         lt=_MOST_PROCESSES,
-        description="the process that a dry run describes, of cluster.nodes × cluster.gpus_per_node ones (else "
-        "WORLD_SIZE, else the product of the degrees)",
+        description="rank of the process that a dry run describes, in a job of cluster.nodes × cluster.gpus_per_node "
+        "processes (else WORLD_SIZE, else the product of the degrees)",
     )
 
 
@@ -102,9 +102,9 @@ class Model(Section):
     family: Literal["gpt", "llama"] = Field("gpt", description="model family")
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="your own flavors, one table of model fields each"
+        default_factory=dict, description="your own flavors, each a table of model fields"
     )
-    overrides: dict[str, Any] = Field(default_factory=dict, description="fields of the flavor to change")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="fields of the flavor to override")
 
 
 class Data(Section):
@@ -115,7 +115,7 @@ class Data(Section):
         description="stdlib: the source files of the Python standard library; text: the files named by paths",
     )
     paths: PathList = Field(
-        default_factory=list, description="files or glob patterns of text; .jsonl files hold one document a line"
+        default_factory=list, description="text files or glob patterns; .jsonl files hold one document per line"
     )
     text_key: Text = Field("text", description="key of the text in JSONL documents")
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
@@ -141,11 +141,11 @@ class Training(Section):
         description="[start, increment, samples]: grow the global batch size linearly from start to "
         "global_batch_size over this many samples",
     )
-    max_norm: float = Field(1.0, ge=0, description="gradient norm to clip at; 0 does not clip")
+    max_norm: float = Field(1.0, ge=0, description="gradient norm to clip at; 0 turns clipping off")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32",
-        description="type of compute and of gathered weights; master weights are float32. float64, in everything, is "
-        "for exact comparisons",
+        description="type of compute and of gathered weights; master weights are float32. float64 applies to "
+        "everything, for exact comparisons",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="type in which gradients are summed over ranks and microbatches"
@@ -161,7 +161,7 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices; vectors are not decayed")
     implementation: Literal["for-loop", "foreach", "fused"] = Field(
-        "fused", description="kernel of the update; sgd has none that is fused and takes foreach"
+        "fused", description="kernel of the update; sgd has no fused one and uses foreach"
     )
 
 
@@ -187,15 +187,15 @@ class Parallelism(Section):
 
     auto: bool = Field(
         False,
-        description="let the planner choose, for the GPU and as many processes as are started, what of this section, "
-        "of [activation_checkpoint] and of training.micro_batch_size is not set",
+        description="let the planner choose training.micro_batch_size and the keys of this section and of "
+        "[activation_checkpoint], where they are not set, for the GPU and the number of processes",
     )
     tensor_parallel_degree: int = Field(
         1, gt=0, le=_MOST_PROCESSES, description="processes that share each layer's matrices"
     )
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
     pipeline_parallel_degree: int = Field(
-        1, gt=0, le=_MOST_PROCESSES, description="groups of processes that hold consecutive layers"
+        1, gt=0, le=_MOST_PROCESSES, description="pipeline ranks, each of which holds a share of the layers"
     )
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -204,10 +204,10 @@ class Parallelism(Section):
         1,
         gt=0,
         le=_MOST_LAYERS,
-        description="stages per pipeline rank, for interleaved schedules; zbv_zero_bubble and dualpipe_v have 2",
+        description="stages per pipeline rank for interleaved schedules; zbv_zero_bubble and dualpipe_v always have 2",
     )
     pipeline_layers: list[Annotated[int, Field(le=_MOST_LAYERS)]] | None = Field(
-        None, description="layers of each stage, first to last (default: balanced, the output matrix counted in)"
+        None, description="layers of each stage, first to last (default: balanced, counting the output matrix)"
     )
     context_parallel_degree: int = Field(1, gt=0, le=_MOST_PROCESSES, description="processes that share each sequence")
     expert_parallel_degree: int = Field(
@@ -220,15 +220,15 @@ class Parallelism(Section):
         -1,
         ge=-1,
         le=_MOST_PROCESSES,
-        description="processes that ZeRO shards over; -1 takes what the other degrees leave",
+        description="processes that ZeRO shards over; -1 uses all that the other degrees leave",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
+        0, description="what is sharded: nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
     )
 
 
 class ActivationCheckpoint(Section):
-    """Recompute activations in the backward pass to save memory."""
+    """Recomputation of activations in the backward pass, which saves memory."""
 
     mode: Literal["none", "full", "selective"] = Field(
         "none", description="full recomputes whole layers; selective keeps matrix products and recomputes the rest"
@@ -252,11 +252,12 @@ class Checkpoint(Section):
     async_: bool = Field(
         False,
         alias="async",
-        description="write checkpoints while training goes on, from copies in host memory of what each process holds",
+        description="write checkpoints while training continues, from copies in host memory",
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="what to do when a checkpoint cannot be written, as on a full disk; the last one always stops",
+        description="what to do if a checkpoint cannot be written, as on a full disk; a failure of the "
+        "last one always stops the run",
     )
     keep_latest: int = Field(0, ge=0, le=_MOST_STEPS, description="checkpoints to keep; 0 keeps all")
     load_step: int | None = Field(
@@ -265,7 +266,7 @@ class Checkpoint(Section):
     folder: OptionalPath = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalPath = Field(
         None,
-        description="Hugging Face folder, or a checkpoint's step-N folder, whose weights a new run begins with",
+        description="Hugging Face folder, or a checkpoint's step-N folder, whose weights a new run starts from",
     )
 
 
@@ -280,41 +281,44 @@ class Metrics(Section):
     wandb_project: Text = Field("titan_like", description="wandb project")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
         "auto",
-        description="auto is what WANDB_MODE says, else online when a wandb key is configured and offline otherwise",
+        description="auto uses WANDB_MODE if it is set, else online if a wandb key is configured, else offline",
     )
 
 
 class Health(Section):
-    """What to do about bad steps."""
+    """Detection of bad steps and hangs, and what to do about them."""
 
     skip_nonfinite: bool = Field(
         True,
-        description="skip the update of a step whose gradient norm is not finite; false stops the run (gradients that "
-        "overflow float16 are always skipped)",
+        description="skip the update of a step whose gradient norm is not finite; if false, such a step stops the run "
+        "(steps that overflow float16 are always skipped)",
     )
     loss_spike_factor: float = Field(
         0.0,
         ge=0,
-        description="robust standard deviations above the median of recent losses that make a loss a spike; 0 never",
+        description="robust standard deviations above the median of recent losses at which a loss counts as a spike; "
+        "0 turns this off",
     )
-    loss_spike_window: int = Field(128, gt=1, le=10**6, description="losses that the next one is compared with")
+    loss_spike_window: int = Field(
+        128, gt=1, le=10**6, description="number of recent losses that the next one is compared with"
+    )
     loss_spike_action: Literal["skip", "rewind"] = Field(
         "skip",
-        description="skip the update of a step with a loss spike, or go back to the newest checkpoint and on with the "
-        "samples after it",
+        description="on a loss spike, skip the update, or go back to the newest checkpoint and continue with the "
+        "samples after the spike",
     )
     max_consecutive_skips: int = Field(
         100,
         gt=0,
         le=_MOST_STEPS,
-        description="steps without an update in a row (bad gradients, overflow, spikes) that end the run",
+        description="consecutive steps without an update (bad gradients, overflow, spikes) after which the run ends",
     )
     hang_timeout_seconds: float = Field(
         600.0,
         ge=0,
         le=_MOST_SECONDS,
-        description="seconds without progress after which the process that hangs, or has died, is named and the job "
-        "ends; 0 waits for ever",
+        description="seconds without progress after which the job ends and names the process that hangs or has died; "
+        "0 waits forever",
     )
 
 
@@ -323,22 +327,22 @@ class Profiling(Section):
 
     timeline_steps: StepList = Field(
         default_factory=list,
-        description="steps whose passes are timed on every pipeline rank, for bubble, slowest stage and exposed "
-        "communication, and <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
+        description="steps whose passes are timed on every pipeline rank, to report the bubble, the slowest stage and "
+        "exposed communication in <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
     )
     timeline_interval: int = Field(
-        0, ge=0, le=_MOST_STEPS, description="time the passes of every so many steps too; 0 does not"
+        0, ge=0, le=_MOST_STEPS, description="also time the passes of every n-th step; 0 turns this off"
     )
     trace_steps: StepList = Field(
         default_factory=list,
-        description="steps to record with torch.profiler, as <job.dump_folder>/trace/step-N-rank-R.json",
+        description="steps to record with torch.profiler, in <job.dump_folder>/trace/step-N-rank-R.json",
     )
 
 
 class Evaluation(Section):
     """Validation on held-out data."""
 
-    interval: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between validations; 0 never validates")
+    interval: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between validations; 0 turns validation off")
     steps: int = Field(10, gt=0, le=_MOST_STEPS, description="global batches per validation")
 
 
@@ -346,21 +350,21 @@ class Cluster(Section):
     """The machine that the run is meant for."""
 
     gpu: str | None = Field(
-        None, description='GPU whose peak MFU is measured against, for example "A100" (default: the one found)'
+        None, description='GPU against whose peak MFU is measured, for example "A100" (default: the one found)'
     )
-    gpus_per_node: int | None = Field(None, gt=0, le=1024, description="GPUs in one node, one process each")
-    nodes: int | None = Field(None, gt=0, le=_MOST_NODES, description="nodes that a dry run and the planner describe")
+    gpus_per_node: int | None = Field(None, gt=0, le=1024, description="GPUs per node, with one process each")
+    nodes: int | None = Field(None, gt=0, le=_MOST_NODES, description="number of nodes, for a dry run and the planner")
     node_bandwidth: float | None = Field(
         None,
         ge=0.001,
         le=1e5,
-        description="what all network cards of a node carry together in one direction, in GB/s (1e9 bytes), for the "
+        description="bandwidth of all network cards of a node together, in one direction, in GB/s (1e9 bytes), for the "
         "planner: 200 for eight cards of 200 Gb/s (default: that of the stack profile)",
     )
     profile: OptionalPath = Field(
         None,
-        description="stack profile that steps are predicted with: a shipped one, or a TOML file such as plan.py "
-        "microbenchmark and calibrate write (default: that of the GPU)",
+        description="stack profile for predictions: the name of a shipped one, or a TOML file that plan.py "
+        "microbenchmark or calibrate wrote (default: that of the GPU)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading TOML that may be anything."""
+"""Parsing TOML, with an error message for anything that a file may contain."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import read_settings
 
-_MOST_DIGITS = 4300  # of an integer that Python reads
+_MOST_DIGITS = 4300  # Python refuses longer integers
 _WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A TOML document.
+    """Parse a TOML document.
 
     Raises:
-        ValueError: it cannot be read; the message says where, and what would be valid.
+        ValueError: the text is not valid; the message says where, and what would be valid.
     """
     try:
         return tomllib.loads(text)
@@ -50,7 +50,7 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
 
 
 def _cure(text: str, message: str) -> str:
-    """What to do about the line in which TOML's syntax ends."""
+    """What to do about the line that the parser stopped at."""
     place = re.search(r"at line (\d+)", message)
     lines = text.splitlines()
     if place and int(place[1]) <= len(lines):

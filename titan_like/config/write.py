@@ -8,7 +8,7 @@ import tomli_w
 
 
 def to_toml(tree: dict[str, dict[str, Any]], head: list[str]) -> str:
-    """One table a section.
+    """The settings as TOML, one table per section.
 
     Args:
         tree: settings by section and key; sections without keys are left out.

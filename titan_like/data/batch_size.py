@@ -1,4 +1,4 @@
-"""How large each step's global batch is, and how many steps a run has. Pure functions of consumed samples."""
+"""The global batch size of each step and the number of steps of a run, as pure functions of consumed samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def global_batch_size_at(training: Training, consumed_samples: int) -> int:
 
 
 def rampup_batch_sizes(training: Training) -> list[int]:
-    """Every global batch size that the run uses, ascending."""
+    """Every global batch size of the ramp-up, ascending."""
     if training.batch_size_rampup is None:
         return [training.global_batch_size]
     start, increment, _ = training.batch_size_rampup
@@ -41,10 +41,10 @@ def batch_sizes_to_check(training: Training) -> list[int]:
 
 
 def _rampup(training: Training) -> Iterator[tuple[int, int]]:
-    """Each batch size of the ramp-up with the steps that have it, ascending, until the ramp-up is over.
+    """Each batch size of the ramp-up, ascending, with the number of steps that have it.
 
     The batch grows to start + k · increment when ⌈k · samples / increments⌉ samples are consumed. A step that begins
-    before that is still of the size before, so the batch may pass over a size.
+    before that has the previous size, so the batch may skip a size.
     """
     if training.batch_size_rampup is None:
         return
@@ -61,7 +61,7 @@ def _rampup(training: Training) -> Iterator[tuple[int, int]]:
 
 
 def total_steps(training: Training) -> int:
-    """Optimizer steps of the run: as many whole batches as ``samples`` or ``tokens`` allow."""
+    """Number of optimizer steps of the run: as many full batches as ``samples`` or ``tokens`` allow."""
     if training.steps is not None:
         return training.steps
     left = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
@@ -75,7 +75,7 @@ def total_steps(training: Training) -> int:
 
 
 def total_samples(training: Training) -> int:
-    """Samples that the run's steps train on."""
+    """Number of samples that the run trains on."""
     left, consumed = total_steps(training), 0
     for size, steps in _rampup(training):
         if steps >= left:

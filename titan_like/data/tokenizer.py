@@ -17,13 +17,13 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"
 
 
 class Tokenizer(Protocol):
-    """What data and generation need of a tokenizer."""
+    """The interface that data and generation use."""
 
     vocab_size: int
     eod_id: int  # follows every document
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [tokens], without special tokens."""
+        """Token ids of a text without special tokens: int64 [tokens]."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -38,11 +38,11 @@ class ByteTokenizer:
     eod_id = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """One token per byte."""
+        """One token per byte: int64 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: list[int]) -> str:
-        """Bytes that are no valid UTF-8 become replacement characters; end-of-document tokens are left out."""
+        """Text of the bytes; invalid UTF-8 becomes replacement characters, and end-of-document tokens are dropped."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -55,7 +55,7 @@ class HuggingFaceTokenizer:
         self.eod_id = eod_id
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids without the special tokens that the tokenizer's template would add."""
+        """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
@@ -64,10 +64,10 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, or another setting, ``key``, like it.
+    """The tokenizer that a value of `data.tokenizer` names; ``key`` is the setting to blame in errors.
 
     Raises:
-        ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
+        ConfigError: a file is missing or is not a tokenizer, or it has no end-of-document token.
     """
     return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*read_tokenizer(spec, key))
 
@@ -76,7 +76,7 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
     """A tokenizer of the `tokenizers` library, and the id of its end-of-document token.
 
     Raises:
-        ConfigError: a file is missing or is no tokenizer, or it has no end-of-document token.
+        ConfigError: a file is missing or is not a tokenizer, or it has no end-of-document token.
     """
     if spec.startswith("gpt2:"):
         tokenizer = _read_gpt2(spec, key)
@@ -94,7 +94,7 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
 
 
 def tokenizer_files(spec: str) -> list[Path]:
-    """The files a tokenizer is read from."""
+    """The files that a tokenizer is read from."""
     if spec == "byte":
         return []
     return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]

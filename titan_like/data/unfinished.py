@@ -1,4 +1,4 @@
-"""Files and folders that go away if the process is told to end while it writes them."""
+"""Files and folders that are removed if the process is told to end while it writes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _being_written: list[Path] = []
 
 @contextmanager
 def removed_unless_renamed(path: Path) -> Iterator[Path]:
-    """A path to write at and to rename when it is complete. Whatever is still at ``path`` at the end is removed."""
-    _remove(path)  # a crash may have left it
+    """A path to write to and to rename when it is complete. If it is not renamed, it is removed at the end."""
+    _remove(path)  # left over from a crash
     _being_written.append(path)
     try:
         yield path
@@ -24,9 +24,10 @@ def removed_unless_renamed(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Remove whatever is being written now. For another thread than the one that writes, just before the process ends.
+    """Remove everything that is being written. A thread other than the writer calls it just before the process ends.
 
-    Renamed first: the writer's own rename then either came before or fails, and never completes half a folder.
+    Each path is renamed first, so the writer's own rename either came before or fails. It can never complete a folder
+    that is half removed.
     """
     for path in list(_being_written):
         doomed = path.with_name(path.name + ".removed")

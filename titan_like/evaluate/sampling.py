@@ -10,23 +10,26 @@ from titan_like.models.config import TransformerConfig
 
 
 class LanguageModel(Protocol):
-    """A `Transformer`, or anything that can be called like one on tokens [1, seq] and gives logits [1, seq, vocab].
+    """A `Transformer`, or a callable with the same signature: tokens [1, seq] → logits [1, seq, vocab].
 
-    The logits of the last token are enough.
+    It may return only the logits of the last token, [1, 1, vocab].
     """
 
     config: TransformerConfig
 
     def __call__(self, tokens: torch.Tensor, /) -> torch.Tensor:
-        """Logits."""
+        """tokens [1, seq] → logits [1, seq, vocab]."""
 
     def eval(self) -> object:
-        """Dropout off."""
+        """Turn dropout off."""
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Set to -inf all but the ``top_k`` largest logits (0 keeps all), and of those all but the fewest whose
-    probabilities sum to ``top_p``. logits [batch, vocab]."""
+    """Mask logits [batch, vocab] with -inf for top-k and nucleus sampling (arXiv 1904.09751).
+
+    Keeps the ``top_k`` largest logits (0 keeps all), and among those the smallest set whose probabilities sum to
+    ``top_p``.
+    """
     if top_k:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
@@ -52,9 +55,9 @@ def generate(
     seed: int = 0,
     eod_id: int | None = None,
 ) -> list[int]:
-    """Tokens that follow a prompt, until ``max_new_tokens`` or the end of the document.
+    """Sample tokens after a prompt, until ``max_new_tokens`` or the end of the document.
 
-    Temperature 0 takes the most probable token. The model sees at most its last max_seq_len tokens.
+    Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)

@@ -1,7 +1,7 @@
 """Reading a Hugging Face folder without trusting it: config.json, the index, headers and tensors of safetensors files.
 
-Nothing of it is ever executed, its texts cannot name files outside of it (links in it are followed, as the caches of
-transformers are made of them), and what does not fit together is refused before a tensor is read.
+No code in the folder is executed, and its texts cannot name files outside it. Symbolic links are followed, because the
+caches of transformers consist of them. A folder that is inconsistent is refused before any tensor is read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from titan_like.models.hugging_face import (
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # that float32 holds exactly
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
-_MOST_JSON_BYTES = 64 << 20  # the largest real index has about 1 MB
+_MOST_JSON_BYTES = 64 << 20  # the largest published index has about 1 MB
 _MOST_SHOWN = 400  # characters
 _REOPEN_AFTER_BYTES = 32 << 20
 
@@ -55,29 +55,29 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder whose configuration, index and headers fit together."""
+    """A folder whose configuration, index and headers are consistent."""
 
     path: Path
     family: str
     model: TransformerConfig
     fields: dict[str, Any]  # config.json
-    tensors: dict[str, FileTensor]  # by the name in transformers' class
+    tensors: dict[str, FileTensor]  # by their names in transformers' class
 
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
-        """Every parameter of this model, or of one that pads its vocabulary differently, as it is found here."""
+        """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
         for stored in family_of(model).stored_parameters(model):
             yield stored if stored.copy in self.tensors else replace(stored, copy=None)
 
 
 def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
-    """Check a folder; tensors themselves are not read.
+    """Check a folder without reading its tensors.
 
     Args:
         path: the folder.
         key: the setting that names it, for the error.
 
     Raises:
-        ConfigError: it is no folder of a model that this project has, or its files do not fit together.
+        ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
     try:
         fields = _read_json(path, CONFIG_FILE)
@@ -90,15 +90,15 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder looks like one."""
+    """Whether a folder looks like a Hugging Face folder."""
     return (path / CONFIG_FILE).is_file()
 
 
 class TensorSlices:
     """Reads slices of tensors, with at most one file open.
 
-    A file is mapped into memory, and what was read of it counts as the process's own memory while it is open: it is
-    opened anew after some tens of megabytes.
+    A file is memory-mapped, and pages that were read count towards the process's memory while it is open. So it is
+    reopened after some tens of megabytes.
     """
 
     def __init__(self, tensors: dict[str, FileTensor]) -> None:
@@ -108,10 +108,10 @@ class TensorSlices:
         self._bytes_touched = 0
 
     def __call__(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """The part of a tensor, in its own type.
+        """The slice ``index`` of a tensor, in the type of the file.
 
         Raises:
-            Exception: of no particular type, where a file has changed since it was checked.
+            Exception: of any type, if the file has changed since it was checked.
         """
         tensor = self._tensors[name]
         if tensor.file != self._path or self._bytes_touched > _REOPEN_AFTER_BYTES:
@@ -130,7 +130,7 @@ class TensorSlices:
 
 
 def _printable(text: str) -> str:
-    """What files say may be of any length and could move the cursor of a terminal."""
+    """Text from a file made safe to print: it may be of any length and contain terminal control characters."""
     shown = "".join(character if character.isprintable() else "\ufffd" for character in text)
     return shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
 
@@ -149,7 +149,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
             raise
         raise RefusedError(f"its {name} is not valid JSON ({first_line(error)})") from None
     if not isinstance(content, dict):
-        raise RefusedError(f"its {name} is no JSON object")
+        raise RefusedError(f"its {name} is not a JSON object")
     return content
 
 
@@ -157,17 +157,17 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     model_type = fields.values.get("model_type")
     family = FAMILY_OF_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        fields.refuse("model_type", f"and only {' and '.join(FAMILY_OF_MODEL_TYPE)} can be read")
+        fields.refuse("model_type", f"but only {' and '.join(FAMILY_OF_MODEL_TYPE)} can be read")
     module = family_module(family)
     if fields.values.get("architectures") is not None and fields.values["architectures"] != [module.ARCHITECTURE]:
-        fields.refuse("architectures", f"and only {module.ARCHITECTURE} can be read")
+        fields.refuse("architectures", f"but only {module.ARCHITECTURE} can be read")
     if fields.values.get("quantization_config") is not None:
-        fields.refuse("quantization_config", "and quantised weights cannot be read; export it in 16 or 32 bits")
+        fields.refuse("quantization_config", "but quantised weights cannot be read; export it in 16 or 32 bits")
     return family, module.from_fields(fields)
 
 
 def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
-    """Every tensor of the files, by the name that transformers' class gives it."""
+    """Every tensor in the files, by its name in transformers' class."""
     prefix = family_module(family).PREFIX
     tensors: dict[str, FileTensor] = {}
     for tensor in _file_tensors(path):
@@ -179,7 +179,7 @@ def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
-    if (path / WEIGHTS_FILE).is_file():  # as in transformers, one file comes before an index
+    if (path / WEIGHTS_FILE).is_file():  # like transformers, prefer a single file to an index
         yield from _header(path / WEIGHTS_FILE)
         return
     if not (path / INDEX_FILE).is_file():
@@ -194,12 +194,12 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
     for name in weight_map.values():
         if not isinstance(name, str) or not is_file_name(name) or not name.endswith(".safetensors"):
             raise RefusedError(
-                f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is no safetensors file in the folder"
+                f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
             )
     found = {tensor.name: tensor for name in sorted(set(weight_map.values())) for tensor in _header(path / name)}
     for name, file in weight_map.items():
         if name not in found or found[name].file.name != file:
-            raise RefusedError(f"its {INDEX_FILE} says that {file} has the tensor {name}, and it has not")
+            raise RefusedError(f"its {INDEX_FILE} says that {file} has the tensor {name}, but it does not")
     for name, tensor in found.items():
         if name not in weight_map:
             raise RefusedError(f"{tensor.file.name} has the tensor {name}, which {INDEX_FILE} does not name")
@@ -207,19 +207,19 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
 
 
 def _header(file: Path) -> list[FileTensor]:
-    """What a safetensors file says that it holds; the library checks it against the file's length."""
+    """The tensors that a safetensors file declares; the library checks the header against the file's length."""
     try:
         with safe_open(file, framework="pt") as opened:
-            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (no mapping)
+            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
             return [FileTensor(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in found]
     except OSError as error:
         raise RefusedError(f"its {file.name} cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # whatever the library raises for a file that is none
-        raise RefusedError(f"its {file.name} is no valid safetensors file ({first_line(error)})") from None
+    except Exception as error:  # whatever the library raises for an invalid file
+        raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
 
 
 def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> None:
-    """Whether there are exactly the tensors that the model has, of the right shapes and of a known type."""
+    """Check that the tensors are exactly those of the model, with the right shapes and a known type."""
     known: set[str] = set()
     for stored in family_of(model).stored_parameters(model):
         wanted = dict(stored.sources)
@@ -230,13 +230,15 @@ def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> 
                 raise RefusedError(f"the tensor {name} is missing")
             tensor = tensors[name]
             if tensor.shape != shape:
-                problem = f"the tensor {name} has the shape {list(tensor.shape)}, and config.json gives {list(shape)}"
+                problem = f"the tensor {name} has the shape {list(tensor.shape)}, but config.json gives {list(shape)}"
                 raise RefusedError(problem)
             if tensor.dtype not in DTYPES:
                 raise RefusedError(
-                    f"the tensor {name} is of type {tensor.dtype}, and only {', '.join(DTYPES)} can be read"
+                    f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 )
         known |= wanted.keys()
     for name in sorted(tensors.keys() - known):
         if not family_of(model).is_ignored(name):
-            raise RefusedError(f"the tensor {name} is of no {family_of(model).ARCHITECTURE} with this config.json")
+            raise RefusedError(
+                f"the tensor {name} does not belong to {family_of(model).ARCHITECTURE} with this config.json"
+            )

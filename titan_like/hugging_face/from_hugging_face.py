@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint, with weights and nothing else."""
+"""Converting a Hugging Face folder to a checkpoint that has only weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from titan_like.hugging_face.origin import write_origin
 from titan_like.hugging_face.tokenizer import GENERATION_FILE, TOKENIZER_FILE, copy_files, copy_tokenizer_files
 from titan_like.models.hugging_face import Stored, fill_part
 
-FLAVOR = "imported"  # the name that the shape gets in run.json and in the lines for a TOML
+FLAVOR = "imported"  # name of the shape in run.json and in the TOML lines
 _MOST_CHUNK_BYTES = 256 << 20
 
 
 def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes: int = _MOST_CHUNK_BYTES) -> Path:
-    """Write the checkpoint ``output``/step-0, complete or not at all. Weights become float32, in pieces of some rows.
+    """Write the checkpoint ``output``/step-0, completely or not at all; returns its path.
+
+    Weights become float32, in pieces of whole rows of at most ``most_chunk_bytes``.
 
     Raises:
         RunError: a file of the folder is damaged, or the checkpoint cannot be written.
@@ -42,12 +44,14 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         copy_tokenizer_files(source.path, aside)
         copy_files(source.path, aside, [GENERATION_FILE])
         planner = _Planner(source, most_chunk_bytes)
-        # A file for each piece: torch keeps the pieces of a file in memory until it is written.
+        # One file per piece, because torch keeps all pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
         writer.fs = DirectFiles(writer.save_id)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is wanted
+                warnings.filterwarnings(
+                    "ignore", message="torch.distributed is disabled"
+                )  # a single process is intended
                 dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             raise RunError(f"{source.path} cannot be converted ({first_failure(error)})") from error
@@ -59,7 +63,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
 
 
 def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
-    """The lines of a TOML that trains on from a converted checkpoint."""
+    """TOML lines for a run that starts from a converted checkpoint."""
     shape = source.model.model_dump(mode="json", exclude_none=True)
     lines = ["[model]", f'family = "{source.family}"', f'flavor = "{FLAVOR}"', "", f"[model.flavors.{FLAVOR}]"]
     lines += [f"{name} = {_toml(value)}" for name, value in shape.items()]
@@ -72,7 +76,7 @@ def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)  # numbers, booleans and strings are written alike
+    return json.dumps(value, ensure_ascii=False)  # JSON and TOML write numbers, booleans and strings alike
 
 
 def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
@@ -94,7 +98,7 @@ def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans a save of tensors that are in no memory: each piece is read when it is about to be written."""
+    """Plans a save of tensors that are not in memory: each piece is read just before it is written."""
 
     def __init__(self, source: HuggingFaceFolder, most_chunk_bytes: int) -> None:
         super().__init__()
@@ -103,13 +107,13 @@ class _Planner(DefaultSavePlanner):
         self._most_chunk_bytes = most_chunk_bytes
 
     def create_local_plan(self) -> SavePlan:
-        """All pieces, in the order of the parameters."""
+        """A plan with all pieces, in the order of the parameters."""
         items = [item for name, stored in self._parameters.items() for item in self._items(name, stored)]
         self.plan = SavePlan(items, planner_data={})
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """One piece."""
+        """Read one piece: float32, of the chunk's shape."""
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         piece = torch.empty(chunk.sizes, dtype=torch.float32)
@@ -117,7 +121,7 @@ class _Planner(DefaultSavePlanner):
         return piece
 
     def close(self) -> None:
-        """Close the file that was read last."""
+        """Close the open file."""
         self._read.close()
 
     def _items(self, name: str, stored: Stored) -> Iterator[WriteItem]:

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the Hugging Face folder that it was made from."""
+"""The part of a Hugging Face folder that a converted checkpoint keeps, so that exporting it restores the original."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ ORIGIN_FILE = "hugging_face.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Nothing, for a checkpoint that a run has saved."""
+    """config.json and the types of the original tensors; empty for a checkpoint that a run saved."""
 
     fields: dict[str, Any] = field(default_factory=dict)  # config.json
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of each tensor, by its name in transformers' class
 
 
 def write_origin(folder: HuggingFaceFolder, path: Path) -> None:
-    """Write it into a checkpoint's folder."""
+    """Write the origin into a checkpoint's folder."""
     dtypes = {name: tensor.dtype for name, tensor in folder.tensors.items()}
     write_durably(path / ORIGIN_FILE, json.dumps({"config": folder.fields, "dtypes": dtypes}, indent=2))
 
 
 def read_origin(path: Path) -> Origin:
-    """Read it from a checkpoint's folder.
+    """Read the origin from a checkpoint's folder.
 
     Raises:
-        RunError: it is damaged.
+        RunError: the file is damaged.
     """
     if not (path / ORIGIN_FILE).exists():
         return Origin()

@@ -1,4 +1,4 @@
-"""Writing safetensors files tensor by tensor, so that no more than one has to be in memory."""
+"""Writing safetensors files tensor by tensor, with only one of them in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorSpec:
 
 
 def plan_shards(specs: list[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors, in their order, into files of at most ``most_bytes``; a larger tensor has a file of its own."""
+    """Divide tensors, in order, into files of at most ``most_bytes``; a larger tensor gets its own file."""
     shards: list[list[TensorSpec]] = []
     room = 0
     for spec in specs:
@@ -42,14 +42,15 @@ def plan_shards(specs: list[TensorSpec], most_bytes: int) -> list[list[TensorSpe
 
 
 def write_safetensors(path: Path, specs: list[TensorSpec], values: Iterator[torch.Tensor]) -> None:
-    """Write a file, taking from ``values`` one tensor for each spec, in their order; flushed to disk.
+    """Write a file and flush it to disk. ``values`` yields one tensor for each spec, in order.
 
-    The format: the length of the header (8 bytes, little-endian), the header (JSON), then the tensors without gaps.
+    The format (github.com/huggingface/safetensors): the length of the header (8 bytes, little-endian), the header
+    (JSON), then the tensors without gaps.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # then each is aligned to its own type
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # widest types first, so every tensor is aligned
         offsets[spec.name] = end
         end += spec.num_bytes
         place = [offsets[spec.name], end]

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers loads."""
+"""Converting a checkpoint to a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NO_TOKENIZER = "none"
 def to_hugging_face(
     weights: CheckpointWeights, output: Path, dtype: torch.dtype | None, most_bytes: int, tokenizer: str | None
 ) -> list[Path]:
-    """Write a folder, complete or not at all. One weight at a time is in memory. The files with weights.
+    """Write a folder, completely or not at all, with one weight in memory at a time. Returns the weight files.
 
     Args:
         weights: the checkpoint.
         output: the folder, which must not exist.
-        dtype: type of the weights; None is the type that an imported checkpoint came in, float32 for any other.
-        most_bytes: size of a file with weights.
-        tokenizer: what `data.tokenizer` may name, or "none"; None is what the checkpoint was trained or came with.
+        dtype: type of the weights; None is the original type for an imported checkpoint and float32 for any other.
+        most_bytes: maximum size of a weight file.
+        tokenizer: a value of `data.tokenizer`, or "none"; None is the tokenizer of the run or of the imported folder.
 
     Raises:
-        ConfigError: transformers has no such model, or a tokenizer's files are missing.
+        ConfigError: transformers cannot represent the model, or tokenizer files are missing.
         RunError: the checkpoint is damaged.
     """
     origin = read_origin(weights.path)
@@ -69,14 +69,14 @@ def to_hugging_face(
 
 
 def shard_names(count: int) -> list[str]:
-    """Names of so many files with weights, as transformers has them."""
+    """The names that transformers gives to ``count`` weight files."""
     if count == 1:
         return [WEIGHTS_FILE]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[torch.Tensor]:
-    """The tensors of all specs, in their order."""
+    """The tensors of all specs, in order."""
     remaining = iter(specs)
     for stored in family_module(weights.family).stored_parameters(weights.model):
         for name, tensor in to_tensors(stored, weights.read(stored.name)):
@@ -88,9 +88,9 @@ def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[tor
 def _config(
     origin: Origin, fields: dict[str, Any], tokens: dict[str, int], dtype: torch.dtype, architecture: str
 ) -> dict[str, Any]:
-    """config.json: what an imported checkpoint came with where it says no more than that, else what the model is."""
+    """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
     others = {"bos_token_id": None, "eos_token_id": None, **origin.fields}
-    for name in ("dtype", "rope_parameters"):  # newer names of fields that are written under the older ones
+    for name in ("dtype", "rope_parameters"):  # newer names of fields that are written with their older names
         others.pop(name, None)
     return {
         **others,

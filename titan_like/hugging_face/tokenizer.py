@@ -1,4 +1,4 @@
-"""A run's tokenizer as the files that transformers' AutoTokenizer loads."""
+"""Writing a run's tokenizer as files that transformers' AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "--tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-_TOKENIZER_FILES = (  # that transformers may look for
+_TOKENIZER_FILES = (  # files that transformers may look for
     TOKENIZER_FILE,
     ABOUT_FILE,
     "special_tokens_map.json",
@@ -31,27 +31,27 @@ _TOKENIZER_FILES = (  # that transformers may look for
 
 
 def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
-    """Write the tokenizer that `data.tokenizer` names; the id of its end-of-document token.
+    """Write the tokenizer that a value of `data.tokenizer` names; returns the id of its end-of-document token.
 
     Raises:
-        ConfigError: its files are missing or are none, or it has more tokens than the model.
+        ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
     vocab_size = build_tokenizer(spec, _KEY).vocab_size
     if vocab_size > model.vocab_size:
-        problem = f"it has {vocab_size} tokens, and the model {model.vocab_size}; name the one it was trained with"
+        problem = f"has {vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
         raise ConfigError(_KEY, spec, problem)
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
     if spec == "byte" or spec.startswith("gpt2:"):
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     elif Path(spec).name == TOKENIZER_FILE and Path(spec).with_name(ABOUT_FILE).is_file():
-        copy_tokenizer_files(Path(spec).parent, folder)  # transformers' own: it says all there is to say
+        copy_tokenizer_files(Path(spec).parent, folder)  # written by transformers, so it is complete
         return eod_id
-    else:  # as it is, whatever this version of the library would make of it
+    else:  # copied, because this version of the library might write it differently
         shutil.copyfile(spec, folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
     about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json holds
-        "bos_token": eod,  # documents follow each other: one begins where another has ended
+        "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
+        "bos_token": eod,  # in training, a document begins after the end of another
         "eos_token": eod,
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
@@ -61,19 +61,19 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy what one folder has of a tokenizer's files to another."""
+    """Copy the tokenizer files that ``source`` has."""
     copy_files(source, target, _TOKENIZER_FILES)
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those files that are there."""
+    """Copy those of the named files that exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def byte_tokenizer() -> Tokenizer:
-    """`ByteTokenizer` in terms of the `tokenizers` library: byte-pair encoding without a pair."""
+    """`ByteTokenizer` as a tokenizer of the `tokenizers` library: byte-pair encoding without merges."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -84,7 +84,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in GPT-2's vocabulary: itself if printable, else one from 256 on."""
+    """The character for each byte in GPT-2's vocabulary: the byte itself if printable, else one from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

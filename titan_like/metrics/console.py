@@ -1,4 +1,4 @@
-"""The Megatron-style log line, and a progress bar where there is a terminal."""
+"""The Megatron-style log line, and a progress bar if stdout is a terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _RECENT_STEPS = 100
 def format_log_line(
     records: list[StepRecord], total_steps: int, seq_len: int, seconds_left: float | None = None
 ) -> str:
-    """One line for the steps since the last line: means of time, loss and rates, the last step's other values.
+    """The log line for the steps since the last one.
 
-    It ends with the time that is left, where that is given.
+    Time, loss and rates are means over the steps; other values are those of the last step. The line ends with
+    ``seconds_left`` if it is given.
     """
     last = records[-1]
     seconds = sum(record.step_time_s for record in records)
@@ -57,7 +58,7 @@ def format_log_line(
 
 
 def format_duration(seconds: float) -> str:
-    """A time in its two largest units, such as 1 h 12 min."""
+    """A duration in its two largest units, such as 1 h 12 min."""
     seconds = round(seconds)
     for unit, size, smaller, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
@@ -66,7 +67,7 @@ def format_duration(seconds: float) -> str:
 
 
 class Console:
-    """Prints for the whole job: only the process that is given ``enabled`` prints."""
+    """Prints for the whole job, so only one process may have ``enabled``."""
 
     def __init__(self, enabled: bool, total_steps: int) -> None:
         self._enabled, self._total_steps = enabled, total_steps
@@ -79,7 +80,7 @@ class Console:
             self._progress.start()
 
     def print(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         if not self._enabled:
             return
         if self._progress is not None:
@@ -88,23 +89,23 @@ class Console:
             print(text, flush=True)
 
     def add(self, record: StepRecord) -> None:
-        """Note a step that is done, and move the progress bar."""
+        """Record a finished step and advance the progress bar."""
         self._step = record.step
         self._step_times.append(record.step_time_s)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step)
 
     def seconds_left(self) -> float | None:
-        """For the remaining steps at the recent ones' median time; None where a progress bar shows it.
+        """Time for the remaining steps at the median time of recent ones; None if a progress bar shows it.
 
-        The median leaves out the first step, which compiles, and stalls; the lower one of two, or the second step's
-        line would still count the first.
+        A median ignores stalls and the first step, which compiles. It is the lower median, because after two steps the
+        ordinary one would be the mean with the first.
         """
         if self._progress is not None or not self._step_times:
             return None
         return (self._total_steps - self._step) * median_low(self._step_times)
 
     def close(self) -> None:
-        """Take the progress bar down."""
+        """Remove the progress bar."""
         if self._progress is not None:
             self._progress.stop()

@@ -1,7 +1,7 @@
-"""GPUs by name: peak rates, memory, links.
+"""Devices by name: peak rates, memory, links.
 
-The figures are in devices.toml, the one table that MFU, the planner and the dry run read. A stack profile may bring a
-device of its own.
+The figures and their sources are in devices.toml, which MFU, the planner and the dry run all read. A stack profile may
+define its own device.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 
-# Slices (MIG; vGPU, as "GRID V100D-8Q" or "NVIDIA A10-24Q") and notebook variants: fewer units, lower clocks.
+# Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
+# the device they are named after.
 _NO_WHOLE_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
 _ENTRIES = ("memory_gib", "memory_bandwidth", "nvlink", "multiprocessors", "tensor_element")
 
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """One GPU. Rates are per second."""
+    """One GPU, or a CPU that a profile describes."""
 
     name: str
     memory_bytes: float
-    memory_bandwidth: float  # bytes
-    nvlink_bandwidth: float  # bytes, one direction
+    memory_bandwidth: float  # bytes/s
+    nvlink_bandwidth: float  # bytes/s in one direction
     multiprocessors: int
-    tensor_element: int  # matrix sizes must be multiples of it for the tensor cores
-    peak: dict[str, float]  # FLOP, by type
-    is_cpu: bool = False  # computes while the host waits, and keeps what PyTorch's CPU kernels keep
+    tensor_element: int  # tensor cores need matrix sizes that are multiples of this
+    peak: dict[str, float]  # dense FLOP/s by type
+    is_cpu: bool = False  # the host computes, and activations are those that PyTorch's CPU kernels save
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s.
 
         Raises:
-            ConfigError: the device lacks the type.
+            ConfigError: the device has no rate for this type.
         """
         if dtype not in self.peak:
             raise ConfigError("training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
@@ -46,7 +47,7 @@ class Device:
 
 @cache
 def builtin_devices() -> dict[str, Device]:
-    """All of devices.toml; a name's pattern is tried in the file's order."""
+    """Every device in devices.toml, in the file's order, in which patterns are tried."""
     return {name: device_from(name, table) for name, table in _tables().items()}
 
 
@@ -71,16 +72,16 @@ def device_from(name: str, table: dict[str, Any]) -> Device:
 
 
 def check_device_table(key: str, table: Any) -> None:
-    """Refuse a device that a user's file describes, unless it says everything and in numbers above 0.
+    """Check a device table from a user's file: all entries present, none unknown, all numbers in range.
 
     Raises:
-        ConfigError: the first entry that is missing, unknown or not such a number.
+        ConfigError: the first entry that is missing, unknown or not a number in range.
     """
     if not isinstance(table, dict):
         raise ConfigError(key, table, f"must be a table with {', '.join(_ENTRIES)} and peak")
     for name in (*_ENTRIES, "peak"):
         if name not in table:
-            raise ConfigError(f"{key}.{name}", None, "a device must say it")
+            raise ConfigError(f"{key}.{name}", None, "a device needs this entry")
     for name, value in table.items():
         if name not in (*_ENTRIES, "peak", "is_cpu"):
             raise ConfigError(f"{key}.{name}", value, f"unknown; there are {', '.join(_ENTRIES)}, peak and is_cpu")
@@ -111,21 +112,21 @@ def device_to_table(device: Device) -> dict[str, Any]:
 
 @cache
 def known_device(name: str) -> Device | None:
-    """The device of a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3"; None where the table has no such product."""
+    """The device with a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3"; None if the table does not have it."""
     if _NO_WHOLE_DEVICE.search(name):
         return None
     devices = builtin_devices()
-    if name in devices:  # as profiles name it
+    if name in devices:  # the name that profiles use
         return devices[name]
     patterns = ((known, table["pattern"]) for known, table in _tables().items())
     return next((devices[known] for known, pattern in patterns if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 def find_device(name: str) -> Device:
-    """Like `known_device`, for a name that the user gives.
+    """Like `known_device`, for a name in the user's settings.
 
     Raises:
-        ConfigError: no device of the table matches.
+        ConfigError: no device in the table matches.
     """
     device = known_device(name)
     if device is None:

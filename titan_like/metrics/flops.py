@@ -1,10 +1,10 @@
-"""Floating-point operations of training, counted three ways that are always named.
+"""FLOPs of training in three conventions, each with a name.
 
-- ``hardware``: recomputation included, over the full attention matrix (the convention of arXiv 2104.04473, appendix).
-  HFU is this over the peak. It counts the whole forward pass of a recomputed layer, of which torch leaves out the last
-  matrix product where nothing after it needs its result.
-- ``model``: without recomputation, full attention matrix. MFU in the sense of arXiv 2204.02311.
-- ``causal``: without recomputation, and only the half of the attention matrix that causal masking leaves.
+- ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix). HFU is this rate over the
+  peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matrix product if nothing
+  after it needs the result.
+- ``model``: without recomputation, with the full attention matrix. It gives MFU as defined in arXiv 2204.02311.
+- ``causal``: without recomputation, with the half of the attention matrix that the causal mask leaves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ForwardFlops:
 
 
 def forward_flops(model: TransformerConfig, seq_len: int) -> ForwardFlops:
-    """Per token. For GPT: 24h² + 4sh per layer and 2hV for the logits."""
+    """FLOPs of one token. For GPT: 24h² + 4sh per layer and 2hV for the logits (arXiv 2104.04473, appendix)."""
     return ForwardFlops(
         layer_matrices=2 * (model.attention_weights + model.mlp_weights),
         attention_core=4 * seq_len * model.hidden_size,
@@ -41,14 +41,14 @@ def forward_flops(model: TransformerConfig, seq_len: int) -> ForwardFlops:
 
 
 def model_flops_per_token(model: TransformerConfig, seq_len: int, causal: bool = False) -> float:
-    """Forward and backward (2 × forward) without recomputation; ``causal`` counts half the attention matrix."""
+    """Forward plus backward (2 × forward), without recomputation; ``causal`` counts half the attention matrix."""
     forward = forward_flops(model, seq_len)
     saved = forward.num_layers * forward.attention_core / 2 if causal else 0
     return 3 * (forward.layers + forward.logits - saved)
 
 
 def hardware_flops_per_token(model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint) -> float:
-    """``model`` plus what activation checkpointing computes again."""
+    """``model`` plus what activation checkpointing recomputes."""
     forward = forward_flops(model, seq_len)
     again = {
         "none": 0,
@@ -59,15 +59,15 @@ def hardware_flops_per_token(model: TransformerConfig, seq_len: int, recompute: 
 
 
 def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint) -> int:
-    """Layers that activation checkpointing applies to."""
+    """Number of layers that activation checkpointing applies to."""
     return 0 if recompute.mode == "none" else -(-model.num_layers // recompute.every_n_layers)
 
 
 def megatron_flops_per_token(model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint) -> float:
-    """Megatron-LM's log line: 24·k·l·h²·(1 + s/6h + V/16lh), k = 4 with full recomputation and 3 without.
+    """FLOPs as in Megatron-LM's log line: 24·k·l·h²·(1 + s/6h + V/16lh), k = 4 with full recomputation and 3 without.
 
-    With k = 4 this is exact (arXiv 2104.04473, appendix). With k = 3 it counts the logits at 3/4, as Megatron-LM
-    does; the utilisations do not use it. Written over the weights, so that it also covers GQA and SwiGLU.
+    With k = 4 this is exact (arXiv 2104.04473, appendix). With k = 3 it counts the logits at 3/4, as Megatron-LM does,
+    so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
     forward = forward_flops(model, seq_len)
     passes = 3 + (recomputed_layers(model, recompute) / model.num_layers if recompute.mode == "full" else 0)

@@ -1,4 +1,4 @@
-"""The device of this process: its name, its peak rate, the memory used."""
+"""The device of this process: name, peak rate, memory used."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from titan_like.metrics.devices import known_device
 
 
 def peak_tflops(gpu: str, dtype: str) -> float | None:
-    """Dense peak of a GPU in TFLOP/s for "float16", "bfloat16" or "float32"; None where it is not known."""
+    """Dense peak of a GPU in TFLOP/s for "float16", "bfloat16" or "float32"; None if it is not known."""
     device = known_device(gpu)
     return None if device is None or dtype not in device.peak else device.peak[dtype] / 1e12
 
 
 def device_name(device: torch.device) -> str:
-    """Name to look the peak up by; the CPU has none."""
+    """The name to look the peak up by; "" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated on a GPU, resident set of the process on a CPU."""
+    """Peak memory so far: allocated memory on a GPU, the resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""stdout and stderr that training outlives, whatever becomes of them."""
+"""stdout and stderr whose failure does not end training."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, TextIO
 
 
 def outlive_output() -> None:
-    """Make `sys.stdout` and `sys.stderr` ones that never raise: closed, full, a broken pipe, or of an ASCII locale.
+    """Replace `sys.stdout` and `sys.stderr` by streams that never raise.
 
-    What cannot be written is dropped. The first time that happens to stdout, one line on stderr says so; after that
-    the console is quiet until stdout takes text again.
+    They may be closed, a full disk, a broken pipe, or have an ASCII locale. Text that cannot be written is dropped. The
+    first time that happens to stdout, one line on stderr says so.
     """
     sys.stderr = _lenient(sys.stderr, 2, lambda _: None)
     sys.stdout = _lenient(sys.stdout, 1, _tell)
 
 
 def keep_standard_descriptors() -> None:
-    """Open /dev/null where descriptor 0, 1 or 2 is closed; else the next file gets that number, and is printed into."""
+    """Open /dev/null if descriptor 0, 1 or 2 is closed; else the next file gets that number and receives output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
 def _tell(problem: str) -> None:
@@ -49,14 +49,14 @@ def _lenient(stream: TextIO | None, descriptor: int, tell: Callable[[str], None]
 
 
 class _LenientFile(io.FileIO):
-    """A descriptor to which every write succeeds."""
+    """A file whose writes always succeed."""
 
     def __init__(self, descriptor: int, tell: Callable[[str], None]) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._tell: Callable[[str], None] | None = tell
 
     def write(self, data: Any) -> int:
-        """Write, or drop the data and tell the first time."""
+        """Write, or drop the data; the first time, report it."""
         try:
             while (written := super().write(data)) is None:  # another process made the pipe or terminal non-blocking
                 select.select([], [self.fileno()], [])

@@ -1,4 +1,4 @@
-"""What is known of one step after it ran."""
+"""The record of one step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class StepRecord:
     data_time_s: float  # part of step_time_s spent waiting for data
     throughput: Throughput
     peak_memory_bytes: int
-    skipped: int  # 1 where the update was left out because float16 overflowed
-    nan: int  # 1 where loss or gradient norm was not finite for another reason
-    spike: int | None = None  # where spikes are watched for: 1 if the update was left out because the loss was one
+    skipped: int  # 1 if the update was skipped because float16 overflowed
+    nan: int  # 1 if the loss or gradient norm was not finite for another reason
+    spike: int | None = None  # only with spike detection: 1 if the update was skipped because of a loss spike
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
-    validation_loss: float | None = None  # on steps that were followed by a validation
-    profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps whose passes were timed
+    validation_loss: float | None = None  # on steps followed by a validation
+    profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, in the order of the file; optional values only where they are known."""
+        """A flat record in the order of metrics.jsonl; optional values only if they are known."""
         flat: dict[str, Any] = {}
         for key, value in asdict(self).items():
             flat |= value if isinstance(value, dict) else {key: value}

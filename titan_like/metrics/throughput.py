@@ -1,4 +1,4 @@
-"""From a step's time to tokens per second, TFLOP/s and utilisation."""
+"""Tokens per second, TFLOP/s and utilisation from the time of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_like.models.config import TransformerConfig
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of one step. Utilisations are shares of the peak, None where the peak is not known."""
+    """Rates of one step. Utilisations are shares of the peak, or None if the peak is not known."""
 
     tokens_per_second: float
     tflops_per_device: float  # Megatron-LM's convention
@@ -22,7 +22,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ThroughputMeter:
-    """What rates depend on besides time."""
+    """Computes rates; holds everything that they depend on except time."""
 
     model: TransformerConfig
     seq_len: int
@@ -31,7 +31,7 @@ class ThroughputMeter:
     peak_tflops: float | None
 
     def measure(self, tokens: int, seconds: float) -> Throughput:
-        """Rates of a step that trained on ``tokens`` tokens over all devices in ``seconds``."""
+        """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together."""
         per_device = tokens / seconds / self.num_devices / 1e12
 
         def utilisation(flops_per_token: float) -> float | None:

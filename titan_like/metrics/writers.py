@@ -1,4 +1,4 @@
-"""Where step records go: metrics.jsonl, TensorBoard, Weights & Biases. One process of a job writes."""
+"""Writers of step records: metrics.jsonl, TensorBoard, Weights & Biases. Only one process of a job writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Writer(Protocol):
 
 
 def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
-    """The writers that [metrics] asks for; records after ``start_step`` of an earlier try are dropped."""
+    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     writers: list[Writer] = [JsonLinesWriter(folder / "metrics.jsonl", start_step)]
@@ -43,10 +43,10 @@ def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
 
 
 def check_wandb(metrics: Metrics) -> None:
-    """Refuse a run that wandb would have to ask for a key.
+    """Refuse a run in which wandb would prompt for a key.
 
     Raises:
-        ConfigError: wandb is to be online, and no key is configured.
+        ConfigError: wandb is set to online, but no key is configured.
     """
     if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
         problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
@@ -54,13 +54,14 @@ def check_wandb(metrics: Metrics) -> None:
 
 
 class JsonLinesWriter:
-    """One JSON object a line; not-a-number and infinity, which JSON lacks, become null.
+    """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
-    A run that starts anew puts an earlier run's file aside, the first one as metrics.1.jsonl. Its job holds the folder.
+    A new run renames the file of an earlier run, the first one to metrics.1.jsonl. No other job writes to the folder,
+    because this job holds its lock.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
-        if start_step == 0 and path.exists() and path.stat().st_size:  # another run's
+        if start_step == 0 and path.exists() and path.stat().st_size:  # from an earlier run
             os.rename(path, path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}"))
         kept = "".join(_lines_up_to(path, start_step)).encode() if path.exists() else b""
         if path.exists() and kept != path.read_bytes():
@@ -69,10 +70,10 @@ class JsonLinesWriter:
                 os.replace(unfinished, path)
         self._path, self._file = path, open(path, "ab", buffering=0)
         self._size = path.stat().st_size
-        self._waiting = b""  # lines that the disk had no room for
+        self._waiting = b""  # lines that could not be written yet
 
     def write(self, record: StepRecord) -> None:
-        """Append the step; the line is in the file when this returns, unless it cannot be written: then later."""
+        """Append the step. A line that cannot be written is kept and written with a later one."""
         line = json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n"
         was_waiting, self._waiting = bool(self._waiting), self._waiting + line.encode()
         try:
@@ -81,7 +82,7 @@ class JsonLinesWriter:
             self._size, self._waiting = self._size + len(self._waiting), b""
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(self._size)  # no part of a line stays
+                self._file.truncate(self._size)  # leave no partial line
             if not was_waiting:
                 problem = error.strerror or error
                 print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
@@ -92,13 +93,13 @@ class JsonLinesWriter:
 
 
 def _runs_before(path: Path) -> int:
-    """The highest number of an earlier run's file next to ``path``; 0 where there is none."""
+    """The highest number among the files of earlier runs next to ``path``; 0 if there are none."""
     numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """Whole lines of steps up to ``step``; a line cut off by a crash is dropped."""
+    """The complete lines of steps up to ``step``; a line that a crash cut off is dropped."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
@@ -114,7 +115,7 @@ def _json_number(value: Any) -> Any:
 
 
 class TensorBoardWriter:
-    """Scalars under the same keys."""
+    """Writes TensorBoard scalars under the same keys."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -133,7 +134,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """One wandb run per dump folder; a resumed job goes on in the same run."""
+    """Logs to one wandb run per dump folder; a resumed job continues the same run."""
 
     def __init__(self, config: JobConfig, folder: Path, start_step: int) -> None:
         import wandb
@@ -142,7 +143,7 @@ class WandbWriter:
         if config.metrics.wandb_mode != "auto":
             mode = config.metrics.wandb_mode
         elif "WANDB_MODE" in os.environ:
-            mode = None  # wandb reads it itself
+            mode = None  # wandb reads the variable itself
         else:
             mode = "online" if _wandb_key_configured() else "offline"
         id_file = folder / "wandb_run_id"
@@ -168,7 +169,7 @@ class WandbWriter:
 
 
 def _wandb_key_configured() -> bool:
-    """Whether wandb could go online without asking: a key in the environment or in the netrc file."""
+    """Whether wandb can go online without a prompt: a key is in the environment or in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

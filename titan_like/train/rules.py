@@ -1,4 +1,4 @@
-"""Rules over several settings, checked before any process group starts. Each has its own sentence."""
+"""Rules that involve several settings, checked before any process group starts. Each has its own sentence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
-_MOST_PASSES = 2**18  # of a step's forward, over all stages: each is an entry in the schedule's table
-_MOST_INCREMENTS = 10_000  # of a batch size ramp-up: steps are counted increment by increment
+_MOST_PASSES = 2**18  # forward passes of a step over all stages; each is an entry in the schedule's table
+_MOST_INCREMENTS = 10_000  # of a batch-size ramp-up, whose steps are counted increment by increment
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -28,7 +28,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
 
 
 def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
-    """What settings contradict each other, each rule in turn; those of a model or layout only where there is one."""
+    """An error for each rule that is broken; rules about the model or the layout apply only if it is given."""
     rules: list[Callable[[], None]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
@@ -47,15 +47,15 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             rule()
         except ConfigError as error:
             yield error
-            if rule is rules[0]:  # nothing can be said of batches that do not grow as they are to
+            if rule is rules[0]:  # the other rules need a valid ramp-up to compute batch sizes
                 return
 
 
 def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
-    """The model and the layout that the settings describe, checked against each other. Without torch.
+    """The model and the layout that the settings describe, checked against each other. Does not import torch.
 
     Raises:
-        ConfigError: all rules that are broken, a line for each.
+        ConfigError: every rule that is broken, with a line for each.
     """
     model: TransformerConfig | None = None
     layout: Layout | None = None
@@ -134,23 +134,25 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
     stages = layout.pipeline * stages_per_rank(degrees.pipeline_schedule, degrees.virtual_stages_per_rank)
     if stages * (size // unit) > _MOST_PASSES:
         problem = (
-            f"is {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in each "
-            f"of {stages} stages, and a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
+            f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
+            f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
         )
         raise ConfigError("training.global_batch_size", size, problem)
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Whether the model takes sequences of this length, and processes can share them.
+    """Check that the model takes sequences of this length and that the layout divides them.
 
     Raises:
-        ConfigError: too long, or not divisible.
+        ConfigError: ``seq_len`` is longer than the model's maximum, or not divisible.
     """
     seq_len, tensor = config.training.seq_len, layout.tensor
     if seq_len > model.max_seq_len:
         problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
         raise ConfigError("training.seq_len", seq_len, problem)
-    pieces = 2 * layout.context if layout.context > 1 else 1  # zig-zag halves balance causal attention
+    pieces = (
+        2 * layout.context if layout.context > 1 else 1
+    )  # each rank takes two pieces, from both ends, to balance causal attention
     if seq_len % pieces:
         problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
         raise ConfigError("training.seq_len", seq_len, problem)
@@ -160,10 +162,10 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Whether the model's matrices can be split so.
+    """Check that the tensor-parallel degree can split the model's matrices.
 
     Raises:
-        ConfigError: a size that the degree does not divide, or sequence parallelism of one process.
+        ConfigError: the degree does not divide a size, or sequence parallelism has only one process.
     """
     sizes = {
         "num_attention_heads": model.num_attention_heads,
@@ -174,20 +176,20 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         if size % layout.tensor:
             problem = f"does not divide the model's {name} ({size}); use a divisor of it"
             raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    rows = -(-model.padded_vocab_size // layout.tensor)  # of all processes but the last
+    rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which holds the rest
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
         problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
-        problem = "shards activations over tensor-parallel processes, and there is one; raise tensor_parallel_degree"
+        problem = "shards activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
         raise ConfigError("parallelism.sequence_parallel", True, problem)
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Whether the schedule can run with the stages and microbatches.
+    """Check that the schedule can run with this number of stages, layers and microbatches.
 
     Raises:
-        ConfigError: what it can not do.
+        ConfigError: it cannot.
     """
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
@@ -236,7 +238,7 @@ def _check_precision(config: JobConfig) -> None:
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
-    """What torch cannot compile under tensor parallelism."""
+    """Refuse what torch cannot compile under tensor parallelism."""
     section = config.parallelism
     if not config.compile.enable or section.tensor_parallel_degree == 1:
         return
@@ -251,7 +253,7 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def _check_available(config: JobConfig) -> None:
-    """Degrees that the configuration knows and this version cannot run yet."""
+    """Refuse degrees that the schema has but the trainer does not implement yet."""
     for key in ("context_parallel_degree", "expert_parallel_degree"):
         if getattr(config.parallelism, key) > 1:
             raise ConfigError(f"parallelism.{key}", getattr(config.parallelism, key), "not available yet; use 1")
