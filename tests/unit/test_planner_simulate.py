@@ -207,8 +207,8 @@ def without_time(trace):
     [
         (without_rank_1, "not those of the schedule"),
         (without_time, "take no time"),
-        (about(pipeline_degree=0), "no whole numbers"),
-        (about(pipeline_degree="2"), "no whole numbers"),
+        (about(pipeline_degree=0), "not those of the schedule"),
+        (about(pipeline_degree="2"), "TypeError"),
         (about(virtual_stages=10**9), "passes are missing"),
         (about(virtual_stages=2), "1f1b has 1 stage per rank"),
         (about(schedule="fastest"), "not a pipeline schedule"),
@@ -223,7 +223,7 @@ def without_time(trace):
         (first_pass(ts="soon"), "TypeError"),
         (about(clock_error_us=-1.0), "no number"),
         (shifted(-1e9), "does not start at 0"),
-        (reversed_in_time, "not in the schedule's order"),
+        (reversed_in_time, "not those of the schedule, in its order"),
         (wait_of_rank(99), "a rank that there is not"),
     ],
 )  # fmt: skip

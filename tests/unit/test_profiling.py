@@ -131,11 +131,13 @@ def step_of_two() -> StepTimeline:
 
 
 def boxes_of(panel):
-    """Left, top, width and colour of each."""
-    (collection,) = panel.collections
-    corners = [path.vertices for path in collection.get_paths()]
-    colours = collection.get_facecolors()
-    return [(c[0][0], c[0][1], c[1][0] - c[0][0], colour[:3]) for c, colour in zip(corners, colours, strict=True)]
+    """Left, top, width and colour of each, by rank."""
+    boxes = [
+        (path.get_extents(), colour[:3])
+        for collection in panel.collections
+        for path, colour in zip(collection.get_paths(), collection.get_facecolors(), strict=True)
+    ]
+    return [(box.x0, box.y0, box.width, colour) for box, colour in boxes]
 
 
 def test_boxes_are_the_passes() -> None:
@@ -147,17 +149,17 @@ def test_boxes_are_the_passes() -> None:
     idle, forward, backward = ((0.88,) * 3, (0.16, 0.38, 0.72), (0.10, 0.50, 0.30))
     expected = [
         (0, -0.5, 70, idle),
-        (0, 0.5, 70, idle),
         (0, -0.5, 10, forward),
+        (50, -0.5, 20, backward),
+        (0, 0.5, 70, idle),
         (15, 0.5, 10, forward),
         (25, 0.5, 20, backward),
-        (50, -0.5, 20, backward),
     ]
     for box, (x, y, width, colour) in zip(boxes, expected, strict=True):
         assert box[:3] == pytest.approx((x, y, width))
         assert box[3] == pytest.approx(colour)
     assert [(text.get_text(), *text.get_position()) for text in panel.texts] == [
-        ("0", pytest.approx(middle), rank) for middle, rank in ((5, 0), (20, 1), (35, 1), (60, 0))
+        ("0", pytest.approx(middle), rank) for middle, rank in ((5, 0), (60, 0), (20, 1), (35, 1))
     ]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["rank 0", "rank 1"]
     assert panel.get_ylim() == (1.5, -0.5)  # the first rank above
@@ -168,9 +170,9 @@ def test_second_stage_of_a_rank_is_lighter() -> None:
     step = simulated("interleaved_1f1b", 2, 2, 2, unit_time)
     panel = figures.Figure().subplots()
     timeline_plot._draw_step(panel, step, inches_per_second=1)
-    boxes = boxes_of(panel)[2:]
+    boxes = [box for box in boxes_of(panel) if box[3] != pytest.approx(timeline_plot._IDLE)]
     assert len(boxes) == len(step.passes) == 4 * 2 * 2
-    for box, event in zip(boxes, step.passes, strict=True):
+    for box, event in zip(boxes, sorted(step.passes, key=lambda event: event.rank), strict=True):
         dark, light = timeline_plot._COLOURS[event.action.kind]
         assert box[3] == pytest.approx(light if event.action.stage >= 2 else dark)
 
@@ -179,7 +181,7 @@ def test_numbers_are_left_out_of_boxes_that_are_too_narrow() -> None:
     figures = pytest.importorskip("matplotlib.figure")
     panel = figures.Figure().subplots()
     timeline_plot._draw_step(panel, step_of_two(), inches_per_second=5)  # 0.05 and 0.1 inches
-    assert [text.get_position()[0] for text in panel.texts] == pytest.approx([35, 60])
+    assert [text.get_position()[0] for text in panel.texts] == pytest.approx([60, 35])
 
 
 def test_picture_is_written_beside_the_trace(tmp_path: Path) -> None:

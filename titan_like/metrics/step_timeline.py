@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
+from typing import TypeVar
 
-from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.actions import Action, inputs, outcome
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
 from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
 from titan_like.parallel.timeline import Phase, RankTimes
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+
+_Span = TypeVar("_Span", Event, Phase)
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class StepTimeline:
     phases: list[Phase] = field(default_factory=list)
     clock_error: float = 0.0
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
         """Pipeline rank of each stage."""
         return stage_ranks(self.schedule, self.pipeline_degree, self.virtual_stages)
@@ -50,34 +56,45 @@ class StepTimeline:
             times[event.action.kind, event.action.stage].append(event.end - event.start)
         return {key: fmean(values) for key, values in times.items()}
 
+    def senders(self, action: Action) -> list[Event]:
+        """The passes on other ranks whose results this one needs."""
+        needed, ranks = inputs(action, len(self.ranks)), self.ranks
+        return [self._makers[other] for other in needed if ranks[other.stage] != ranks[action.stage]]
+
+    @cached_property
+    def _makers(self) -> dict[Action, Event]:
+        return {outcome(event.action): event for event in self.passes}
+
+    def after_passes(self) -> dict[str, float]:
+        """What each phase adds to the step: the time until the last rank is done with it. Seconds."""
+        reached, added = self.seconds, {}
+        for name in dict.fromkeys(phase.name for phase in self.phases):
+            end = max(phase.end for phase in self.phases if phase.name == name)
+            added[name] = max(end - reached, 0.0)
+            reached = max(end, reached)
+        return added
+
 
 def measured(schedule: str, pipeline_degree: int, virtual_stages: int, ranks: Sequence[RankTimes]) -> StepTimeline:
     """Put what the ranks saw, in the order of pipeline ranks, on one clock."""
-    offsets = [clock_offset(ranks[0].meetings, other.meetings) for other in ranks]
-    shifts = [offset for offset, _ in offsets]
-    zero = min(event.start - shift for times, shift in zip(ranks, shifts, strict=True) for event in times.passes)
+    offsets, errors = zip(*(clock_offset(ranks[0].meetings, times.meetings) for times in ranks), strict=True)
+    zero = min(event.start - offset for times, offset in zip(ranks, offsets, strict=True) for event in times.passes)
 
-    def events(lists: Sequence[list[Event]]) -> list[Event]:
+    def joined(parts: list[list[_Span]]) -> list[_Span]:
         return [
-            Event(rank, event.action, event.start - shift - zero, event.end - shift - zero)
-            for rank, (list_, shift) in enumerate(zip(lists, shifts, strict=True))
-            for event in list_
+            span._replace(rank=rank, start=span.start - offset - zero, end=span.end - offset - zero)
+            for rank, (spans, offset) in enumerate(zip(parts, offsets, strict=True))
+            for span in spans
         ]
 
-    phases = [
-        Phase(rank, phase.name, phase.start - shift - zero, phase.end - shift - zero)
-        for rank, (times, shift) in enumerate(zip(ranks, shifts, strict=True))
-        for phase in times.phases
-    ]
-    error = max(error + times.error for (_, error), times in zip(offsets, ranks, strict=True))
     return StepTimeline(
         schedule,
         pipeline_degree,
         virtual_stages,
-        events([times.passes for times in ranks]),
-        events([times.waits for times in ranks]),
-        phases,
-        error,
+        passes=joined([times.passes for times in ranks]),
+        waits=joined([times.waits for times in ranks]),
+        phases=joined([times.phases for times in ranks]),
+        clock_error=max(error + times.error for error, times in zip(errors, ranks, strict=True)),
     )
 
 
@@ -91,8 +108,7 @@ def simulated(
 ) -> StepTimeline:
     """The step as it would be with these durations of passes and this time for every message, in seconds."""
     table = schedule_table(schedule, pipeline_degree, virtual_stages, num_microbatches)
-    ranks = stage_ranks(schedule, pipeline_degree, virtual_stages)
-    passes = simulate(table, ranks, duration, transfer)
+    passes = simulate(table, stage_ranks(schedule, pipeline_degree, virtual_stages), duration, transfer)
     waits, free = [], [0.0] * pipeline_degree
     for event in passes:
         if event.start > free[event.rank]:
@@ -101,32 +117,19 @@ def simulated(
     return StepTimeline(schedule, pipeline_degree, virtual_stages, passes, waits)
 
 
-def as_simulated(timeline: StepTimeline) -> StepTimeline:
+def as_simulated(step: StepTimeline) -> StepTimeline:
     """The same step without messages and gaps: every pass takes the mean time of its kind in its stage."""
-    means = timeline.mean_seconds()
-    return simulated(
-        timeline.schedule,
-        timeline.pipeline_degree,
-        timeline.virtual_stages,
-        timeline.num_microbatches,
-        lambda action: means[action.kind, action.stage],
-    )
+    shape, means = (step.schedule, step.pipeline_degree, step.virtual_stages), step.mean_seconds()
+    return simulated(*shape, step.num_microbatches, lambda action: means[action.kind, action.stage])
 
 
 def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """How far another clock is ahead, and how wrong this can be, from collectives that both ranks took part in.
 
     Nobody comes out of such a collective before all have gone in. So, the offset o being the other clock's advance,
-    ``in_other - o <= out_reference`` and ``in_reference <= out_other - o``: each meeting bounds o from both sides. The
-    offset is the middle of the narrowest bounds. Where they allow for none, there is none: processes on one machine
-    have the same clock.
-
-    Args:
-        reference: times of going in and coming out, on the reference clock.
-        other: the same for the same meetings on the other clock.
-
-    Returns:
-        The offset and the largest possible error, in the unit of the times.
+    ``in_other - o <= out_reference`` and ``in_reference <= out_other - o``: each meeting, given as its times of going
+    in and coming out, bounds o from both sides. The offset is the middle of the narrowest bounds, or 0 where they
+    allow for that: processes on one machine have the same clock.
     """
     lowest = max(entered - left for (_, left), (entered, _) in zip(reference, other, strict=True))
     highest = min(left - entered for (entered, _), (_, left) in zip(reference, other, strict=True))

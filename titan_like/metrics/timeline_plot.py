@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_like.metrics.step_timeline import StepTimeline
+import numpy as np
+
+from titan_like.metrics.step_timeline import KINDS, StepTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +21,6 @@ _COLOURS = {
     "I": ((0.05, 0.50, 0.55), (0.62, 0.88, 0.90)),
     "W": ((0.80, 0.45, 0.05), (0.99, 0.83, 0.58)),
 }
-_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _IDLE = (0.88, 0.88, 0.88)
 _ROW, _GAP = 0.38, 0.75  # inches of a rank's row, and between two steps
 
@@ -45,54 +46,30 @@ def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 1
     for panel, (title, step) in zip(panels, steps, strict=True):
         _draw_step(panel, step, inches_per_second=0.9 * width / end)
         panel.set_title(title, fontsize=9, loc="left")
-        panel.set_xlim(0, 1000 * end)
+    panels[-1].set(xlim=(0, 1000 * end))
     panels[-1].set_xlabel("ms", fontsize=8)
-    kinds = [kind for kind in _NAMES if any(event.action.kind == kind for _, step in steps for event in step.passes)]
-    patches = [Patch(color=_COLOURS[kind][0], label=_NAMES[kind]) for kind in kinds]
-    figure.legend(
-        handles=[*patches, Patch(color=_IDLE, label="idle")],
-        loc="outside lower right",
-        ncols=len(kinds) + 1,
-        fontsize=8,
-    )
+    kinds = [kind for kind in KINDS if any(event.action.kind == kind for _, step in steps for event in step.passes)]
+    patches = [*(Patch(color=_COLOURS[kind][0], label=KINDS[kind]) for kind in kinds), Patch(color=_IDLE, label="idle")]
+    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8)
     figure.savefig(path, dpi=130)
 
 
 def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> None:
-    from matplotlib.collections import PolyCollection
-
-    chunks: dict[int, int] = {}  # of a stage: its place among those of its rank
-    stages_of = [[stage for stage, of in enumerate(step.ranks) if of == rank] for rank in range(step.pipeline_degree)]
-    for stages in stages_of:
-        chunks |= {stage: place for place, stage in enumerate(stages)}
-    boxes = [_box(0, 1000 * step.seconds, rank) for rank in range(step.pipeline_degree)]
-    colours: list[tuple[float, ...]] = [_IDLE] * step.pipeline_degree
-    edges = [0.0] * step.pipeline_degree
-    for event in step.passes:
-        kind, stage, microbatch = event.action
-        shade = chunks[stage] / max(len(stages_of[event.rank]) - 1, 1)
-        dark, light = _COLOURS[kind]
-        colours.append(tuple(d + shade * (b - d) for d, b in zip(dark, light, strict=True)))
-        start, length = 1000 * event.start, 1000 * (event.end - event.start)
-        boxes.append(_box(start, start + length, event.rank))
-        inches = inches_per_second * (event.end - event.start)
-        edges.append(0.5 if inches > 0.03 else 0.0)  # of a narrow box the edges would be all
-        if inches > 0.06 * len(str(microbatch)):
-            size = min(8.0, 80 * inches / len(str(microbatch)))
-            text_colour = "white" if shade < 0.5 else "black"
-            panel.text(
-                start + length / 2, event.rank, str(microbatch), color=text_colour, size=size, ha="center", va="center"
-            )
-    # One artist for all boxes: a large step has tens of thousands, which take minutes one by one.
-    panel.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=edges), autolim=False)
-    panel.set_xlim(0, 1000 * step.seconds)
-    panel.set_ylim(step.pipeline_degree - 0.5, -0.5)
+    for rank in range(step.pipeline_degree):
+        spans, colours, edges = [(0.0, 1000 * step.seconds)], [_IDLE], [0.0]
+        for _, (kind, stage, microbatch), start, end in (event for event in step.passes if event.rank == rank):
+            shade = step.ranks[:stage].count(rank) / max(step.ranks.count(rank) - 1, 1)
+            inches, digits = inches_per_second * (end - start), len(str(microbatch))
+            spans.append((1000 * start, 1000 * (end - start)))
+            colours.append(tuple((1 - shade) * np.array(_COLOURS[kind][0]) + shade * np.array(_COLOURS[kind][1])))
+            edges.append(0.5 if inches > 0.03 else 0.0)  # of a narrow box the edges would be all
+            if inches > 0.06 * digits:
+                middle, size = 500 * (start + end), min(8.0, 80 * inches / digits)
+                colour = "white" if shade < 0.5 else "black"
+                panel.text(middle, rank, str(microbatch), color=colour, size=size, ha="center", va="center")
+        # One artist for all boxes of a rank: a large step has tens of thousands, which take minutes one by one.
+        panel.broken_barh(spans, (rank - 0.5, 1), facecolors=colours, edgecolors="white", linewidths=edges)
+    panel.set(xlim=(0, 1000 * step.seconds), ylim=(step.pipeline_degree - 0.5, -0.5))
     panel.set_yticks(range(step.pipeline_degree), [f"rank {rank}" for rank in range(step.pipeline_degree)])
     panel.tick_params(labelsize=8)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-
-
-def _box(start: float, end: float, rank: int) -> list[tuple[float, float]]:
-    """Corners of a box in a rank's row."""
-    return [(start, rank - 0.5), (end, rank - 0.5), (end, rank + 0.5), (start, rank + 0.5)]
+    panel.spines[["top", "right", "left"]].set_visible(False)
