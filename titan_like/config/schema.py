@@ -155,7 +155,9 @@ class Training(Section):
 class Optimizer(Section):
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="adamw, or plain sgd without momentum")
+    name: str = Field(
+        "adamw", description="adamw, plain sgd without momentum, or the name of an installed package's optimizer"
+    )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
@@ -163,6 +165,7 @@ class Optimizer(Section):
     implementation: Literal["for-loop", "foreach", "fused"] = Field(
         "fused", description="kernel of the update; sgd has no fused one and uses foreach"
     )
+    options: dict[str, Any] = Field({}, description="settings of an installed package's optimizer")
 
 
 class LRScheduler(Section):

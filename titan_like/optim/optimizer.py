@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
+from titan_like.config.entry_points import load_entry
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.registry import find_rule
 from titan_like.torch_private import multiply_all_
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW or plain SGD; weight decay applies to matrices and embeddings, not to biases and norms."""
+    """The optimizer that `optimizer.name` chooses; weight decay applies to matrices and embeddings alone.
+
+    Raises:
+        ConfigError: there is no such optimizer.
+    """
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused, foreach = section.implementation == "fused", section.implementation == "foreach"
-    if section.name == "sgd":  # its fused kernel does not take sharded parameters
-        return torch.optim.SGD(groups, lr=section.lr, foreach=fused or foreach)
-    return torch.optim.AdamW(
-        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=fused or None, foreach=foreach or None
-    )
+    optimizer = load_entry("optimizer.name", find_rule(section))(groups, section)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "optimizer.name", section.name, f"it gives a {type(optimizer).__name__}, no torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+def state_per_element(section: OptimizerSection) -> float:
+    """Numbers that the optimizer keeps for each element of a matrix, in its type: 2 for AdamW, 0 for plain SGD."""
+    return _state_per_element(section.model_dump_json())
+
+
+@lru_cache(maxsize=64)
+def _state_per_element(section: str) -> float:
+    matrix = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = build_optimizer([matrix], OptimizerSection.model_validate_json(section))
+    matrix.grad = torch.zeros_like(matrix)
+    optimizer.step()
+    state = (value for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor) and value.ndim)
+    found = sum(value.numel() * value.element_size() for value in state) / (matrix.numel() * matrix.element_size())
+    return int(found) if found == int(found) else found
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ class Storage:
     master: int = _FLOAT32
     compute: int = _FLOAT32
     reduce: int = _FLOAT32
-    moments: int = 2  # AdamW; plain SGD has none
+    moments: float = 2  # of each element; plain SGD has none
 
     @property
     def wrapped(self) -> bool:
@@ -48,7 +48,7 @@ def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
     """What one process holds of some units."""
     count = sum(prod(storage.split.here(parameter)) for unit in units for parameter in unit.parameters)
     weights = storage.master * count
-    return RankState(count, weights, weights, storage.moments * weights)
+    return RankState(count, weights, weights, int(storage.moments * weights))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StateBytes:
 
 
 def state_bytes(
-    model: TransformerConfig, zero_stage: int, shard_degree: int, compute_bytes: int = 4, moments: int = 2
+    model: TransformerConfig, zero_stage: int, shard_degree: int, compute_bytes: int = 4, moments: float = 2
 ) -> StateBytes:
     """Training state of a model that is not cut into stages, on the first process of the group that shards it.
 
@@ -190,7 +190,7 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     total, in_root, layer, entry, early, late, rows = elements
     part, compute = storage.split.shard, storage.compute
     gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # as many bytes as weights
-    shards = (1 + storage.moments) * gradients
+    shards = int((1 + storage.moments) * gradients)
     if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 

@@ -9,6 +9,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import batch_sizes_to_check, total_steps
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
+from titan_like.optim.registry import find_rule
 from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
@@ -29,7 +30,7 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
 
 def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
     """An error for each rule that is broken; rules about the model or the layout apply only if it is given."""
-    rules: list[Callable[[], None]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
+    rules: list[Callable[[], object]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
     if model is not None and layout is not None:
@@ -38,7 +39,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             lambda: check_tensor_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
         ]
-    rules += [lambda: _check_precision(config), lambda: _check_health(config)]
+    rules += [lambda: _check_precision(config), lambda: _check_health(config), lambda: find_rule(config.optimizer)]
     if model is not None:
         rules.append(lambda: _check_compile(config, model))
     rules.append(lambda: _check_available(config))

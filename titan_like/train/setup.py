@@ -21,6 +21,7 @@ from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.optimizer import state_per_element
 from titan_like.parallel.layout import Layout
 from titan_like.train.environment import environment_number, number_of_processes
 from titan_like.train.initial_weights import check_initial_weights
@@ -165,8 +166,8 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
     """Size of a checkpoint: master weights and the optimizer's moments, without what is small."""
     element = 8 if config.training.dtype == "float64" else 4
-    tensors = 3 if config.optimizer.name == "adamw" else 1
-    return tensors * element * model.num_parameters()
+    tensors = 1 + state_per_element(config.optimizer)
+    return int(tensors * element * model.num_parameters())
 
 
 def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""An optimizer of another package, exactly as docs/optimizers.md has it, is chosen by its name in the TOML."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = [
+    "--job.config_file=train_configs/debug_gpt.toml",
+    "--optimizer.name=lion",
+    "--optimizer.lr=1e-3",
+    "--training.dtype=float64",
+    "--training.steps=4",
+    "--training.seq_len=32",
+    "--lr_scheduler.warmup_steps=0",
+    "--evaluation.interval=0",
+    "--metrics.log_interval=1",
+]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like site-packages, with the document's module and its entry point."""
+    folder = tmp_path_factory.mktemp("site")
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    (module,) = re.findall(r"```python\n# my_optimizers.py\n(.*?)```", text, re.DOTALL)
+    (entry,) = re.findall(r'\[project.entry-points."titan_like.optimizers"\]\n(.*?)```', text, re.DOTALL)
+    (folder / "my_optimizers.py").write_text(module)
+    info = folder / "my_optimizers-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_optimizers\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[titan_like.optimizers]\n{entry.replace(chr(34), '')}")
+    return folder
+
+
+def run(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def losses(dump: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trains_alike_on_one_process_and_on_two_and_resumes(package: Path, tmp_path: Path) -> None:
+    alone, shards = tmp_path / "alone", tmp_path / "shards"
+    saves = "--checkpoint.enable=true"
+    done = run(package, "train.py", *SETTINGS, f"--job.dump_folder={alone}", saves, "--checkpoint.interval=2")
+    assert done.returncode == 0, done.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    layout = ["--parallelism.zero_stage=3", "--checkpoint.load_step=2", f"--checkpoint.folder={alone}/checkpoint"]
+    done = run(package, *torchrun, *SETTINGS, *layout, f"--job.dump_folder={shards}", saves)
+    assert done.returncode == 0, done.stderr
+    assert losses(alone)[0] > losses(alone)[-1] + 0.1
+    assert losses(shards) == pytest.approx(losses(alone)[2:], rel=1e-12)  # momentum and weights of step 2, in shards
+
+
+def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) -> None:
+    done = run(package, "train.py", *SETTINGS, "--job.dry_run=true", f"--json={tmp_path / 'plan.json'}")
+    assert done.returncode == 0, done.stderr
+    plan = json.dumps(json.loads((tmp_path / "plan.json").read_text()))
+    parameters = int(re.search(r'"num_parameters": (\d+)', plan)[1])  # type: ignore[index]
+    assert f'"optimizer": {8 * parameters}' in plan  # one moment in float64
+
+
+def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
+    done = run(package, "train.py", *SETTINGS, "--optimizer.name=lyon")
+    assert done.returncode == 2 and "did you mean lion? there are adamw, lion, sgd" in done.stderr
+    done = run(package, "train.py", *SETTINGS, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
+    assert done.returncode == 2 and "sgd has no options" in done.stderr and "Traceback" not in done.stderr

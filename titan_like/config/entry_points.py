@@ -1,0 +1,47 @@
+"""Names that a setting may have: this package's own, and those that installed packages add as entry points.
+
+Nothing is imported before it is used, torch included.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from titan_like.config.errors import ConfigError, first_line
+
+
+def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
+    """Where the object is that setting ``key`` names: one of ``built_in``, else an entry point of ``group``.
+
+    Raises:
+        ConfigError: nothing has this name, or two packages have given it away.
+    """
+    if name in built_in:
+        return EntryPoint(name, built_in[name], group)
+    added = entry_points(group=group)
+    found = added.select(name=name)
+    if len(found) == 1:
+        return found[name]
+    if found:
+        places = " and ".join(sorted(entry.value for entry in found))
+        raise ConfigError(key, name, f"stands for {places}; uninstall all of these packages but one")
+    known = sorted({*built_in, *added.names})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(key, name, f"unknown name; {guess}there are {', '.join(known)}")
+
+
+def load_entry(key: str, entry: EntryPoint) -> Any:
+    """Import the object.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the package raises as it is imported
+        problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
+        raise ConfigError(key, entry.name, problem) from error

@@ -1,0 +1,24 @@
+"""Names of update rules and where their functions are. Nothing is imported before it is used, torch included."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+from titan_like.config.entry_points import find_entry
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Optimizer
+
+GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
+RULES = {"adamw": "titan_like.optim.rules:adamw", "sgd": "titan_like.optim.rules:sgd"}
+
+
+def find_rule(section: Optimizer) -> EntryPoint:
+    """Where the function of `optimizer.name` is.
+
+    Raises:
+        ConfigError: there is none, or it is given options that it does not have.
+    """
+    entry = find_entry("optimizer.name", section.name, GROUP, RULES)
+    if section.name in RULES and section.options:
+        raise ConfigError("optimizer.options", section.options, f"{section.name} has no options; leave them out")
+    return entry
