@@ -236,7 +236,7 @@ def simulated_steps() -> list[float]:
 
 def trainer_state() -> float:
     """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
-    the sums that its tests hold it to, over models, ZeRO stages and types."""
+    the sums that its tests check, over models, ZeRO stages and types."""
     profile, largest = builtin_profiles()["fsdp_a100"].changed(trainer_state=True), 0.0
     flavors = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
     for (family, flavor), zero, dtype in product(flavors, range(4), ("float32", "bfloat16")):
