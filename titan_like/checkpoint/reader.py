@@ -43,6 +43,11 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        """The class or function of that name.
+
+        Raises:
+            pickle.UnpicklingError: it is not one of tensor metadata.
+        """
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return _as_text
@@ -52,7 +57,11 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not tensor metadata")
 
     def load_build(self) -> None:
-        """Set the fields of an instance."""
+        """Set the fields of an instance.
+
+        Raises:
+            pickle.UnpicklingError: the target is not an instance of tensor metadata.
+        """
         state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
             instance.__setstate__(state)  # sets only its own fields
