@@ -1,21 +1,22 @@
-"""Kills and stops training runs at random moments until each has reached its end, and compares them with one that was
-left alone.
+"""Kill and stop training runs at random moments until each has finished, and compare them with an undisturbed run.
 
     python benchmarks/chaos.py --runs 20 --json chaos.json
 
-Every run is torchrun of train.py's trainer on the debug model, dropout on, a checkpoint every second step. A random
-rank gets a signal at a random moment (after some seconds, while a checkpoint is being written, or after some step), and
-the job is started again, until it ends by itself. Every second signal is kill -9; the others ask to stop, and may go to
-torchrun in place of a rank, as from a terminal. Some runs keep their layout, others change it with every start.
+Every run is train.py's trainer under torchrun on the debug model, with dropout and a checkpoint every second step. A
+random rank gets a signal at a random moment (after some seconds, while a checkpoint is being written, or after some
+step), and the job is started again until it finishes. Every second signal is kill -9; the others ask to stop, and may
+go to torchrun instead of a rank, as from a terminal. Some runs keep their layout, others change it at every start.
 
-- Weights and optimizer at the end: equal to the bit to those of the reference in the same layout where the layout was
-  kept. Where it changed: the largest difference of a weight from the reference on one rank, relative to the tensor's
-  largest, beside that of undisturbed runs in the same layouts, which is rounding. It may be 8 times as large.
-- Samples: each rank logs the index of every sample that it trains on. In the history that survived (of each step the
-  last attempt at it) each index from 0 on must be there exactly once.
-- A job that has said that it stopped has saved: no step is trained again after it.
-- metrics.jsonl must have each step once.
-- Nothing is printed by the watchdog, which only names ranks that died, in a job that was asked to stop.
+It checks that:
+
+- final weights and optimizer state equal those of the reference bit for bit, if the layout was kept. If it changed, the
+  largest difference of a weight from the reference on one rank, relative to the tensor's largest element, may be 8
+  times that of undisturbed runs in the same layouts, which is rounding.
+- every sample is trained on once. Each rank logs the indices of its samples. In the surviving history, which has the
+  last attempt at each step, every index from 0 on must occur exactly once.
+- a job that said it stopped has saved, so no step is trained again after it.
+- metrics.jsonl has each step once.
+- the watchdog prints nothing in a job that was asked to stop.
 """
 
 from __future__ import annotations
@@ -68,31 +69,31 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
 }
 REQUESTS = ("SIGINT", "SIGHUP", "SIGTERM", "SIGUSR1")
-NOT_PASSED_ON = ("SIGUSR1",)  # by torchrun
-DROPOUT = "--model.overrides.dropout=0.1"  # drawn otherwise in another layout
+NOT_PASSED_ON = ("SIGUSR1",)  # torchrun does not forward these
+DROPOUT = "--model.overrides.dropout=0.1"  # its masks differ in another layout
 
 
 @dataclass
 class Outcome:
-    """What became of one run."""
+    """The result of one run."""
 
     layouts: list[str]
     signals: dict[str, int]  # that were sent
     signals_in_saves: int
-    stops: int  # times that the job said that it stopped
+    stops: int  # how often the job said that it stopped
     seconds: float
-    lost_steps: int  # trained again after a kill, or a request before the first step
-    lost_to_stops: int  # trained again after a job that said that it stopped
-    watchdog_spoke: int  # jobs that were asked to stop and in which the watchdog named a rank or failed at something
-    max_difference: float  # of weights and optimizer from the reference, relative to the largest element
-    undisturbed_difference: float  # the same of runs in these layouts that were left alone; 0 where it was kept
+    lost_steps: int  # steps repeated after a kill, or after a request before the first step
+    lost_to_stops: int  # steps repeated after a job that said that it stopped
+    watchdog_spoke: int  # jobs that were asked to stop, but whose watchdog named a rank or failed
+    max_difference: float  # of weights and optimizer state from the reference, relative to the largest element
+    undisturbed_difference: float  # the same for undisturbed runs in these layouts; 0 if the layout was kept
     identical: bool
     samples_once: bool
     steps_once: bool
 
 
 def worker(log: str, argv: list[str]) -> None:
-    """One rank: train.py whose samples are logged."""
+    """One rank: train.py with its samples logged."""
     sys.path.insert(0, str(ROOT))
     from titan_like.train.signals import StopSignals
 
@@ -101,7 +102,7 @@ def worker(log: str, argv: list[str]) -> None:
 
 
 def train_logged(log: str, argv: list[str], signals: Any) -> None:
-    """Train where each step's samples go to a file."""
+    """Train and write the samples of each step to a file."""
     import torch
 
     import train
@@ -154,7 +155,7 @@ class Attempt:
             )  # fmt: skip
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks, as far as they are started."""
+        """Process ids of the ranks that have started."""
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         except OSError:
@@ -162,7 +163,7 @@ class Attempt:
         return [int(pid) for pid in children]
 
     def wait(self) -> int:
-        """Exit code."""
+        """Wait for the job to end; returns its exit code."""
         code = self.process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -180,7 +181,7 @@ def last_step(dump: Path) -> int:
 def signal_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int) -> tuple[str, bool] | None:
     """Signal a random rank or torchrun: after some time, while a checkpoint is written, or after some step.
 
-    The signal, and whether a checkpoint was being written then; None if the job ended before.
+    Returns the signal and whether a checkpoint was being written, or None if the job ended first.
     """
     name = moments.choice(REQUESTS) if moments.random() < 0.5 else "SIGKILL"
     to_torchrun = name != "SIGKILL" and name not in NOT_PASSED_ON and moments.random() < 0.5
@@ -206,7 +207,7 @@ def signal_once(attempt: Attempt, dump: Path, moments: random.Random, steps: int
 
 
 def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
-    """Whole tensors of the last checkpoint, without random generators (those differ by rank)."""
+    """The full tensors of the last checkpoint, without random generators, which differ by rank."""
     sys.path.insert(0, str(ROOT))
     import warnings
 
@@ -229,7 +230,7 @@ def final_tensors(dump: Path, steps: int) -> dict[str, Any]:
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]:
-    """Whether all tensors are equal to the bit, and the largest relative difference."""
+    """Whether all tensors are bit-identical, and the largest relative difference."""
     import torch
 
     assert found.keys() == wanted.keys()
@@ -244,7 +245,7 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]
 
 
 def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, list[int]]:
-    """Whether each sample is in the surviving history exactly once, and how many steps each attempt trained again."""
+    """Whether each sample is in the surviving history exactly once, and how many steps each attempt repeated."""
     history: dict[int, list[int]] = {}
     again = [0] * attempts
     for number in range(attempts):
@@ -265,10 +266,10 @@ def check_samples(dump: Path, attempts: int, steps: int) -> tuple[bool, list[int
 def run(
     dump: Path, layouts: list[str], settings: list[str], steps: int, num_signals: int, moments: random.Random
 ) -> dict[str, Any]:
-    """Train in ``dump`` through that many signals; each attempt takes the next of ``layouts``, round and round."""
+    """Train in ``dump`` through that many signals; the attempts cycle through ``layouts``."""
     dump.mkdir(parents=True)
     used, signals, in_saves, began = [], Counter[str](), 0, time.monotonic()
-    stopped: list[bool] = []  # of each attempt: whether it said so
+    stopped: list[bool] = []  # for each attempt, whether it said so
     spoke = 0
     while True:
         layout = layouts[len(used) % len(layouts)]
@@ -286,7 +287,7 @@ def run(
         if code == 0 and not stopped[-1]:
             break
         if len(used) > 10 * (num_signals + 1):
-            raise RuntimeError(f"no end is in sight: {output[-2000:]}")
+            raise RuntimeError(f"the run does not finish: {output[-2000:]}")
     once, again = check_samples(dump, len(used), steps)
     after_stops = sum(again[number] for number in range(1, len(used)) if stopped[number - 1])
     logged = [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()]
@@ -299,7 +300,7 @@ def run(
 
 
 def main() -> None:
-    """Run it all and print a table."""
+    """Run everything and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--signals", type=int, default=3, help="in each run")

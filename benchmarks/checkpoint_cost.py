@@ -1,14 +1,14 @@
-"""What saving a checkpoint costs: the steps that it holds up, and bytes per second beside torch.save.
+"""Measure the cost of saving a checkpoint: slower steps, and bytes per second compared with torch.save.
 
     python benchmarks/checkpoint_cost.py --json checkpoint_cost.json
 
-One process trains a GPT of 100 million parameters. In turn, round after round: a save that training waits for;
-torch.save of the same tensors, flushed to disk as the checkpoint is; loading both from the disk; and twice a save in
-the background, with the steps that go on beside it until it is on disk, between two steps that nothing disturbs.
+One process trains a GPT with 100 million parameters. Each round makes a synchronous save, a torch.save of the same
+tensors that is flushed to disk too, loads both from disk, and makes two saves in the background. Steps continue during
+a background save until it is on disk, with undisturbed steps before and after it.
 
-Stall: seconds for which training stands still because of a save in the background, that is until `save` returns and,
-in the next step, until its tensors are copied. Slowdown: how much longer the steps beside it take in all, which on
-a machine without a GPU has the copying and writing on the cores that also compute.
+The stall is the time for which training stands still because of a background save: until `save` returns and, in the
+next step, until the tensors are copied. The slowdown is the total extra time of the steps during the save. Without a
+GPU it includes copying and writing on the cores that also compute.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS = [
 
 
 class Watched(Trainer):
-    """Notes for how long updates wait for a save."""
+    """Records how long updates wait for a save."""
 
     waited = 0.0
 
@@ -60,14 +60,14 @@ class Watched(Trainer):
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Run ``action`` and return the seconds it takes."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """torch.save, on disk when it returns."""
+    """torch.save, flushed to disk."""
     with open(path, "wb") as file:
         torch.save(tensors, file)
         file.flush()
@@ -75,14 +75,14 @@ def torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def out_of_cache(folder: Path) -> None:
-    """Have the files of a folder read from the disk when they are read next."""
+    """Drop the files of a folder from the page cache, so that the next read comes from the disk."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def waited_for(trainer: Watched, folder: Path) -> dict[str, float]:
-    """Seconds of a save that training waits for, of loading it, and of torch.save and torch.load of its tensors."""
+    """Seconds of a synchronous save, of loading it, and of torch.save and torch.load of the same tensors."""
     tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
     trainer.saver.in_background = False
     found = {"save": seconds(lambda: trainer.save(is_last=True))}
@@ -95,7 +95,7 @@ def waited_for(trainer: Watched, folder: Path) -> dict[str, float]:
 
 
 def beside_training(trainer: Watched, data: Any) -> dict[str, float]:
-    """Seconds of a save in the background, and of the steps beside it against those before and after."""
+    """Seconds of a background save, and of the steps during it compared with those before and after."""
     before = seconds(lambda: trainer.train_step(data))
     trainer.saver.in_background, trainer.waited, beside = True, 0.0, []
     blocked = seconds(lambda: trainer.save())
@@ -129,7 +129,7 @@ def main() -> None:
         trainer.train_step(data)
         tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        beside_training(trainer, data)  # buffers are made
+        beside_training(trainer, data)  # creates the buffers
         rounds = [
             [waited_for(trainer, Path(name)), *(beside_training(trainer, data) for _ in range(2))]
             for _ in range(options.rounds)

@@ -1,8 +1,8 @@
-"""Fit the shipped profiles to a file of measured rows, and say how well each predicts rows that it was not fitted on.
+"""Fit the shipped profiles to a file of measured rows, and report how well each predicts rows left out of the fit.
 
     python benchmarks/fit_profiles.py --points FILE.csv [--only NAME] [--write]
 
-Rows of arXiv 2104.04473, Table 1, are refused: they are the test.
+Rows of arXiv 2104.04473, Table 1, are refused because they are the test set.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ REST = ("microbatch_time", "step_time")
 
 
 def by_shape(row: Row) -> str:
-    """Rows of one model size are one group."""
+    """Groups rows by model size."""
     return f"{row.work.model.num_layers}x{row.work.model.hidden_size}"
 
 
 def by_layout(row: Row) -> str:
-    """Rows of one layout are one group, where a study has one model."""
+    """Groups rows by layout, for a study of one model."""
     return f"tp{row.work.tensor} pp{row.work.pipeline} cp{row.work.context}"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One profile: which rows, from where, what is fitted."""
+    """How to fit one profile: its rows, their sources, the constants to fit."""
 
     description: str
-    studies: tuple[tuple[str, str], ...]  # (start of the GPU's name, study) that it is fitted on
+    studies: tuple[tuple[str, str], ...]  # (prefix of the GPU's name, study) of the rows that it is fitted on
     device: str
     node_bandwidth: float
     names: tuple[str, ...]
-    also: tuple[tuple[str, str], ...] = ()  # covered, not fitted on
-    covered: tuple[tuple[str, str], ...] = ()  # covers these instead
+    also: tuple[tuple[str, str], ...] = ()  # covered by the profile, but not fitted on
+    covered: tuple[tuple[str, str], ...] = ()  # rows covered by the profile, if not those above
     start: dict[str, Any] = field(default_factory=dict)
     gpus_per_node: int = 8
     rows: Callable[[Row], bool] = lambda row: True
@@ -68,7 +68,7 @@ _MEGATRON_H100 = {
     "gather_hidden": True,
 }
 
-_FOUNDRY = {"gradient_bytes": 2, "fused_loss": True, "logit_state": 2.0}  # MPT's loss is flash-attention's operator
+_FOUNDRY = {"gradient_bytes": 2, "fused_loss": True, "logit_state": 2.0}  # MPT uses flash-attention's loss operator
 
 _NARROW_TYPES = (
     "gemm_efficiency",
@@ -78,11 +78,11 @@ _NARROW_TYPES = (
     "float4_relative",
     "contention",
 )
-# Megatron-LM's fp16 training sums gradients over data-parallel ranks as they are, in fp16 (only bf16 training has
-# --accumulate-allreduce-grads-in-fp32 by itself), and copies them to float32 for the update.
+# Megatron-LM's fp16 training sums gradients over data-parallel ranks in fp16 (only bf16 training sets
+# --accumulate-allreduce-grads-in-fp32 by default), and copies them to float32 for the update.
 _HALF_GRADIENTS = {"gradient_bytes": 2, "gradient_state": 2.0, "optimizer_state": 16.0}
-# Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients sharded. The
-# overheads are what rows with measured memory leave over.
+# Half-precision weights and gradients; master weights, moments and a float32 copy of the gradients are sharded. The
+# overheads are the rest of the memory in rows that measured it.
 _DEEPSPEED_ZERO1 = {"gradient_state": 2.0, "optimizer_state": 16.0}
 
 _BLOOM_NAMES = (*COMPUTE, *NETWORK, *REST, "operator_time")
@@ -90,7 +90,7 @@ _BLOOM = {
     "gradient_bytes": 2,
     "network_efficiency": 0.3,
     "overlap": 0.01,
-    "blocking_launches": True,  # CUDA_LAUNCH_BLOCKING=1, against hangs
+    "blocking_launches": True,  # CUDA_LAUNCH_BLOCKING=1, a workaround for hangs
     "operator_time": 2e-5,
     **_DEEPSPEED_ZERO1,
     "overhead_bytes": 9.1e9,
@@ -125,7 +125,7 @@ RECIPES: dict[str, Recipe] = {
             "gradient_bytes": 2,
             "only_zero": 3,
             "network_efficiency": 0.1,
-            "gathers_per_layer": 12,  # DeepSpeed gathered each weight and bias by itself
+            "gathers_per_layer": 12,  # DeepSpeed gathered each weight and bias separately
             "overlap": 0.1,
             "gemm_efficiency": 0.77,
             "gemm_depth": 163.0,
@@ -200,7 +200,7 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_efficiency": 0.2,
             **_DEEPSPEED_ZERO1,
             "overhead_bytes": 2e9,
-            "buffer_state": 4.0,  # gradients and weights once more, flat
+            "buffer_state": 4.0,  # a flat copy of gradients and weights
         },
         gpus_per_node=4,
         rows=lambda row: row.work.zero_stage < 3,
@@ -217,7 +217,7 @@ RECIPES: dict[str, Recipe] = {
             "nvlink_switch": False,
             "network_efficiency": 0.34,
             "gathers_per_layer": 12,
-            "ring_part": 0.25,  # one of four cards, as rows tell that differ in tensor parallelism
+            "ring_part": 0.25,  # one of four cards, as shown by rows that differ only in tensor parallelism
             "only_zero": 3,
         },
         gpus_per_node=4,
@@ -303,8 +303,8 @@ RECIPES: dict[str, Recipe] = {
         "H100-80GB",
         400e9,
         ("gemm_efficiency", "attention_efficiency", "network_efficiency", "float8_relative"),
-        # The rows are float8 and tell little but the product of the first and the last constant. Where bf16 products
-        # are is from Megatron-LM's bf16 rows of 2024 (`megatron_lm_h100`: 0.66).
+        # The rows are float8 and determine only the product of the first and the last constant. The efficiency of bf16
+        # products comes from Megatron-LM's bf16 rows of 2024 (`megatron_lm_h100`: 0.66).
         start={**_MEGATRON_H100, "gemm_efficiency": 0.66},
     ),
     "megatron_bridge_gb200": Recipe(
@@ -337,7 +337,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def main() -> int:
-    """Fit, print, and write where asked to."""
+    """Fit the profiles, print the errors, and write the profiles if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--points", required=True, help="CSV of measured rows")
     parser.add_argument("--only", help="one profile")
@@ -345,7 +345,7 @@ def main() -> int:
     options = parser.parse_args()
     rows, _ = read_rows(options.points)
     if any(row.study == "ptdp_table1" for row in rows):
-        print("Table 1 is the test: take its rows out of the file", file=sys.stderr)
+        print("Table 1 is the test set; remove its rows from the file", file=sys.stderr)
         return 2
     for name, recipe in RECIPES.items():
         if options.only not in (None, name):
@@ -383,7 +383,7 @@ def _covered(row: Row, groups: tuple[tuple[str, str], ...]) -> bool:
 
 
 def _described(rows: list[Row]) -> list[str]:
-    """Sources, each with its number of rows."""
+    """The sources, each with its number of rows."""
     sources = [row.source for row in rows]
     return [f"{source}: {sources.count(source)} rows" for source in sorted(set(sources))]
 

@@ -1,13 +1,13 @@
-"""Everything that a GPU has to show, in one command of at most nine minutes: scripts/gpu_check.sh --json gpu_check.json
+"""Check everything that needs a GPU, in at most nine minutes: scripts/gpu_check.sh --json gpu_check.json
 
-1. parity     scripts/verify.py on the GPU: one process of each layout that one GPU can hold.
-2. memory     a step's peak by the allocator beside the planner's formulas, by model and recomputation.
+1. parity     scripts/verify.py on the GPU, for each layout that fits on one GPU.
+2. memory     the allocator's peak in a step against the planner's formulas, by model and recomputation.
 3. speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
-4. waits      times that the host waits for the GPU in a step that logs nothing.
-5. checkpoint a run that begins anew from a checkpoint has the losses, to the bit, of the one that went on.
+4. waits      how often the host waits for the GPU in a step that logs nothing.
+5. checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
 
-Each part runs in processes of its own, so that one that fails leaves the others; what is known is written to the file
-after each. Without a GPU, or with --tiny, the same code runs on small models, to see that it works: times mean nothing.
+Each part runs in its own processes, so a failure does not affect the others; the file is written after each part.
+Without a GPU, or with --tiny, the same code runs on small models to test the script; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-LIMIT = 530.0  # seconds, of everything
 MOST_WAITS = 0  # of a step: its numbers are read later
+LIMIT = 530.0  # seconds for the whole check
 ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
 
-Row = dict[str, Any]  # what a part found out of one case: "case", "ok", figures, or "problem"
+Row = dict[str, Any]  # the result of one case: "case", "ok", and figures or "problem"
 
 PARITY = {
     "gpt, gradient accumulation": ["debug_gpt.toml", "--training.global_batch_size=16"],
@@ -61,7 +61,7 @@ SPEED = {
 
 
 def parity(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Verify each layout."""
+    """Run the verifier on each layout."""
     for case, (config, *settings) in list(PARITY.items())[: 1 if tiny else None]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "verdict.json"
@@ -80,13 +80,13 @@ def memory(tiny: bool, on_gpu: bool) -> Iterator[Row]:
         settings = [f"--model.family={family}", f"--model.flavor={flavor}", f"--activation_checkpoint.mode={mode}"]
         done = worker("peak", *settings, *([] if tiny else size))
         row: Row = {"case": f"{family} {flavor} {mode}", **result_of(done)}
-        if row.get("measured_bytes"):  # only a GPU's allocator tells
+        if row.get("measured_bytes"):  # only a GPU's allocator reports it
             row["off"] = row["predicted_bytes"] / row["measured_bytes"] - 1
         yield row | {"ok": done.returncode == 0 and abs(row.get("off", 0.0)) <= 0.05}
 
 
 def speed(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Train each model for a while."""
+    """Train each model for a few steps."""
     for case, (flavor, micro_batch_size, compiled) in list(SPEED.items())[: 1 if tiny else None]:
         steps, leave_out = (6, 2) if tiny else (24, 10)
         settings = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
@@ -105,7 +105,7 @@ def speed(tiny: bool, on_gpu: bool) -> Iterator[Row]:
 
 
 def waits(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Count in a process of its own."""
+    """Count host waits in a separate process."""
     for compiled in ("false",) if tiny else ("false", "true"):
         done = worker("waits", "--metrics.log_interval=1000", f"--compile.enable={compiled}")
         row = {"case": "compiled" if compiled == "true" else "eager", **result_of(done)}
@@ -113,7 +113,7 @@ def waits(tiny: bool, on_gpu: bool) -> Iterator[Row]:
 
 
 def checkpoint(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Train six steps, and the last three again from the checkpoint of the third."""
+    """Train six steps, then repeat the last three from the checkpoint of the third."""
     size = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
     size += ["--checkpoint.enable=true", "--checkpoint.interval=3", "--job.deterministic=true", "--training.steps=6"]
     for dtype in ["float32"] if tiny else ["bfloat16", "float16"]:
@@ -136,7 +136,7 @@ PARTS: dict[str, Callable[[bool, bool], Iterator[Row]]] = {
 
 
 def python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """A program of this repository, stopped where the whole check would take too long."""
+    """Run a program of this repository; it is stopped when the time of the whole check is up."""
     left = LIMIT - (time.monotonic() - STARTED)
     command = [sys.executable, *arguments]
     if left <= 0:
@@ -148,18 +148,18 @@ def python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def train(folder: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """train.py, in this one process, with its files in a folder."""
+    """Run train.py in one process, with its files in a folder."""
     return python(["train.py", f"--job.dump_folder={folder}", *QUIET, *settings])
 
 
 def worker(name: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """One of `WORKERS`, in a process of its own."""
+    """Run one of `WORKERS` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         return python([__file__, "worker", name, f"--job.dump_folder={folder}", *QUIET, *OUTSIDE, *settings])
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> Row:
-    """What a worker printed last, or why there is nothing."""
+    """The last line that a worker printed, or the problem if there is none."""
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else problem_of(done)
 
 
@@ -174,11 +174,11 @@ def read_records(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# What runs in processes of their own.
+# Functions that run in separate processes.
 
 
 def peak(settings: list[str]) -> Row:
-    """Most bytes of a step by the allocator, and by the planner."""
+    """Peak bytes of a step: the allocator's and the planner's."""
     import torch
 
     from titan_like.metrics.devices import find_device
@@ -204,7 +204,7 @@ def peak(settings: list[str]) -> Row:
 
 
 def host_waits(settings: list[str]) -> Row:
-    """How often the third step waits for the GPU, and where; on a CPU, how often it would: reads of tensors' values."""
+    """How often the third step waits for the GPU, and where. On a CPU it counts reads of tensors' values instead."""
     import torch
 
     trainer, data = trainer_of(settings)
@@ -229,7 +229,7 @@ def host_waits(settings: list[str]) -> Row:
 
 
 def noting(calls: list[str], method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The method, with its calls by this package noted; torch's own are of a mesh's ranks, which are on the host."""
+    """Wrap a method to record its calls by this package; torch itself reads only mesh ranks, which are on the host."""
 
     def call(self: Any) -> Any:
         if sys._getframe(1).f_code.co_filename.startswith(str(ROOT / "titan_like")):
@@ -240,14 +240,14 @@ def noting(calls: list[str], method: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 def trainer_of(settings: list[str]) -> Any:
-    """A trainer in a process group of this process alone, and its data."""
+    """A trainer in a process group of one process, and its data."""
     from titan_like.config import load_config
     from titan_like.train.job import process_group
     from titan_like.train.setup import prepare_run
     from titan_like.train.trainer import Trainer
 
     run = prepare_run(load_config([*settings, "--training.steps=10"]))
-    process_group(run.device).__enter__()  # until the process ends
+    process_group(run.device).__enter__()  # released when the process ends
     trainer = Trainer(run)
     return trainer, trainer._load_data()
 
@@ -256,14 +256,14 @@ WORKERS: dict[str, Callable[[list[str]], Row]] = {"peak": peak, "waits": host_wa
 
 
 def main() -> int:
-    """Run the parts, print a line for each case, write the file; 1 where something is not as it should be."""
+    """Run the parts, print a line for each case and write the file; returns 1 if a check failed."""
     import torch
 
     from benchmarks.overhead import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small models (always so without a GPU)")
-    parser.add_argument("--only", choices=PARTS, action="append", help="leave out the other parts")
+    parser.add_argument("--tiny", action="store_true", help="small models (the default without a GPU)")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only these parts")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not options.tiny

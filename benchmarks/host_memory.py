@@ -2,14 +2,14 @@
 
     python benchmarks/host_memory.py --json host_memory.json
 
-A GPT of 16 million parameters, 13 million of them in its table of 50,257 tokens, trains for --steps steps in one
-process. Rounds alternate between the settings, each run a process of its own:
+A GPT with 16 million parameters, 13 million of them in the embedding table of 50,257 tokens, trains for --steps steps
+in one process. Rounds alternate between the settings, and each run is a new process:
 
-- ours: what `train.py` does (`titan_like.train.host_memory`): freed buffers stay in the process;
-- default: glibc's own settings, under which large buffers go back to the kernel when they are freed.
+- ours: the settings of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process;
+- default: glibc's settings, which return large buffers to the kernel when they are freed.
 
-Growth is that of the largest resident set from step 10 to the last step. Tokens per second are those of the median
-step after step 10; system time is what the kernel took, mostly to hand out pages.
+Growth is that of the peak resident set from step 10 to the last step. Tokens per second are those of the median step
+after step 10. System time is spent in the kernel, mostly to hand out pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RUN = [
 
 
 def worker(setting: str, argv: list[str]) -> None:
-    """train.py under one of the settings; its last line is the processor time."""
+    """Run train.py under one of the settings; its last line of output is the processor time."""
     from titan_like.train import host_memory
     from train import main
 
@@ -50,7 +50,7 @@ def worker(setting: str, argv: list[str]) -> None:
 
 
 def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, float]:
-    """One run."""
+    """Measure one run."""
     command = [sys.executable, __file__, "worker", setting, f"--job.dump_folder={folder}", *RUN]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, f"--training.steps={steps}"], env=environment, capture_output=True, text=True)
@@ -68,7 +68,7 @@ def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, f
 
 
 def main() -> None:
-    """Read the command line, measure in turn, write the result."""
+    """Read the command line, measure the settings in turn, write the result."""
     from overhead import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

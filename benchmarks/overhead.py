@@ -1,18 +1,18 @@
-"""Speed of train.py beside a bare PyTorch loop, and beside Hugging Face's Trainer.
+"""Speed of train.py compared with a bare PyTorch loop and with Hugging Face's Trainer.
 
     python benchmarks/overhead.py                              # both comparisons
     python benchmarks/overhead.py overhead --pairs 7 --json overhead.json
     python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
 
-Each comparison runs its two sides in alternation, each run a fresh process with the same number of threads. All
-sides train in float32 on the same samples, at the same batch and learning rate, with the same fused AdamW and the
-same clipping. train.py runs as users run it: it loads data, logs and writes metrics.jsonl, the others do not.
+Each comparison alternates between its two sides. Each run is a new process with the same number of threads. All sides
+train in float32 on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs
+as users run it: it loads data, logs and writes metrics.jsonl, which the other sides do not.
 
-One clock serves all sides: a hook in torch.optim reads the time as every optimizer step ends. A step lasts from the
-end of the step before to its own end, so no work between two steps is left out. Tokens per second are the tokens of
-the steps after the warm-up over their total time. The median step is given as well: other programs on the machine
-disturb it less, but it hides what only some steps do, such as log lines. Measure on an idle machine: two busy threads
-on a core that a third wants can take ten times as long. The bare loop must end at train.py's loss, or this fails.
+All sides use the same clock: a hook in torch.optim that reads the time when an optimizer step ends. A step lasts from
+the end of the previous step to its own end, so no work between steps is missed. Tokens per second are the tokens of the
+steps after the warm-up over their total time. The median step is given too: it is less sensitive to other programs on
+the machine, but hides work that only some steps do, such as log lines. Measure on an idle machine: other load can make
+a run ten times as long. The bare loop must reach train.py's final loss, otherwise the benchmark fails.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ STEPS = {"overhead": 80, "hf": 13}
 WARMUP = {"overhead": 10, "hf": 3}
 
 
-# What runs in the fresh processes.
+# Functions that run in the new processes.
 
 
 class StepClock:
-    """Times at which optimizer steps ended. A GPU is waited for only where the measured steps begin and end."""
+    """Records when optimizer steps end. It waits for a GPU only at the beginning and the end of the measured steps."""
 
     def __init__(self, warmup: int, steps: int) -> None:
         import torch
@@ -63,7 +63,7 @@ class StepClock:
 
 
 def train_bare(run: Any) -> float:
-    """The least that trains this model: a plain loop over tensors in memory. Returns the last loss."""
+    """Train with a minimal loop over tensors in memory. Returns the last loss."""
     import torch
     import torch.nn.functional as F
 
@@ -94,7 +94,7 @@ def train_bare(run: Any) -> float:
 
 
 def train_hf(run: Any) -> float:
-    """GPT2LMHeadModel of the same shape under transformers.Trainer, logging nothing. Returns the mean loss."""
+    """Train a GPT2LMHeadModel of the same shape with transformers.Trainer, without logging. Returns the mean loss."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -133,7 +133,8 @@ def train_hf(run: Any) -> float:
         report_to="none",
         disable_tqdm=True,
     )
-    dataset = [{"input_ids": tokens, "labels": tokens} for tokens in samples(run)[:, 0]]  # it shifts labels itself
+    # GPT2LMHeadModel shifts the labels itself.
+    dataset = [{"input_ids": tokens, "labels": tokens} for tokens in samples(run)[:, 0]]
     return Trainer(model, arguments, train_dataset=dataset).train().training_loss
 
 
@@ -146,7 +147,7 @@ def samples(run: Any) -> Any:
 
 
 def train_titan(argv: list[str], dump_folder: str) -> float:
-    """train.py itself, as ``python train.py`` runs it. Returns the last loss."""
+    """Train with train.py, as ``python train.py`` runs it. Returns the last loss."""
     sys.argv = ["train.py", *argv]
     try:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -176,11 +177,11 @@ def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
     output.write_text(json.dumps(result))
 
 
-# What compares them.
+# Functions that compare them.
 
 
 def settings_of(command: str, args: argparse.Namespace) -> list[str]:
-    """train.py's settings, which the other sides read too."""
+    """The settings of train.py, which the other sides read too."""
     settings = {
         "model.family": "gpt",
         "model.flavor": "debug",
@@ -202,7 +203,7 @@ def settings_of(command: str, args: argparse.Namespace) -> list[str]:
 
 
 def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one side in a fresh process: tokens per second, time of a step, loss."""
+    """Run one side in a new process; returns tokens per second, the time of a step and the loss."""
     output = folder / "result.json"
     output.unlink(missing_ok=True)
     warmup = min(WARMUP[command], (args.steps or STEPS[command]) - 2)
@@ -228,7 +229,7 @@ def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> 
 
 
 def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the pairs of one comparison and print them as they come."""
+    """Run the pairs of one comparison and print each when it is done."""
     base, titan = SIDES[command]
     print(f"\n{command}: titan (train.py) / {base}, tokens per second")
     print(f"{'pair':>4} {base + ' tok/s':>12} {'titan tok/s':>12} {'ratio':>7} {'ratio of median steps':>22}")
@@ -260,7 +261,7 @@ def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, A
 
 
 def count_parameters(command: str, args: argparse.Namespace) -> int:
-    """Parameters of the compared model, embeddings included, vocabulary padding not."""
+    """Number of parameters of the model, with embeddings and without vocabulary padding."""
     sys.path.insert(0, str(ROOT))
     from titan_like.config import load_config
     from titan_like.models.registry import model_config
@@ -269,7 +270,7 @@ def count_parameters(command: str, args: argparse.Namespace) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """A description of the machine."""
     import torch
 
     cpu_info = Path("/proc/cpuinfo")

@@ -1,20 +1,20 @@
-"""Time of a pipeline step beside the time that its schedule takes at best, and what the runtime holds in memory.
+"""Time of a pipeline step compared with the ideal time of its schedule, and the memory that the runtime holds.
 
     python benchmarks/pipeline_bubble.py                        # this project's runtime and torch's, about half an hour
     python benchmarks/pipeline_bubble.py --runtimes own --microbatches 8
     sudo python benchmarks/pipeline_bubble.py --realtime        # on a machine that does other things, too
 
-Stages sleep instead of computing (see sleeping_stages.py), so four of them run at full speed on two cores. All else is
-real: one process for each pipeline rank, messages over gloo, autograd, `titan_like.parallel.pipeline.Pipeline`.
+Stages sleep instead of computing (see sleeping_stages.py), so four of them run at full speed on two cores. Everything
+else is real: one process per pipeline rank, messages over gloo, autograd, `titan_like.parallel.pipeline.Pipeline`.
 
-ratio = median time of a step / ideal time. The ideal is the closed form m·(t_F + t_B)·(1 + bubble) for schedules
-with whole backward passes, and for those that split them the table's simulated time, with messages that take no time.
-A pass sleeps for the v-th part of a microbatch's time where a rank has v stages. torch.distributed.pipelining runs the
-same stages and is held to the same ideal; it leaves the first stage's whole backward pass to its second part, which
-changes nothing in the ideal times of its own tables.
+ratio = median time of a step / ideal time. For schedules with whole backward passes the ideal is the closed form m·(t_F
++ t_B)·(1 + bubble) (arXiv 2104.04473, section 2.2). For schedules that split the backward pass it is the simulated time
+of the table, with messages that take no time. If a rank has v stages, a pass sleeps for 1/v of a microbatch's time.
+torch.distributed.pipelining runs the same stages and is compared with the same ideal. It does the first stage's whole
+backward pass in the second part, which does not change the ideal times of its tables.
 
-Memory: bytes that torch's CPU allocator holds at most over two steps, less what it held before the runtime was built,
-in units of one activation between stages. The stages themselves keep their input until its backward pass, no more.
+Memory is the peak of torch's CPU allocator over two steps, minus its content before the runtime was built, in units of
+one activation between stages. The stages themselves keep only their input until its backward pass.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ CASES = [
     ("zbv_zero_bubble", 2),
     ("dualpipe_v", 2),
 ]
-SMALL = (1, 64, 64)  # a tensor between stages where time is measured: 16 KiB
-LARGE = (1, 512, 512)  # and where memory is: 1 MiB
+SMALL = (1, 64, 64)  # shape of a tensor between stages when measuring time: 16 KiB
+LARGE = (1, 512, 512)  # and when measuring memory: 1 MiB
 
 
 def build(
     runtime: str, schedule: str, virtual: int, times: Times, microbatches: int, shape: Sequence[int]
 ) -> OwnRuntime | TorchRuntime:
-    """A runtime over sleeping stages on this rank."""
+    """Build a runtime over sleeping stages on this rank."""
     degree = dist.get_world_size()
     if runtime == "own":
         return OwnRuntime(schedule, degree, virtual, times, shape)
@@ -73,7 +73,7 @@ def ideal_seconds(schedule: str, degree: int, virtual: int, times: Times, microb
 
 
 def run_step(runtime: OwnRuntime | TorchRuntime, data: torch.Tensor) -> tuple[float, StepTimeline | None]:
-    """Seconds of one step of the whole pipeline, and its timeline where the runtime keeps one."""
+    """Run one step of the whole pipeline; returns its seconds, and its timeline if the runtime keeps one."""
     group = dist.group.WORLD
     assert group is not None
     timeline = None
@@ -93,7 +93,7 @@ def run_step(runtime: OwnRuntime | TorchRuntime, data: torch.Tensor) -> tuple[fl
 
 
 def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times, steps: int, output: Path) -> None:
-    """Time every (runtime, schedule, virtual stages, microbatches); rank 0 prints a row each and writes them all."""
+    """Time every (runtime, schedule, virtual stages, microbatches); rank 0 prints a row for each and writes all."""
     rows = []
     degree = dist.get_world_size()
     for name, schedule, virtual, microbatches in cases:
@@ -123,7 +123,7 @@ def measure_time(rank: int, cases: list[tuple[str, str, int, int]], times: Times
 
 
 def summary(timelines: list[StepTimeline]) -> dict[str, Any]:
-    """What the timelines say: bubbles, exposed communication, times of passes."""
+    """Bubbles, exposed communication and times of passes from the timelines."""
     found = [figures(timeline) for timeline in timelines]
     passes: dict[str, list[float]] = {}
     for timeline in timelines:
@@ -149,7 +149,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def measure_memory(rank: int, cases: list[tuple[str, str, int, int]], times: Times, output: Path) -> None:
-    """Most activations that each rank's runtime holds, for every (runtime, schedule, virtual stages, microbatches)."""
+    """Peak activations in each rank's runtime, for every (runtime, schedule, virtual stages, microbatches)."""
     rows = []
     for name, schedule, virtual, microbatches in cases:
         data = torch.zeros(microbatches, *LARGE[1:])
@@ -177,7 +177,7 @@ def measure_memory(rank: int, cases: list[tuple[str, str, int, int]], times: Tim
 
 
 def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Most bytes allocated since the profile began. The allocator reports its total with every change."""
+    """Peak bytes allocated since the profile began; the allocator reports its total with every change."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=60.0, help="t_F = t_I = t_W of a microbatch (default 60)")
     parser.add_argument("--steps", type=int, default=5, help="steps after the first (default 5)")
     parser.add_argument("--no-memory", action="store_true", help="measure time only")
-    parser.add_argument("--realtime", action="store_true", help="precedence over other programs (needs the right to)")
+    parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def runs(runtime: str, schedule: str, degree: int, virtual: int, microbatches: int) -> bool:
-    """Whether the runtime takes that many microbatches."""
+    """Whether the runtime accepts this number of microbatches."""
     if runtime == "torch" and schedule == "dualpipe_v" and microbatches < 2 * degree:
         return False
     return check_schedule(schedule, degree, virtual, microbatches) is None

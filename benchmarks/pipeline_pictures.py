@@ -1,8 +1,8 @@
-"""Draw the pictures of docs/pipeline_timeline.md: measured steps, each over the same step in theory. Needs matplotlib.
+"""Draw the pictures in docs/pipeline_timeline.md: measured steps above the same steps in theory. Needs matplotlib.
 
     python benchmarks/pipeline_pictures.py
 
-Four gloo processes run each schedule over the sleeping stages of `sleeping_stages.py`.
+Four gloo processes run each schedule with the sleeping stages of `sleeping_stages.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from titan_like.metrics.timeline_report import figures, report
 from titan_like.parallel.schedules import stages_per_rank
 
 DEGREE, MICROBATCHES, HIDDEN_SHAPE = 4, 8, (1, 16, 64)
-RANK_TIMES = Times(forward=0.020, input_gradient=0.020, weight_gradient=0.020)  # of all stages of a rank
+RANK_TIMES = Times(forward=0.020, input_gradient=0.020, weight_gradient=0.020)  # sum over the stages of a rank
 PICTURES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}  # stages per rank
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 
 
 def measure(rank: int, folder: Path) -> None:
-    """The second step of each schedule; rank 0 draws it."""
+    """Measure the second step of each schedule; rank 0 draws it."""
     for schedule, virtual in PICTURES.items():
         runtime = OwnRuntime(schedule, DEGREE, virtual, RANK_TIMES, HIDDEN_SHAPE)
         data = torch.zeros(MICROBATCHES, *HIDDEN_SHAPE[1:])
@@ -39,7 +39,7 @@ def measure(rank: int, folder: Path) -> None:
 
 
 def picture(schedule: str, virtual: int, step: StepTimeline, folder: Path) -> None:
-    """The measured step over the one in theory, and its report on the console."""
+    """Draw the measured step above the theoretical one, and print its report."""
     per_stage = RANK_TIMES / stages_per_rank(schedule, virtual)
     theory = simulated(schedule, DEGREE, virtual, MICROBATCHES, per_stage.of)
     panels = [
@@ -51,10 +51,10 @@ def picture(schedule: str, virtual: int, step: StepTimeline, folder: Path) -> No
 
 
 def main() -> None:
-    """Measure, print the reports, draw."""
+    """Measure the steps, print the reports, draw the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--realtime", action="store_true", help="precedence over other programs (needs the right to)")
+    parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     launch(measure, DEGREE, options.realtime, options.folder)

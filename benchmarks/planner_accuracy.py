@@ -1,17 +1,18 @@
-"""How far the planner is from measured training steps, and from what it must equal.
+"""Errors of the planner against measured training steps, and against results that it must equal.
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
-Judges the rows of a CSV (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, the ten of
-arXiv 2104.04473, Table 1, among them. Each row is predicted with the profile of its GPU and of the first word of its
-notes. Per such group: n, median, mean and p90 of the absolute error of the step time, its bias (median with sign), the
-worst regret of choosing the layout predicted fastest, in how many sweeps it is at most 2 %, and the rank correlation
-over layouts; then of memory, where it was measured, and of rows that ran out of it.
+Judges the rows of a CSV (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, which include
+the ten of arXiv 2104.04473, Table 1. Each row is predicted with the profile for its GPU and the first word of its
+notes. For each such group it prints n; the median, mean and p90 of the absolute error of the step time; the bias
+(signed median); the worst regret of choosing the layout that is predicted fastest, and the number of sweeps in which it
+is at most 2 %; the rank correlation over layouts; the errors of memory, if it was measured; and rows that ran out of
+memory.
 
-Without --points also: what each profile's file says of rows left out of its fit, the pipeline's closed forms beside
-the simulation of the trainer's tables, the simulation beside the steps of real processes that `simulator_check.py`
-measured, our own trainer's state beside its exact formulas and its activations beside torch's memory tracker, how many
-layouts are judged in a second, and how long the searches of `planner_speed.py` take. That is a minute's work.
+Without --points it also prints the errors on rows left out of each profile's fit; the pipeline's closed forms against
+the simulated tables; the simulation against the real steps that `simulator_check.py` measured; the state of this
+project's trainer against its exact formulas, and its activations against torch's memory tracker; the number of layouts
+judged per second; and the time of the searches in `planner_speed.py`. This takes about a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
 import simulator_check
 from planner_speed import SEARCHES, layouts, timed_search
@@ -50,7 +51,7 @@ CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleave
 
 
 def main(argv: list[str]) -> int:
-    """Predict every row, and print the groups."""
+    """Predict every row and print the groups."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--points", metavar="FILE.csv", help="measured rows (default: those cited by the package)")
     parser.add_argument("--rows", action="store_true", help="print every row too")
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:
-    """Predictions, and how many rows of which groups no profile covers."""
+    """Predictions, and the number of rows in each group that no profile covers."""
     predictions, uncovered = [], Counter[str]()
     for row in rows:
         prediction = predict_row(row)
@@ -97,7 +98,7 @@ def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:
 
 
 def print_rows(predictions: list[Prediction]) -> None:
-    """One line a row."""
+    """Print one line per row."""
     for prediction in predictions:
         row, work = prediction.row, prediction.row.work
         measured = "out of memory" if row.out_of_memory else f"{row.seconds:9.3f} s"
@@ -113,14 +114,14 @@ def print_rows(predictions: list[Prediction]) -> None:
 
 
 def print_groups(groups: list[GroupAccuracy]) -> None:
-    """One line a group."""
+    """Print one line per group."""
     print(
         f"{'GPU and study':36s} {'n':>4s} {'median':>7s} {'mean':>7s} {'p90':>7s} {'worst':>7s} {'bias':>7s} "
         f"{'sweeps':>6s} {'≤ 2 %':>6s} {'regret':>7s} {'ranks':>6s}   {'memory: n':>9s} {'median':>7s} {'p90':>7s}  "
         "profile"
     )
     for group in groups:
-        if not group.n:  # nothing but rows that ran out of memory
+        if not group.n:  # only rows that ran out of memory
             continue
         print(
             f"{group.name:36s} {group.n:4d} {_percent(group.median)} {_percent(group.mean)} {_percent(group.p90)} "
@@ -132,7 +133,7 @@ def print_groups(groups: list[GroupAccuracy]) -> None:
 
 
 def print_sweeps(sweeps: list[Sweep]) -> None:
-    """Those where another layout than the fastest is chosen, with how far measurements of one layout are apart."""
+    """Print the sweeps in which a slower layout is chosen, with the spread of repeated measurements of one layout."""
     if not sweeps:
         return
     small = sum(sweep.regret <= SMALL_REGRET for sweep in sweeps)
@@ -145,7 +146,7 @@ def print_sweeps(sweeps: list[Sweep]) -> None:
 
 
 def print_memory(groups: list[GroupAccuracy]) -> None:
-    """Whether what ran is predicted to fit, and what did not is not."""
+    """Print whether runs that fitted into memory are predicted to fit, and those that did not are not."""
     ran, too_large = sum(group.memory_n for group in groups), sum(group.wrongly_too_large for group in groups)
     failed, fits = sum(group.out_of_memory for group in groups), sum(group.wrongly_fits for group in groups)
     print(f"\nmemory: of {failed} runs that did not fit {fits} predicted to fit; ", end="")
@@ -153,7 +154,7 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
 
 
 def everything_else() -> dict[str, Any]:
-    """What needs no rows, printed and for JSON."""
+    """Print everything that needs no rows, and return it for JSON."""
     left_out = print_left_out()
     bubble, measured, state, speed = closed_forms(), simulated_steps(), trainer_state(), evaluations_per_second()
     print(f"\npipeline: closed forms and simulated tables, equal stages and no messages: {bubble:.1e} apart at most")
@@ -179,7 +180,7 @@ def everything_else() -> dict[str, Any]:
 
 
 def print_left_out() -> dict[str, dict[str, Any]]:
-    """What the profiles' files say of rows that were left out of their fits, group by group."""
+    """Print the errors on rows left out of each profile's fit, from the profiles' files."""
     print(
         f"\n{'rows left out of the fit':24s} {'rows':>5s} {'groups':>6s} {'median':>7s} {'mean':>7s} {'p90':>7s} "
         f"{'sweeps':>6s} {'≤ 2 %':>6s} {'regret':>7s} {'ranks':>6s} {'noise':>7s}   {'memory: n':>9s} {'median':>7s} "
@@ -222,7 +223,7 @@ def closed_forms() -> float:
 
 
 def simulated_steps() -> list[float]:
-    """Errors of the simulated steps, beside the measured ones of `simulator_check.py`'s last result."""
+    """Errors of the simulated steps in the result of `simulator_check.py`."""
     found = json.loads((RESULTS / "simulator_check_cpu.json").read_text(encoding="utf-8"))
     times = simulator_check.Times(**found["seconds_of_a_microbatch"])
     extra = simulator_check.Overheads(**found["overheads_s"])
@@ -235,7 +236,7 @@ def simulated_steps() -> list[float]:
 
 def trainer_state() -> float:
     """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
-    the sums that its tests hold it to, over models, ZeRO stages and types."""
+    the sums that its tests check, over models, ZeRO stages and types."""
     profile, largest = builtin_profiles()["fsdp_a100"].changed(trainer_state=True), 0.0
     flavors = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
     for (family, flavor), zero, dtype in product(flavors, range(4), ("float32", "bfloat16")):
@@ -248,14 +249,14 @@ def trainer_state() -> float:
 
 
 def memory_tracker() -> str:
-    """How the test ends that measures our own trainer."""
+    """The outcome of the test that compares activations with torch's memory tracker."""
     command = [sys.executable, "-m", "pytest", "tests/distributed/test_activation_memory.py"]
     done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, text=True)
     return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
 def evaluations_per_second() -> tuple[float, float]:
-    """Layouts of 175B parameters on 1,536 GPUs over the processor's seconds: seen for the first time, and again."""
+    """Layouts of 175B parameters on 1,536 GPUs judged per second of processor time: the first time, and again."""
     works, profile = layouts(), builtin_profiles()["selene_2021"]
     rates = []
     for _ in range(2):
@@ -278,7 +279,7 @@ def _number(value: float | None) -> str:
 
 
 def row_as_dict(prediction: Prediction) -> dict[str, object]:
-    """For JSON."""
+    """A row as JSON."""
     row, work = prediction.row, prediction.row.work
     return {
         "group": row.group,

@@ -1,13 +1,13 @@
-"""The planner beside our own trainer on this machine: step time and memory, with a profile measured minutes before.
+"""The planner against the trainer on this machine: step time and memory, with a freshly measured profile.
 
     python benchmarks/planner_own_trainer.py
     python benchmarks/planner_own_trainer.py --rounds 5 --json planner_own_trainer.json
     python benchmarks/planner_own_trainer.py --runs "gpt" "llama, tensor 2"
 
-Measures the machine once with as many processes as each run has (plan.py microbenchmark), and then runs train.py in
-fresh processes. Nothing is fitted on the runs. The measured time is the shortest of all steps after a run's first
-three, as the microbenchmark takes the shortest of its runs: others on the machine can only make them longer. The median
-is there too. Every process computes with one thread. Measure on an idle machine; `load` says how idle it was.
+Measures the machine with as many processes as each run has (plan.py microbenchmark), then runs train.py in new
+processes. Nothing is fitted on the runs. The measured time is the shortest step after a run's first three, just as the
+microbenchmark takes the shortest of its runs, because other programs can only make them longer. The median is given
+too. Every process computes with one thread. Measure on an idle machine; `load` says how idle it was.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def torchrun(processes: int, *words: str) -> str:
 
 
 def predict(profile: Path, settings: list[str], folder: Path) -> dict[str, Any]:
-    """What plan.py says of a run."""
+    """The prediction of plan.py for a run."""
     target = folder / "predict.json"
     words = ["--profile", str(profile), "--json", str(target), "--training.steps=4", *settings]
     command = [sys.executable, "scripts/plan.py", "predict", *words]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: it does not fit
+    if done.returncode not in (0, 1):  # 1 means that it does not fit
         raise SystemExit(f"predict failed:\n{done.stderr}")
     return json.loads(target.read_text())["predict"]
 
 
 def measure(processes: int, settings: list[str], steps: int, folder: Path) -> tuple[list[float], float]:
-    """Seconds of the steps after warm-up, and the largest memory of rank 0, of one run."""
+    """Run train.py; returns the seconds of the steps after warm-up and the peak memory of rank 0."""
     dump = folder / "run"
     words = [f"--training.steps={WARM_UP + steps}", f"--job.dump_folder={dump}", "--data.dataset=stdlib"]
     torchrun(processes, "train.py", *words, *settings)
@@ -94,7 +94,7 @@ def measure(processes: int, settings: list[str], steps: int, folder: Path) -> tu
 
 
 def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """A row for each run."""
+    """Predicted and measured figures, a row for each run."""
     profiles = {}
     for processes in sorted({RUNS[name][0] for name in names}):
         profiles[processes] = folder / f"processes_{processes}.toml"
@@ -128,7 +128,7 @@ def compare(names: list[str], rounds: int, steps: int, folder: Path) -> list[dic
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print rows."""
+    """Print the rows."""
     for row in rows:
         time = f"{row['predicted_s']:>8.3f} s predicted {row['measured_s']:>8.3f} s measured {row['error']:>+7.1%}"
         memory = f"{row['predicted_gib']:.2f} and {row['measured_gib']:.2f} GiB {row['memory_error']:>+7.1%}"
@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run, after three that are not")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run, after three of warm-up")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

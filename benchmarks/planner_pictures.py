@@ -1,9 +1,9 @@
-"""Draw the pictures of docs/planner.md: what the planner predicts for experiments of the papers. Needs matplotlib.
+"""Draw the pictures in docs/planner.md: predictions of published experiments. Needs matplotlib.
 
     python benchmarks/planner_pictures.py
     python benchmarks/planner_pictures.py --only jean_zay
 
-Prints the numbers behind the curves. Nothing is measured; a minute at most.
+Prints the numbers behind the curves. It measures nothing and takes at most a minute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SELENE, JEAN_ZAY = (builtin_profiles()[name] for name in ("selene_2021", "jean_z
 
 
 class Point(NamedTuple):
-    """One prediction. ``value`` is what the picture's vertical axis says."""
+    """One prediction. ``value`` is on the picture's vertical axis."""
 
     x: float
     value: float
@@ -56,21 +56,21 @@ def gpt(layers: int, hidden: int, heads: int) -> GPTConfig:
 
 
 def ptdp(model: GPTConfig, micro_batch_size: int, global_batch_size: int, **degrees: int) -> Workload:
-    """A run as that paper's: unfused attention, dropout, whole layers recomputed, float16."""
+    """A run as in that paper: unfused attention, dropout, full recomputation, float16."""
     schedule = "interleaved_1f1b" if degrees.get("virtual_stages", 1) > 1 else "1f1b"
     work = Workload(model, SEQ, micro_batch_size, global_batch_size, schedule=schedule, recompute="full", **degrees)
     return work._replace(flash=False, dropout=True, dtype="float16")
 
 
 def tflops(work: Workload, profile: Profile) -> float:
-    """TFLOP/s of one GPU as the paper counts them."""
+    """TFLOP/s of one GPU in the paper's convention."""
     per_token = megatron_flops_per_token(work.model, work.seq_len, ActivationCheckpoint(mode="full"))
     tokens = work.global_batch_size * work.seq_len
     return tokens * per_token / step_time(work, profile).total / work.num_gpus / 1e12
 
 
 def fits(work: Workload, profile: Profile) -> bool:
-    """Whether the fullest GPU has memory enough."""
+    """Whether the fullest GPU has enough memory."""
     return largest_memory(work, profile) <= profile.device.memory_bytes
 
 
@@ -109,7 +109,7 @@ def interleaving() -> Curves:
 
 
 def bubbles() -> Curves:
-    """The same runs' bubble over the time without it."""
+    """The bubble of the same runs, over the time without it."""
     model = gpt(96, 12288, 96)
     curves: Curves = {}
     for v in (1, 2, 4):
@@ -120,14 +120,14 @@ def bubbles() -> Curves:
     return curves
 
 
-# A study on Jean-Zay asked which TP × PP × DP, and which ZeRO stage, trains fastest on 8 to 128 GPUs. Its largest
-# microbatches that fit, by (tensor, pipeline), GPUs and global batch.
+# A study on Jean-Zay compared TP × PP × DP and ZeRO stages on 8 to 128 GPUs. These are its largest microbatches that
+# fitted, by (tensor, pipeline), GPUs and global batch.
 STRATEGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
 GPU_COUNTS = (8, 16, 32, 64, 128)
 
 
 def microbatch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
-    """Samples of a microbatch, from the study's table."""
+    """Samples per microbatch in the study's table."""
     if (tensor, pipeline) == (1, 1):
         return 3 if batch == 192 else 2
     if (tensor, pipeline) == (2, 1):
@@ -138,12 +138,12 @@ def microbatch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> in
 
 
 def batch_of_study(tensor: int, pipeline: int, gpus: int, batch: int) -> int:
-    """Data parallelism over 128 GPUs took a batch of 256 where the others took 192."""
+    """The study's batch: pure data parallelism on 128 GPUs used 256 where the others used 192."""
     return 256 if (batch, gpus, tensor * pipeline) == (192, 128, 1) else batch
 
 
 def jean_zay_work(tensor: int, pipeline: int, zero: int, gpus: int, batch: int) -> Workload:
-    """GPT-3's 1.3 billion parameters: of the family, the one whose largest microbatches come near the table's."""
+    """A run of GPT-3's 1.3B, the model of the family whose largest microbatches are closest to the table's."""
     model = GPTConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=50257, max_seq_len=SEQ)
     batch = batch_of_study(tensor, pipeline, gpus, batch)
     size, data = microbatch_of_study(tensor, pipeline, gpus, batch), gpus // tensor // pipeline
@@ -154,11 +154,11 @@ def jean_zay_work(tensor: int, pipeline: int, zero: int, gpus: int, batch: int) 
 
 
 def jean_zay(batch: int) -> Curves:
-    """Thousand tokens a second by GPUs, one curve a strategy."""
+    """Thousands of tokens per second by number of GPUs, one curve per strategy."""
     curves: Curves = {}
     for tensor, pipeline in STRATEGIES:
         for zero in (0, 1):
-            if (tensor, pipeline, zero) == (1, 1, 0):  # memory does not allow it
+            if (tensor, pipeline, zero) == (1, 1, 0):  # does not fit into memory
                 continue
             points = []
             for gpus in GPU_COUNTS:
@@ -170,7 +170,7 @@ def jean_zay(batch: int) -> Curves:
 
 
 def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, doubling: bool = False) -> None:
-    """Curves over a logarithmic axis with the points' own ticks; hollow markers do not fit into memory.
+    """Plot curves over a logarithmic axis with ticks at the points; hollow markers do not fit into memory.
 
     ``doubling`` makes the vertical axis logarithmic too.
     """
@@ -202,7 +202,7 @@ def plot(panel: Axes, curves: Curves, x_label: str, y_label: str, title: str, do
 
 
 def figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """Panels side by side."""
+    """A figure with panels side by side."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(5.2 * panels, 3.6), layout="constrained")
@@ -226,7 +226,7 @@ def draw_tensor_against_pipeline(path: Path) -> None:
 
 
 def draw_bubble(path: Path) -> None:
-    """The bubble, and what it leaves of the throughput."""
+    """Draw the bubble and the resulting throughput."""
     made, (left, right) = figure(2)
     title = "175B parameters, tensor 8 × pipeline 12, 96 A100"
     plot(left, shown(bubbles()), "batch size", "bubble, % of the step without it", title)
@@ -235,7 +235,7 @@ def draw_bubble(path: Path) -> None:
 
 
 def draw_jean_zay(path: Path) -> None:
-    """A panel for each batch size."""
+    """Draw a panel for each batch size."""
     made, panels = figure(2)
     for panel, batch in zip(panels, (512, 192), strict=True):
         title = f"1.3B parameters, V100-32GB in nodes of 4, batch {batch}"
@@ -244,7 +244,7 @@ def draw_jean_zay(path: Path) -> None:
 
 
 def draw_simulated(path: Path) -> None:
-    """One step of train_configs/gpt_76b.toml with 8 microbatches on each pipeline, as `plan.py simulate` draws it."""
+    """Draw one step of train_configs/gpt_76b.toml with 8 microbatches per pipeline, like `plan.py simulate`."""
     config = load_config(
         ["--job.config_file", str(ROOT / "train_configs/gpt_76b.toml"), "--training.global_batch_size", "512"]
     )
@@ -253,7 +253,7 @@ def draw_simulated(path: Path) -> None:
 
 
 def shown(curves: Curves) -> Curves:
-    """The same, printed."""
+    """The curves as text."""
     for name, points in curves.items():
         values = "  ".join(f"{p.x:g}: {p.value:.4g}{'' if p.fits else ' (does not fit)'}" for p in points)
         print(f"{name:24s}{values}", flush=True)
@@ -270,10 +270,10 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    """Read the command line, draw."""
+    """Read the command line and draw the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--only", choices=list(PICTURES), help="draw one of them")
+    parser.add_argument("--only", choices=list(PICTURES), help="draw only this picture")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, draw_one in PICTURES.items():

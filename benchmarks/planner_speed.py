@@ -1,11 +1,12 @@
-"""How many layouts the planner judges in a second on one core, and how long it searches.
+"""Layouts that the planner judges per second on one core, and the time of a search.
 
     python benchmarks/planner_speed.py --json benchmarks/results/planner_speed_cpu.json
 
-Judged, step time and memory of each, is every layout of 175B parameters on 1,536 GPUs with tensor parallelism within a
-node, equal stages and a global batch of 1,536: 1F1B and interleaved, ZeRO 0 to 3, full and selective recomputation.
-Searched are all that the trainer accepts, of 175B parameters on 1,536 and of 1T on 3,072 A100s, by a new process each
-as `scripts/plan.py search` does it. Times are of the processor, children and start of the process included.
+The first part computes step time and memory of every layout of 175B parameters on 1,536 GPUs with tensor parallelism
+within a node, equal stages and a global batch of 1,536: 1F1B and interleaved, ZeRO 0 to 3, full and selective
+recomputation. The second part runs `scripts/plan.py search` in a new process for 175B parameters on 1,536 and for 1T on
+3,072 A100s, over every layout that the trainer accepts. Times are processor times, including children and the start of
+the process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code beside this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
 from titan_like.models.registry import FAMILIES, builtin_flavors
 from titan_like.planner.memory import largest_memory
@@ -36,7 +37,7 @@ PASSES = ("first pass", "second pass", "third pass")
 
 
 def layouts() -> list[Workload]:
-    """All of them, those that do not fit too."""
+    """Every layout, including those that do not fit."""
     model = FAMILIES["gpt"].model_validate(builtin_flavors("gpt")["gpt3_175b"])
     found = []
     for tensor, pipeline, micro, virtual in product((1, 2, 4, 8), range(1, 97), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)):
@@ -68,7 +69,7 @@ def layouts() -> list[Workload]:
 
 
 def judge() -> dict[str, float]:
-    """Layouts a second: the first pass, where nothing is known yet, and later ones."""
+    """Layouts per second: in the first pass, with empty caches, and in later ones."""
     profile, works = load_profile("selene_2021").changed(trainer_state=True), layouts()
     rates = {}
     for name in PASSES:
@@ -81,7 +82,7 @@ def judge() -> dict[str, float]:
 
 
 def timed_search(name: str, gpus: int) -> dict[str, float | int]:
-    """One search in a process of its own."""
+    """Run one search in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "found.json"
         command = [sys.executable, "scripts/plan.py", "search", f"--job.config_file=train_configs/{name}.toml"]
@@ -109,7 +110,7 @@ def _children_seconds() -> float:
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
     options = parser.parse_args()

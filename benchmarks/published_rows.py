@@ -1,4 +1,4 @@
-"""Measured training runs that papers and others have published; published_rows.toml names the source of each."""
+"""Training runs that papers and vendors have published; published_rows.toml names the source of each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _FILE = Path(__file__).with_suffix(".toml")
 
 
 def published_rows() -> list[Row]:
-    """All of them, in the order of the file."""
+    """All rows, in the order of the file."""
     tables = tomllib.loads(_FILE.read_text(encoding="utf-8"))["row"]
     return [row_from({key: str(value) for key, value in table.items()}) for table in tables]

@@ -1,15 +1,17 @@
-"""Tokens per second of two processes that share a model along one axis, beside one process alone.
+"""Tokens per second of two processes that split a model along one axis, compared with one process.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --rounds 7 --json scaling.json
     python benchmarks/scaling.py --layouts one "tensor 2" --steps 4
 
 Every process computes with one thread, so two of them have twice the hardware. All layouts train the same model on the
-same global batches through train.py, in turn, each run in fresh processes; within a round the order rotates. A run's
-figure is the tokens of the steps after the first over their time. A layout's speed-up is the median over rounds of its
-figure over that of one process in the same round. Measure on an idle machine with two cores or more.
+same global batches with train.py, one after the other in new processes; the order rotates from round to round. A run's
+tokens per second are the tokens of the steps after the first over their time. A layout's speed-up is the median over
+rounds of its tokens per second over that of one process in the same round. Measure on an idle machine with at least two
+cores.
 
-At best, data and tensor parallelism give 2. The pipeline's schedule with m microbatches gives 2 / (1 + bubble).
+The ideal speed-up is 2 for data and tensor parallelism, and 2 / (1 + bubble) for the pipeline schedule with m
+microbatches.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ AT_LEAST = {"data 2": 1.8, "tensor 2": 1.4, "pipeline 2, 1f1b": 1.6}
 
 
 def measure(layout: str, steps: int) -> dict[str, float]:
-    """One run: tokens per second after the first step, and the last loss."""
+    """Run train.py; returns the tokens per second after the first step and the last loss."""
     processes, settings = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -77,7 +79,7 @@ def measure(layout: str, steps: int) -> dict[str, float]:
 
 
 def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row for each layout."""
+    """Speed-ups over one process, a row for each layout."""
     rows = []
     for layout, found in runs.items():
         ratios = [
@@ -113,11 +115,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure all layouts in turn."""
+    """Measure all layouts in turn, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="always with one process")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of a run, after one that is not")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a run, after one of warm-up")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
     layouts = list(dict.fromkeys(["one", *options.layouts]))

@@ -1,12 +1,12 @@
-"""Time of a pipeline step as the planner's simulator has it, beside the measured one.
+"""Simulated time of a pipeline step, by the planner's simulator, compared with the measured time.
 
     python benchmarks/simulator_check.py                       # about a quarter of an hour
     python benchmarks/simulator_check.py --realtime            # on a machine that does other things, too
 
-Stages sleep instead of computing (see sleeping_stages.py); processes, messages and autograd are real. What a pass takes
-besides its sleep, what passes between two passes and how long a message is on its way are measured first, in short runs
-of their own: 6 microbatches, sleeps of another length, 8 steps each of two schedules. With these constants, every step
-of every schedule is simulated and then run; nothing is fitted to it.
+Stages sleep instead of computing (see sleeping_stages.py); processes, messages and autograd are real. Short separate
+runs (6 microbatches, sleeps of another length, 8 steps of each of two schedules) first measure the overhead of a pass,
+the gap between two passes and the latency of a message. With these constants a step of every schedule is simulated and
+then run; nothing is fitted to it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from titan_like.metrics.step_timeline import StepTimeline, simulated
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
 from titan_like.parallel.schedules.actions import Action, inputs, outcome
 
-CONSTANTS_FROM = (("1f1b", 1), ("zbv_zero_bubble", 2))  # whole backward passes, and split ones
+CONSTANTS_FROM = (("1f1b", 1), ("zbv_zero_bubble", 2))  # one schedule with whole backward passes, one with split ones
 CONSTANTS_MICROBATCHES, CONSTANTS_STEPS = 6, 8
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the runtime adds to the sleeps. Seconds, medians."""
+    """Median overheads of the runtime, in seconds."""
 
-    passes: dict[str, float]  # by kind of pass, over its sleep
-    gap: float  # between two passes of a rank that wait for nothing
-    message: float  # from the end of a pass until another rank, which waits for it, begins
-    around: float  # of a step, before the first pass and after the last
+    passes: dict[str, float]  # overhead by kind of pass
+    gap: float  # between two passes of a rank that do not wait
+    message: float  # from the end of a pass to the start of a pass on another rank that waits for it
+    around: float  # before the first pass of a step and after the last
 
 
 def overheads(runs: list[tuple[float, StepTimeline]], times: Times) -> Overheads:
-    """From measured steps: (seconds, timeline) of passes that sleep for ``times``, shared by the stages of a rank."""
+    """Overheads from measured steps (seconds, timeline); passes sleep for ``times``, split over a rank's stages."""
     passes: dict[str, list[float]] = {}
     gaps, messages = [], []
     for _, step in runs:
@@ -62,7 +62,7 @@ def overheads(runs: list[tuple[float, StepTimeline]], times: Times) -> Overheads
 
 
 def gaps_of(step: StepTimeline) -> Iterator[float]:
-    """Times between two passes of a rank, without those of waiting for an input."""
+    """Gaps between two passes of a rank, except those in which it waits for an input."""
     waits = {wait.action: wait.start for wait in step.waits}
     for rank in range(step.pipeline_degree):
         mine = sorted((event for event in step.passes if event.rank == rank), key=lambda event: event.start)
@@ -71,7 +71,7 @@ def gaps_of(step: StepTimeline) -> Iterator[float]:
 
 
 def messages_of(step: StepTimeline) -> Iterator[float]:
-    """Times from a pass's end to the start of the one that had been waiting for it on another rank."""
+    """Times from the end of a pass to the start of the pass on another rank that was waiting for it."""
     made = {outcome(event.action): event.end for event in step.passes}
     for wait in step.waits:
         for needed in inputs(wait.action, len(step.ranks)):
@@ -80,7 +80,7 @@ def messages_of(step: StepTimeline) -> Iterator[float]:
 
 
 def predicted(schedule: str, degree: int, virtual: int, microbatches: int, times: Times, extra: Overheads) -> float:
-    """Seconds of a step. A gap follows every pass, and its message has been posted at the gap's end."""
+    """Simulated seconds of a step. A gap follows every pass, and its message is posted at the end of the gap."""
     per_stage = times / stages_per_rank(schedule, virtual)
 
     def duration(action: Action) -> float:
@@ -93,7 +93,7 @@ def predicted(schedule: str, degree: int, virtual: int, microbatches: int, times
 def measure(
     rank: int, degree: int, constants: Times, times: Times, counts: list[int], steps: int, output: Path
 ) -> None:
-    """Constants first, then every case; rank 0 prints and writes."""
+    """Measure the constants, then every case; rank 0 prints and writes."""
     short = []
     for schedule, virtual in CONSTANTS_FROM:
         short += measured_steps(schedule, degree, virtual, constants, CONSTANTS_MICROBATCHES, CONSTANTS_STEPS)
@@ -140,7 +140,7 @@ def measure(
 def measured_steps(
     schedule: str, degree: int, virtual: int, times: Times, microbatches: int, steps: int
 ) -> list[tuple[float, StepTimeline]]:
-    """Steps after the first, seconds and timeline of each; on all ranks together."""
+    """Run steps on all ranks; returns the seconds and the timeline of each step after the first."""
     runtime = OwnRuntime(schedule, degree, virtual, times, SMALL)
     data = torch.zeros(microbatches, *SMALL[1:])
     run_step(runtime, data)
@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="(default 4 8 16 32)")
     parser.add_argument("--forward-ms", type=float, default=60.0, help="t_F = t_I = t_W of a microbatch (default 60)")
-    parser.add_argument("--constants-ms", type=float, default=40.0, help="the same in the short runs (default 40)")
+    parser.add_argument("--constants-ms", type=float, default=40.0, help="the same time in the short runs (default 40)")
     parser.add_argument("--steps", type=int, default=7, help="steps after the first (default 7)")
-    parser.add_argument("--realtime", action="store_true", help="precedence over other programs (needs the right to)")
+    parser.add_argument("--realtime", action="store_true", help="run with real-time priority (needs the permission)")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 

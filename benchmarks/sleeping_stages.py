@@ -1,8 +1,8 @@
-"""Pipeline stages that sleep instead of computing: the time of a step is the schedule's and the runtime's alone.
+"""Pipeline stages that sleep instead of computing, so that the time of a step is that of the schedule and the runtime.
 
-Processes, messages and autograd are real; four busy stages need no core. A stage adds a number to its input. Its
-forward pass sleeps, and so do the two parts of its backward pass: the gradient of its input, which the stage before
-waits for, and that of its weight.
+Processes, messages and autograd are real, and sleeping stages need no core. A stage adds a number to its input. Its
+forward pass sleeps, and so do both parts of its backward pass: the gradient of its input, which the previous stage
+waits for, and the gradient of its weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from titan_like.parallel.weight_gradients import Product, WeightGradients
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that one microbatch's passes through one stage take."""
+    """Seconds of each pass of one microbatch through one stage."""
 
     forward: float
     input_gradient: float
@@ -41,23 +41,23 @@ class Times:
         return Times(self.forward / stages, self.input_gradient / stages, self.weight_gradient / stages)
 
     def of(self, action: Action) -> float:
-        """Time of a pass."""
+        """Seconds of a kind of pass."""
         backward = {"I": self.input_gradient, "W": self.weight_gradient}
         return backward.get(action.kind, sum(backward.values()) if action.kind == "B" else self.forward)
 
 
 class SleepingStage(nn.Module):
-    """x + weight, [batch, seq, hidden]. ``later`` receives the weight's part of the backward pass, as layers do."""
+    """x + weight, [batch, seq, hidden]. ``later`` collects deferred weight gradients, as in real layers."""
 
     def __init__(self, times: Times, is_first: bool, is_last: bool, later: WeightGradients | None = None) -> None:
         super().__init__()
         self.times, self.is_first, self.is_last, self.later = times, is_first, is_last, later
         self.weight = nn.Parameter(torch.zeros(1))
-        if is_first:  # like an embedding table: what comes after it has a gradient
+        if is_first:  # like an embedding table, so that later stages have gradients
             self.entry = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As long as ``times`` says."""
+        """Sleep, then add the weight: [batch, seq, hidden]."""
         if self.is_first:
             x = x + self.entry
         x = _Sleep.apply(x, self)
@@ -68,7 +68,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: SleepingStage) -> Any:
         time.sleep(stage.times.forward)
-        ctx.save_for_backward(x)  # as layers do
+        ctx.save_for_backward(x)  # as in real layers
         ctx.stage = stage
         return x + 1
 
@@ -82,7 +82,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _SleepForWeight(torch.autograd.Function):
-    """A node of its own: torch's split of a backward pass runs a node whole or not at all."""
+    """A separate autograd node, because torch's split of a backward pass runs a node completely or not at all."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, times: Times) -> Any:
@@ -106,19 +106,19 @@ class _SleepingProduct(Product):
 
 
 class SleepingWeightGradients(WeightGradients):
-    """Products that take their time."""
+    """Deferred weight gradients that sleep."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
     def take(self) -> list[Product]:
-        """The products noted since the last call."""
+        """The weight gradients deferred since the last call."""
         return [_SleepingProduct(p.weight, p.x, p.gradient, self._seconds) for p in super().take()]
 
 
 class _NoDataParallel:
-    """One replica: nothing to sum."""
+    """A single replica, which has nothing to reduce."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args, **_kwargs: None
@@ -166,7 +166,7 @@ class TorchRuntime:
 
     def step(self, microbatches: torch.Tensor) -> None:
         """One step over [microbatches, seq, hidden]."""
-        target = microbatches[:, 0, 0] if self._is_last else None  # the loss has no use for it
+        target = microbatches[:, 0, 0] if self._is_last else None  # the loss does not need it
         arguments = [microbatches] if self._is_first else []
         self.schedule.step(*arguments, target=target, losses=[], return_outputs=False)
 
@@ -185,8 +185,8 @@ TORCH_SCHEDULES = {
 def launch(function: Callable[..., None], world_size: int, realtime: bool, *arguments: Any) -> None:
     """Call ``function(rank, *arguments)`` on every rank of a fresh gloo process group.
 
-    ``realtime`` gives the processes precedence over all others, which needs the right to. They are awake for a moment
-    per pass, and then at once, whatever else the machine does.
+    ``realtime`` gives the processes real-time priority, which needs the permission. They wake up briefly for each pass,
+    and then without delay, whatever else the machine does.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers = (world_size, store.port, realtime, function, arguments)
@@ -199,7 +199,7 @@ def _worker(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
-    if realtime:  # threads that start from here on, such as gloo's, have it too
+    if realtime:  # threads that start later, such as gloo's, inherit it
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
     function(rank, *arguments)

@@ -1,11 +1,11 @@
-"""Starts jobs on a busy machine and counts those that the watchdog ended; gives it signs of life while modules load.
+"""Start jobs on a busy machine and count false alarms of the watchdog; send it heartbeats while modules load.
 
     python benchmarks/starts.py --starts 200 --signs 100000 --json starts.json
 
-Each start is torchrun of train.py on two ranks for a few steps of a tiny model, with a short hang_timeout_seconds,
-beside processes that do nothing but keep the processor busy. A start has failed if the job did not end well, and it is
-looked for who ended it: a line that names a rank, an exception in a thread, or a line of the watchdog about itself.
-Then one process gives signs of life from a thread while its main thread imports modules, drops them and imports them
+Each start runs train.py under torchrun on two ranks for a few steps of a tiny model, with a short hang_timeout_seconds,
+while other processes keep the processors busy. A start has failed if the job did not exit with 0. Its output is then
+searched for the cause: a line that names a rank, an exception in a thread, or a line of the watchdog about itself.
+Finally, a process sends heartbeats from a thread while its main thread imports modules, drops them and imports them
 again.
 """
 
@@ -37,7 +37,7 @@ SETTINGS = [
     "--evaluation.interval=0",
     "--checkpoint.enable=false",
 ]
-# What tells that the watchdog ended a job, or failed itself.
+# Signs in the output that the watchdog ended a job, or failed itself.
 TRACES = {
     "a rank was named": r"^error: ranks? [\d, ]+ (died|has hung|never came)",
     "the store was called gone": r"^error: the process that the others meet at",
@@ -60,13 +60,13 @@ MODULES = (
 
 
 def keep_busy() -> None:
-    """Use a processor until the process is ended."""
+    """Keep a processor busy until the process is killed."""
     while True:
         sum(range(100_000))
 
 
 def start_once(dump: Path, ranks: int, timeout: float) -> tuple[bool, list[str], float]:
-    """Whether a job ended well, what its output has of `TRACES`, and the seconds it took."""
+    """Start one job; returns whether it exited with 0, which `TRACES` its output has, and its seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     settings = [*SETTINGS, f"--job.dump_folder={dump}", f"--health.hang_timeout_seconds={timeout}"]
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -82,7 +82,7 @@ def start_once(dump: Path, ranks: int, timeout: float) -> tuple[bool, list[str],
 
 
 def give_signs(count: int) -> dict[str, float]:
-    """How many of ``count`` signs of life were given without a failure while modules were imported, and how fast."""
+    """Send ``count`` heartbeats while modules are imported; returns how many succeeded, and how fast."""
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -91,7 +91,8 @@ def give_signs(count: int) -> dict[str, float]:
 
     failures: list[str] = []
     with process_group(torch.device("cpu")):
-        watchdog_module._PACKAGE = str(Path(__file__).parent)  # it describes the product's lines: take these for such
+        # The watchdog reports lines of the product, so make the lines here count as such.
+        watchdog_module._PACKAGE = str(Path(__file__).parent)
         watchdog = watchdog_module.Watchdog(timeout=600.0)
         watchdog._log_once = lambda what, error: failures.append(f"{what}: {error!r}")  # type: ignore[method-assign]
         given, seconds = 0, 0.0
@@ -107,7 +108,7 @@ def give_signs(count: int) -> dict[str, float]:
                     failures.append(repr(error))
             seconds = time.monotonic() - began
 
-        sys.setswitchinterval(1e-5)  # seconds: signs come between as many bytecodes as possible
+        sys.setswitchinterval(1e-5)  # seconds; a short interval puts heartbeats between as many bytecodes as possible
         thread = threading.Thread(target=sign)
         thread.start()
         imports = 0
@@ -123,11 +124,11 @@ def give_signs(count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both and print what was counted."""
+    """Run both and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--busy", type=int, default=4, help="processes that keep the processor busy")
+    parser.add_argument("--busy", type=int, default=4, help="processes that keep the processors busy")
     parser.add_argument("--timeout", type=float, default=20.0, help="health.hang_timeout_seconds")
     parser.add_argument("--signs", type=int, default=100_000)
     parser.add_argument("--json", metavar="PATH")

@@ -2,9 +2,9 @@
 
     python benchmarks/startup.py --runs 5 --json startup.json
 
-Every run is a fresh torchrun of train.py on its debug configuration. Its first rank notes the time after each phase
-and the figures are the differences. The first run, which also tokenizes the corpus, is given by itself; the medians
-are over the runs that follow, which find it in the cache.
+Every run starts train.py under torchrun on its debug configuration. Rank 0 records the time after each phase, and the
+figures are the differences. The first run, which also tokenizes the corpus, is listed separately; the medians are over
+the later runs, which find the tokens in the cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def worker(output: str, argv: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     setup = importlib.import_module("titan_like.train.setup")
     trainer = timed("import_rest", importlib.import_module)("titan_like.train.trainer")
-    # train.py imports these names as it runs, so it finds the timed ones.
+    # train.py imports these names at run time, so it gets the timed versions.
     setup.prepare_run = timed("config_and_data", setup.prepare_run)
     trainer.dist.init_process_group = timed("process_group", trainer.dist.init_process_group)
     trainer.Trainer.__init__ = timed("build", trainer.Trainer.__init__)
@@ -71,7 +71,7 @@ def worker(output: str, argv: list[str]) -> None:
 
 
 def measure(ranks: int, folder: Path) -> dict[str, float]:
-    """Seconds of each phase of one job, and their total."""
+    """Run one job; returns the seconds of each phase and their total."""
     output = folder / "times.json"
     output.unlink(missing_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]

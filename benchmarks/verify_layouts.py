@@ -1,8 +1,8 @@
-"""Verify thirty layouts by the command line: how long each takes, and whether any is called different.
+"""Verify thirty layouts on the command line: how long each takes, and whether any is reported as different.
 
 python benchmarks/verify_layouts.py [--json benchmarks/results/verify_layouts_cpu.json] [--cold] [--only N ...]
 
-With --cold every layout that is compiled begins with an empty compiler cache.
+With --cold every compiled layout starts with an empty compiler cache.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ DEGREES = ("tp", "pp", "dp", "replicas")
 
 
 def num_axes(layout: str) -> int:
-    """Degrees above 1."""
+    """Number of degrees above 1."""
     settings = dict(word.split("=", 1) for word in layout.split()[1:])
     return sum(int(settings.get(name, 1)) > 1 for name in DEGREES)
 
 
 def verify(layout: str, cache: str | None) -> dict[str, object]:
-    """Run the command; what it said last, and seconds."""
+    """Run the command; returns its last line and its seconds."""
     family, *words = layout.split()
     command = [
         sys.executable,
@@ -97,7 +97,7 @@ def verify(layout: str, cache: str | None) -> dict[str, object]:
 
 
 def main() -> None:
-    """Verify them one after the other."""
+    """Verify the layouts one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--cold", action="store_true")

@@ -33,7 +33,11 @@ COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate"
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the commands: a module of `titan_like.planner.commands`."""
+    """Run one of the commands, each a module of `titan_like.planner.commands`.
+
+    Raises:
+        ConfigError: the command, an option or a setting is wrong.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print((__doc__ or "").rstrip())
         return 0

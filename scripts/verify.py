@@ -88,7 +88,11 @@ def check_gpus(processes: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Verify the configuration's layout and print a line for each kind of run, or a table."""
+    """Verify the configuration's layout and print a line for each kind of run, or a table.
+
+    Raises:
+        ConfigError: an option or a setting is wrong.
+    """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, model_config)

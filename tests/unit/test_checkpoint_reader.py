@@ -94,7 +94,7 @@ def test_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path: Path, 
     harmless.planner_data = attack  # deep inside what is otherwise right
     for content in (attack, harmless):
         metadata.write_bytes(pickle.dumps(content, protocol=protocol))
-        with pytest.raises(pickle.UnpicklingError, match="no tensor metadata") as refusal:
+        with pytest.raises(pickle.UnpicklingError, match="not tensor metadata") as refusal:
             TensorReader(tmp_path).read_metadata()
         assert named in str(refusal.value).replace("__builtin__", "builtins")
         metadata.rename(tmp_path / "__0.metadata")  # where torch looks next
@@ -108,7 +108,7 @@ def test_torch_module_gives_its_types_of_elements_only(tmp_path: Path, name: str
     (tmp_path / ".metadata").write_bytes(
         b"\x80\x04\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     )
-    with pytest.raises(pickle.UnpicklingError, match="no tensor metadata"):
+    with pytest.raises(pickle.UnpicklingError, match="not tensor metadata"):
         TensorReader(tmp_path).read_metadata()
 
 
@@ -119,7 +119,7 @@ def test_tensor_outside_of_the_folder_is_refused(tmp_path: Path, name: Any) -> N
     for folder in ("this", "other"):
         save(tmp_path / folder, {"weight": torch.ones(2)})
     place_at(tmp_path / "this", name)
-    with pytest.raises(pickle.UnpicklingError, match="which is no file in its folder"):
+    with pytest.raises(pickle.UnpicklingError, match="which is not a file in its folder"):
         TensorReader(tmp_path / "this").read_metadata()
     weight = torch.zeros(2)
     with pytest.raises(CheckpointException):
@@ -145,7 +145,7 @@ def test_pickle_that_changes_a_class_is_refused_and_changes_nothing(tmp_path: Pa
     build = b"c" + target.encode() + b"\nN}S'__truediv__'\nI1\ns\x86b0"
     metadata = tmp_path / ".metadata"
     metadata.write_bytes(build + pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)[2:])
-    with pytest.raises(pickle.UnpicklingError, match="changes something that is no tensor metadata"):
+    with pytest.raises(pickle.UnpicklingError, match="changes something that is not tensor metadata"):
         TensorReader(tmp_path).read_metadata()
     assert Path("/a") / "b" == Path("/a/b")
 

@@ -309,16 +309,16 @@ def encode(path: Path) -> None:
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "no file in its folder"),
-    "absolute path": (lambda p, m: place_at(p, str(m)), "no file in its folder"),
+    "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "not a file in its folder"),
+    "absolute path": (lambda p, m: place_at(p, str(m)), "not a file in its folder"),
     "encoding": (lambda p, m: encode(p), "names the encoding"),
     "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
     "no places": (lambda p, m: forget_places(p), "no stored tensors"),
     "pickle in .metadata": (
         lambda p, m: (p / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {m}"))),
-        "posix.system, which is no tensor metadata",
+        "posix.system, which is not tensor metadata",
     ),
-    "pickle among the tensors": (hide_pickle, "holds something that is no tensor"),
+    "pickle among the tensors": (hide_pickle, "holds something that is not a tensor"),
     "other sizes in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["model"].update(ffn_hidden_size=96)),
         "run.json describes a model.layers.0.mlp.gate.weight of shape [96, 64], which is not there",

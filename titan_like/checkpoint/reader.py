@@ -43,23 +43,32 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        """The class or function of that name.
+
+        Raises:
+            pickle.UnpicklingError: it is not one of tensor metadata.
+        """
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return _as_text
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is no tensor metadata")
+        raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not tensor metadata")
 
     def load_build(self) -> None:
-        """Set the fields of an instance."""
+        """Set the fields of an instance.
+
+        Raises:
+            pickle.UnpicklingError: the target is not an instance of tensor metadata.
+        """
         state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
             instance.__setstate__(state)  # sets only its own fields
             return
         known = {field.name for field in fields(instance)} if is_dataclass(instance) else set()
         if isinstance(instance, type) or not known or not isinstance(state, dict) or not state.keys() <= known:
-            raise pickle.UnpicklingError("checkpoint metadata changes something that is no tensor metadata")
+            raise pickle.UnpicklingError("checkpoint metadata changes something that is not tensor metadata")
         for name, value in state.items():
             object.__setattr__(instance, name, value)
 
@@ -107,7 +116,7 @@ class TensorReader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # torch's message explains how to run the pickle anyway
-            raise pickle.UnpicklingError("a file of the checkpoint holds something that is no tensor") from error
+            raise pickle.UnpicklingError("a file of the checkpoint holds something that is not a tensor") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         """The bytes of one stored tensor, after checking its checksums and the file's mark, if it has one."""
@@ -129,7 +138,7 @@ def _check_places(metadata: Metadata) -> None:
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):
-            raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is no file in its folder")
+            raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is not a file in its folder")
         if place.transform_descriptors:
             raise pickle.UnpicklingError(f"checkpoint metadata names the encoding {place.transform_descriptors!r}")
 

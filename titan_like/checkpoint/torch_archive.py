@@ -34,7 +34,7 @@ class FilePart(io.RawIOBase):
         """
         position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if position < 0:
-            raise ValueError(f"there is no place {position} in a file")
+            raise ValueError(f"the position {position} is negative")
         self._position = position
         return position
 

@@ -49,9 +49,8 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         writer.fs = DirectFiles(writer.save_id)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="torch.distributed is disabled"
-                )  # a single process is intended
+                # A single process is intended.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:
             raise RunError(f"{source.path} cannot be converted ({first_failure(error)})") from error

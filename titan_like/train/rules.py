@@ -151,9 +151,8 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
     if seq_len > model.max_seq_len:
         problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
         raise ConfigError("training.seq_len", seq_len, problem)
-    pieces = (
-        2 * layout.context if layout.context > 1 else 1
-    )  # each rank takes two pieces, from both ends, to balance causal attention
+    # Each rank takes two pieces, one from each end, to balance causal attention.
+    pieces = 2 * layout.context if layout.context > 1 else 1
     if seq_len % pieces:
         problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
         raise ConfigError("training.seq_len", seq_len, problem)
