@@ -21,12 +21,13 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: those that are handled already; None handles them once the processes have met.
     """
     from titan_like.config import ConfigError, load_config
+    from titan_like.data.registry import find_dataset
     from titan_like.models.registry import model_config
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", nargs="?", const="")
     options, settings = parser.parse_known_args(argv)
-    config = load_config(settings, model_config)
+    config = load_config(settings, model_config, find_dataset)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:

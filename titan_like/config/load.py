@@ -11,28 +11,35 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
 from titan_like.config.help import format_help
 from titan_like.config.paths import expanded
-from titan_like.config.schema import JobConfig, Model, options_of
+from titan_like.config.schema import Data, JobConfig, Model, options_of
 from titan_like.config.toml import read_toml
 
-# Tables whose keys are the user's or the model family's, not the schema's.
-_FREE_TABLES = ("model.overrides", "model.flavors")
+# Tables whose keys are the user's, the model family's or the dataset's, not the schema's.
+_FREE_TABLES = ("model.overrides", "model.flavors", "data.options")
 
 _SECONDS_FOR_RANK_0 = 10
 
+_Section = TypeVar("_Section", Model, Data)
 
-def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda _: None) -> JobConfig:
+
+def load_config(
+    argv: list[str],
+    check_model: Callable[[Model], object] = lambda _: None,
+    check_data: Callable[[Data], object] = lambda _: None,
+) -> JobConfig:
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
 
-    Where keys are wrong, ``check_model`` adds the ConfigError that it raises for a [model] that is none.
+    Where keys are wrong, ``check_model`` adds the ConfigError that it raises for a [model] that is none. ``check_data``
+    does so for [data], and is asked in any case.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, an unreadable file: all that is wrong, a line for each.
@@ -57,8 +64,9 @@ def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda
     except ValidationError as error:
         told = {one.key for one in errors}
         errors += [one for one in _validation_errors(error) if one.key not in told]
+    errors += _section_errors(Data, tree.get("data", {}), check_data)
     if errors:
-        raise all_of([*errors, *_model_errors(tree, check_model)])
+        raise all_of([*errors, *_section_errors(Model, tree.get("model", {}), check_model)])
     return config
 
 
@@ -290,10 +298,12 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
     return list(found.values())
 
 
-def _model_errors(tree: dict[str, Any], check_model: Callable[[Model], object]) -> list[ConfigError]:
-    """What is wrong in the model's own fields, where the rest of [model] is right."""
+def _section_errors(
+    section: type[_Section], table: dict[str, Any], check: Callable[[_Section], object]
+) -> list[ConfigError]:
+    """What ``check`` finds wrong in a table whose types and values are right."""
     try:
-        check_model(Model.model_validate(tree.get("model", {})))
+        check(section.model_validate(table))
     except ValidationError:
         return []
     except ConfigError as error:

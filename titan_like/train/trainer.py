@@ -21,7 +21,7 @@ from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors,
 from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import IGNORED_LABEL, token_fingerprint
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.metrics.console import Console, format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
@@ -280,7 +280,7 @@ class Trainer:
             config=self.config.model_dump(mode="json"),
             recent_losses=list(self.losses.recent),
             consecutive_skips=self.losses.consecutive_skips,
-            data=token_fingerprint(self.run.datasets["train"].tokens),
+            data=self.run.datasets["train"].fingerprint,
             versions={name: version(name) for name in ("torch", "safetensors")},
         )
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
@@ -318,9 +318,9 @@ class Trainer:
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False
-        if state.data and state.data != token_fingerprint(self.run.datasets["train"].tokens):
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other tokens"
-            raise RunError(f"{problem} than data.paths now gives; restore them, or set checkpoint.folder to a new one")
+        if state.data and state.data != self.run.datasets["train"].fingerprint:
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            raise RunError(f"{problem} than [data] now gives; restore it, or set checkpoint.folder to a new one")
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         self.scaler.scale, self.scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
