@@ -21,12 +21,12 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: the handlers that are installed already; None installs them once the process group exists.
     """
     from titan_like.config import ConfigError, load_config
-    from titan_like.models.registry import model_config
+    from titan_like.train.rules import CHECKS
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", nargs="?", const="")
     options, settings = parser.parse_known_args(argv)
-    config = load_config(settings, model_config)
+    config = load_config(settings, CHECKS)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:

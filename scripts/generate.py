@@ -18,7 +18,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
 from titan_like.config.schema import utf8_text
-from titan_like.models.registry import model_config
+from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     """Load the model and print the prompt and its continuation."""
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings, model_config)
+    config = load_config(settings, CHECKS)
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.tokenizer import build_tokenizer

@@ -102,7 +102,5 @@ def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
         text.write_text(changed)
         run(crash_worker.resume_each, 1, log, tmp_path, [dump], {"training.steps": 4})
         outcome = json.loads((dump / "outcome.json").read_text())
-        refusal = (
-            f"the checkpoint of step 3 in {dump}/checkpoint was trained on other tokens than data.paths now gives;"
-        )
+        refusal = f"the checkpoint of step 3 in {dump}/checkpoint was trained on other data than [data] now gives;"
         assert outcome.get("error", "").startswith(refusal) == is_refused, outcome

@@ -81,6 +81,11 @@ OVERRIDES = {
         [STEPS, "--data.split=1,0,0", "--evaluation.interval=1"],
         ["data.split", '"1,0,0"', "give it more weight or set evaluation.interval to 0"],
     ),
+    "unknown dataset": (
+        [STEPS, "--data.dataset=texts"],
+        ["data.dataset", '"texts"', "unknown name; did you mean text? there are stdlib, text"],
+    ),
+    "options of text": ([STEPS, "--data.options.size=4"], ["data.options = {'size': 4}", '"text" has no options']),
     "missing data": ([STEPS, "--data.paths={tmp}/no.txt"], ["data.paths", "{tmp}/no.txt", "no such file"]),
     "no data named": ([STEPS, "--data.paths=[]"], ["data.paths = (not set)", "give paths or glob patterns"]),
     "empty data": ([STEPS, "--data.paths={tmp}/empty.txt"], ["data.paths", "{tmp}/empty.txt", "empty", "remove it"]),

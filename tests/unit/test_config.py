@@ -254,6 +254,7 @@ layers = 2
 hidden_size = "wide"
 """
 WRONG_ARGUMENTS = ["--checkpoint.enable=yes", "--job.sed=1", "training.tokens=5", "--lr_scheduler.decay=cosinus"]
+WRONG_ARGUMENTS += ["--data.dataset=texts"]
 WRONG_KEYS = [
     "steps = 3: unknown section",
     "training.stepz = 5: unknown key; did you mean training.steps?",
@@ -267,6 +268,7 @@ WRONG_KEYS = [
     '--job.sed = "1": unknown key; did you mean job.seed?',
     'command line = "training.tokens=5": a setting needs two dashes; write --training.tokens=5',
     "lr_scheduler.decay = \"cosinus\": should be 'cosine', 'linear'",
+    'data.dataset = "texts": unknown name; did you mean text? there are stdlib, text',
 ]
 
 

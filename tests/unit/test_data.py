@@ -2,6 +2,8 @@ import errno
 import json
 import os
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,21 @@ import torch
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import PackedDataset, build_datasets, split_bounds, split_weights, token_fingerprint
-from titan_like.data.text import TokenFile, corpus_files, open_corpus
+from titan_like.data.packed import PackedDataset, TextSource, split_bounds, split_weights, token_fingerprint
+from titan_like.data.registry import DATASETS, find_dataset
+from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source, open_source
+from titan_like.data.text import corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
-from titan_like.train.loss import IGNORED_LABEL
 
 EOD = ByteTokenizer.eod_id
+
+
+def request_of(folder, seq_len=5, split="validation", seed=0, vocab_size=257, **section):
+    return DataRequest(Data(**section), split, seq_len, seed, vocab_size, folder / "cache")
+
+
+def packed(tokens, seq_len, split="validation", seed=0):
+    return PackedDataset(request_of(Path(), seq_len, split, seed), tokens)
 
 
 def corpus_of(folder, files, **settings):
@@ -145,32 +156,32 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
 
 def test_windows_tile_the_stream_and_labels_are_inputs_shifted():
     tokens = np.arange(1000, 1047, dtype=np.uint16)
-    dataset = PackedDataset(tokens, 5, shuffled=False)
+    dataset = packed(tokens, 5)
     assert len(dataset) == 9  # 46 labels
     for i in range(9):
         inputs, labels = dataset[i]
         assert inputs.tolist() == [1000 + 5 * i + k for k in range(5)]
         assert labels.tolist() == [1001 + 5 * i + k for k in range(5)]
         assert inputs.dtype == torch.int64
-    assert len(PackedDataset(tokens[:46], 5, shuffled=False)) == 9
-    assert len(PackedDataset(tokens[:45], 5, shuffled=False)) == 8
-    assert len(PackedDataset(tokens[:5], 5, shuffled=False)) == 0
+    assert len(packed(tokens[:46], 5)) == 9
+    assert len(packed(tokens[:45], 5)) == 8
+    assert len(packed(tokens[:5], 5)) == 0
 
 
 def test_past_the_end_of_an_unshuffled_split_there_are_no_labels():
-    dataset = PackedDataset(np.arange(11), 5, shuffled=False)
+    dataset = packed(np.arange(11), 5)
     assert (dataset[1][1] != IGNORED_LABEL).all()
     assert (dataset[2][1] == IGNORED_LABEL).all()
     assert dataset[2].shape == dataset[1].shape
 
 
 def test_each_epoch_is_another_permutation():
-    dataset = PackedDataset(np.arange(401), 4, shuffled=True, seed=3)
+    dataset = packed(np.arange(401), 4, "train", seed=3)
     epochs = [[int(dataset[100 * epoch + i][0, 0]) // 4 for i in range(100)] for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(100))
     assert len({tuple(epoch) for epoch in [*epochs, range(100)]}) == 4
-    same, other = (PackedDataset(np.arange(401), 4, shuffled=True, seed=seed) for seed in (3, 4))
+    same, other = (packed(np.arange(401), 4, "train", seed) for seed in (3, 4))
     indices = [250, 7, 120, 8]  # in any order
     assert all(torch.equal(same[i], dataset[i]) for i in indices)
     assert [int(other[i][0, 0]) // 4 for i in range(100)] != epochs[0]
@@ -188,11 +199,15 @@ def test_no_document_is_in_two_splits(seed):
         assert abs(bound - share * ends[-1]) <= 30  # half the longest document
 
 
-def test_corpus_of_one_document_still_has_all_splits():
+def test_corpus_of_one_document_still_has_all_splits(tmp_path):
     assert split_bounds(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
-    datasets = build_datasets(TokenFile(np.arange(10_000), np.array([10_000])), "969,30,1", 64, seed=0)
-    assert {name: len(dataset) for name, dataset in datasets.items()} == {"train": 151, "validation": 4, "test": 0}
-    assert datasets["validation"][0][0, 0] == 9690
+    text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
+    (tmp_path / "a.txt").write_text(text)
+    section = {"dataset": "text", "paths": [str(tmp_path / "a.txt")]}
+    sources = {split: TextSource(request_of(tmp_path, 64, split, **section)) for split in SPLITS}
+    assert {name: len(source) for name, source in sources.items()} == {"train": 151, "validation": 4, "test": 0}
+    assert sources["validation"][0][0].tolist() == list(text[9690 : 9690 + 64].encode())
+    assert len({source.fingerprint for source in sources.values()}) == 3
 
 
 def test_first_document_longer_than_the_training_share_is_cut():
@@ -214,9 +229,128 @@ def test_split_weights_are_shares():
             split_weights(bad)
 
 
-def test_too_little_text_for_one_sample_is_refused():
+def test_too_little_text_for_one_sample_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 49)
+    section = Data(dataset="text", paths=[str(tmp_path / "a.txt")], split="1,0,0")
+    request = replace(request_of(tmp_path, 64, "train"), section=section)
     with pytest.raises(ConfigError, match=r"training\.seq_len = 64.*50 tokens"):
-        build_datasets(TokenFile(np.arange(50), np.array([50])), "1,0,0", 64, seed=0)
+        open_source(request)
+
+
+# ---- the registry
+
+
+class Ones(Source):
+    """Samples of the number 1; a subclass is wrong in one way."""
+
+    fingerprint = "ones"
+    shape, dtype, token = (2, 5), torch.int64, 1
+
+    def __len__(self):
+        return 7
+
+    def sample(self, position):
+        return torch.full(self.shape, self.token, dtype=self.dtype)
+
+
+class ShortOnes(Ones):
+    shape = (2, 4)
+
+
+class FloatOnes(Ones):
+    dtype = torch.float32
+
+
+class LargeOnes(Ones):
+    token = 257
+
+
+class NegativeOnes(Ones):
+    token = -1
+
+
+class ArrayOnes(Ones):
+    def sample(self, position):
+        return super().sample(position).numpy()
+
+
+class UnlabelledOnes(Ones):
+    def sample(self, position):
+        inputs, labels = super().sample(position)
+        return torch.stack((inputs, torch.full_like(labels, IGNORED_LABEL)))
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Installs packages with datasets: `packages(name, entry="module:Class")`."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, **entries):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"{entry} = {place}" for entry, place in entries.items()]
+        (folder / "entry_points.txt").write_text("\n".join(["[titan_like.datasets]", *lines]))
+
+    return install
+
+
+def test_a_package_adds_a_dataset(packages, tmp_path):
+    packages("toys", ones=f"{__name__}:Ones")
+    source = open_source(request_of(tmp_path, dataset="ones"))
+    assert isinstance(source, Ones)
+    assert source[6].tolist() == [[1] * 5] * 2
+    assert source[7].tolist() == [[1] * 5, [IGNORED_LABEL] * 5]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("no_such_module:Ones", ["no_such_module:Ones, cannot be imported", "No module named"]),
+        (f"{__name__}:NoOnes", ["cannot be imported", "NoOnes"]),
+        (f"{__name__}:request_of", ["is no subclass of titan_like.data.source.Source"]),
+        (f"{__name__}:Path", ["is no subclass of titan_like.data.source.Source"]),
+        (f"{__name__}:ShortOnes", ["torch.int64 [2, 4], not torch.int64 [2, 5]"]),
+        (f"{__name__}:FloatOnes", ["torch.float32 [2, 5], not torch.int64 [2, 5]"]),
+        (f"{__name__}:ArrayOnes", ["ndarray, not torch.Tensor"]),
+        (f"{__name__}:LargeOnes", ["from 257 to 257", "from 0 to 256"]),
+        (f"{__name__}:NegativeOnes", ["from -1 to -1"]),
+    ],
+)
+def test_what_is_no_dataset_is_refused(packages, tmp_path, place, words):
+    packages("toys", ones=place)
+    with pytest.raises(ConfigError, match=r'data\.dataset = "ones"') as error:
+        open_source(request_of(tmp_path, dataset="ones"))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_sample_without_labels_is_no_reason_to_refuse(packages, tmp_path):
+    packages("toys", ones=f"{__name__}:UnlabelledOnes")
+    assert len(open_source(request_of(tmp_path, dataset="ones"))) == 7
+
+
+def test_an_unknown_dataset_is_told_what_there_is(packages):
+    packages("toys", ones=f"{__name__}:Ones")
+    with pytest.raises(ConfigError, match=r"unknown name; did you mean ones\? there are ones, stdlib, text$"):
+        find_dataset(Data(dataset="one"))
+
+
+def test_two_packages_with_one_name_are_refused(packages):
+    packages("toys", ones="a:Ones")
+    packages("games", ones="b:Ones")
+    with pytest.raises(ConfigError, match="stands for a:Ones and b:Ones; uninstall"):
+        find_dataset(Data(dataset="ones"))
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_built_in_datasets_are_found_and_have_no_options(name):
+    assert issubclass(find_dataset(Data(dataset=name)).load(), Source)
+    with pytest.raises(ConfigError, match=r"data\.options = .*has no options"):
+        find_dataset(Data(dataset=name, options={"size": 3}))
+
+
+# ---- order
 
 
 def global_order(first, micro_batch, ranks, microbatches):

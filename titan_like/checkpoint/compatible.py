@@ -18,6 +18,7 @@ _MUST_STAY = [
     ("training", "seq_len"),
     ("data", "dataset"),
     ("data", "paths"),
+    ("data", "options"),
     ("data", "split"),
     ("data", "tokenizer"),
 ]

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,21 +18,21 @@ from pydantic import BaseModel, ValidationError
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
 from titan_like.config.help import format_help
 from titan_like.config.paths import expanded
-from titan_like.config.schema import JobConfig, Model, options_of
+from titan_like.config.schema import JobConfig, options_of
 from titan_like.config.toml import read_toml
 
-# Tables whose keys the user or the model family defines, so the schema does not list them.
-_FREE_TABLES = ("model.overrides", "model.flavors")
+# Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.
+_FREE_TABLES = ("model.overrides", "model.flavors", "data.options", "optimizer.options")
 
 _SECONDS_FOR_RANK_0 = 10
 
 
-def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda _: None) -> JobConfig:
+def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] | None = None) -> JobConfig:
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
 
-    If keys are wrong, ``check_model`` is called too, and a ConfigError that it raises for [model] is added to the list.
+    If keys are wrong, ``checks`` of sections, by name, are called too, and the ConfigErrors that they raise are added.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
@@ -58,7 +58,9 @@ def load_config(argv: list[str], check_model: Callable[[Model], object] = lambda
         told = {one.key for one in errors}
         errors += [one for one in _validation_errors(error) if one.key not in told]
     if errors:
-        raise all_of([*errors, *_model_errors(tree, check_model)])
+        for section, check in (checks or {}).items():
+            errors += _section_errors(section, tree.get(section, {}), check)
+        raise all_of(errors)
     return config
 
 
@@ -290,10 +292,12 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
     return list(found.values())
 
 
-def _model_errors(tree: dict[str, Any], check_model: Callable[[Model], object]) -> list[ConfigError]:
-    """Errors in the fields of the model, if the rest of [model] is valid."""
+def _section_errors(section: str, table: dict[str, Any], check: Callable[[Any], object]) -> list[ConfigError]:
+    """What ``check`` finds wrong in a section whose types and values are right."""
+    kind = JobConfig.model_fields[section].annotation
+    assert isinstance(kind, type) and issubclass(kind, BaseModel)
     try:
-        check_model(Model.model_validate(tree.get("model", {})))
+        check(kind.model_validate(table))
     except ValidationError:
         return []
     except ConfigError as error:

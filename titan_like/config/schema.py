@@ -110,13 +110,16 @@ class Model(Section):
 class Data(Section):
     """What to train on."""
 
-    dataset: Literal["stdlib", "text"] = Field(
+    dataset: Text = Field(
         "stdlib",
-        description="stdlib: the source files of the Python standard library; text: the files named by paths",
+        description="stdlib: the source files of the Python standard library; text: the files named by paths; or a "
+        "dataset of your own package (docs/data.md)",
+        examples=["stdlib", "text"],
     )
     paths: PathList = Field(
         default_factory=list, description="text files or glob patterns; .jsonl files hold one document per line"
     )
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key of the text in JSONL documents")
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: Annotated[str, AfterValidator(_expanded_tokenizer)] = Field(

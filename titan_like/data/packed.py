@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.text import TokenFile
+from titan_like.data.source import SPLITS, DataRequest, Source
+from titan_like.data.text import open_corpus
+from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 
-IGNORED_LABEL = -100  # positions that carry no loss
 _PIECES, _PIECE = 64, 4096  # that a token_fingerprint is made of, and their tokens
-SPLITS = ("train", "validation", "test")
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
@@ -51,38 +50,50 @@ def split_bounds(document_ends: np.ndarray, weights: tuple[float, float, float])
     return [*bounds, total]
 
 
-class PackedDataset(Dataset[torch.Tensor]):
-    """Samples of seq_len + 1 tokens, so that inputs and labels are the same window shifted by one.
+class PackedDataset(Source):
+    """Windows of seq_len + 1 tokens over one long stream: inputs and labels are the same window shifted by one."""
 
-    ``shuffled`` is the training stream: index i of the whole run is sample i mod n of epoch i div n, in an order
-    that is a function of the seed and the epoch. Otherwise the samples stand in order, and an index past the end is
-    a sample without labels, which carries no loss.
-    """
-
-    def __init__(self, tokens: np.ndarray, seq_len: int, *, shuffled: bool, seed: int = 0) -> None:
+    def __init__(self, request: DataRequest, tokens: np.ndarray) -> None:
+        """``tokens``, integers [total], are those of the split alone, and may be memory-mapped."""
+        super().__init__(request)
         self.tokens = tokens
-        self.seq_len = seq_len
-        self.shuffled = shuffled
-        self.seed = seed
-        self.num_samples = max(0, (len(tokens) - 1) // seq_len)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return max(0, (len(self.tokens) - 1) // self.request.seq_len)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def sample(self, position: int) -> torch.Tensor:
         """int64 [2, seq]: inputs and labels."""
-        position, past_the_end = index, False
-        if self.shuffled:
-            epoch, within = divmod(index, self.num_samples)
-            position = int(_epoch_order(self.seed, epoch, self.num_samples)[within])
-        elif index >= self.num_samples:
-            position, past_the_end = 0, True
-        start = position * self.seq_len
-        window = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
-        sample = torch.stack((window[:-1], window[1:]))
-        if past_the_end:
-            sample[1].fill_(IGNORED_LABEL)
-        return sample
+        seq_len = self.request.seq_len
+        window = self.tokens[position * seq_len : (position + 1) * seq_len + 1]
+        tokens = torch.from_numpy(window.astype(np.int64))
+        return torch.stack((tokens[:-1], tokens[1:]))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the token stream."""
+        return token_fingerprint(self.tokens)
+
+
+class TextSource(PackedDataset):
+    """Text that is tokenized when it is first read: `data.dataset` "stdlib" and "text"."""
+
+    def __init__(self, request: DataRequest) -> None:
+        """Open the corpus, or tokenize it into the cache.
+
+        Raises:
+            ConfigError: text that is missing or unfit, no whole sample to train on, or a tokenizer that does not fit
+                the model.
+        """
+        section = request.section
+        weights = split_weights(section.split)  # refused before the text is tokenized, which may take hours
+        tokenizer = build_tokenizer(section.tokenizer)
+        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
+        corpus = open_corpus(section, tokenizer, request.cache_folder)
+        bounds, number = split_bounds(corpus.document_ends, weights), SPLITS.index(request.split)
+        super().__init__(request, corpus.tokens[bounds[number] : bounds[number + 1]])
+        if request.split == "train" and len(self) == 0:
+            problem = f"the training split has {len(self.tokens)} tokens, fewer than seq_len + 1; add text or lower it"
+            raise ConfigError("training.seq_len", request.seq_len, problem)
 
 
 def token_fingerprint(tokens: np.ndarray) -> str:
@@ -92,26 +103,3 @@ def token_fingerprint(tokens: np.ndarray) -> str:
     for start in starts:
         digest.update(tokens[start : start + _PIECE].astype(np.int64).tobytes())
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
-
-
-def build_datasets(corpus: TokenFile, split: str, seq_len: int, seed: int) -> dict[str, PackedDataset]:
-    """The train, validation and test splits of a corpus.
-
-    Raises:
-        ConfigError: the training split holds no whole sample.
-    """
-    bounds = split_bounds(corpus.document_ends, split_weights(split))
-    datasets = {}
-    for number, name in enumerate(SPLITS):
-        tokens = corpus.tokens[bounds[number] : bounds[number + 1]]
-        datasets[name] = PackedDataset(tokens, seq_len, shuffled=name == "train", seed=seed)
-    train = datasets["train"]
-    if len(train) == 0:
-        problem = f"the training split has {len(train.tokens)} tokens, fewer than seq_len + 1; add text or lower it"
-        raise ConfigError("training.seq_len", seq_len, problem)
-    return datasets

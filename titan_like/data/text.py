@@ -72,7 +72,10 @@ def corpus_files(section: Data) -> list[Path]:
     if section.dataset == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-        files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+        files = []
+        for folder, subfolders, names_here in os.walk(root):
+            subfolders[:] = set(subfolders) - left_out  # the walk goes into these
+            files += [Path(folder, name) for name in names_here if name.endswith(".py")]
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:

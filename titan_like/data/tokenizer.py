@@ -93,6 +93,20 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
     raise ConfigError(key, spec, f"has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
 
 
+def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Whether a model has an embedding for every token of the tokenizer that `data.tokenizer` names.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        problem = (
+            f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}; "
+            f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
+        )
+        raise ConfigError(_KEY, spec, problem)
+
+
 def tokenizer_files(spec: str) -> list[Path]:
     """The files that a tokenizer is read from."""
     if spec == "byte":

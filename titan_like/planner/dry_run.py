@@ -24,6 +24,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.packed import split_weights
+from titan_like.data.registry import DATASETS
 from titan_like.data.text import cache_name, corpus_files
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
 from titan_like.metrics.hardware import peak_tflops
@@ -222,6 +223,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         ConfigError: settings that no data could make right, or data at hand that is unfit.
     """
     section = config.data
+    if section.dataset not in DATASETS:  # a package's own: only its class knows
+        return _counted(config, model)
     split_weights(section.split)
     if section.dataset == "text" and not section.paths:
         corpus_files(section)  # refuses
@@ -238,5 +241,9 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     cache = Path(config.job.dump_folder) / "data_cache" / cache_name(section, files)
     if not cache.exists():
         return f"{len(files):,} files, not tokenized yet and so not counted"
+    return _counted(config, model)
+
+
+def _counted(config: JobConfig, model: TransformerConfig) -> str:
     samples = len(open_data(config, model)["train"])
     return f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from titan_like.data.packed import IGNORED_LABEL
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.parallel.collectives import Group, all_gather
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import batch_sizes_to_check, total_steps
+from titan_like.data.registry import find_dataset
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import find_rule
@@ -16,6 +18,10 @@ from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
 _MOST_PASSES = 2**18  # forward passes of a step over all stages; each is an entry in the schedule's table
 _MOST_INCREMENTS = 10_000  # of a batch-size ramp-up, whose steps are counted increment by increment
+
+
+CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": find_rule}
+"""By section: raises a ConfigError where the section names what there is not. For `load_config`."""
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -39,7 +45,8 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             lambda: check_tensor_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
         ]
-    rules += [lambda: _check_precision(config), lambda: _check_health(config), lambda: find_rule(config.optimizer)]
+    rules += [lambda: _check_precision(config), lambda: _check_health(config)]
+    rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
     if model is not None:
         rules.append(lambda: _check_compile(config, model))
     rules.append(lambda: _check_available(config))

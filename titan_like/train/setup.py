@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,8 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_pat
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.packed import PackedDataset, build_datasets, split_weights
-from titan_like.data.text import open_corpus
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer
+from titan_like.data.source import DataRequest, Source, open_source
+from titan_like.data.tokenizer import Tokenizer, check_vocabulary
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -40,7 +39,7 @@ class Run:
     layout: Layout
     total_steps: int
     device: torch.device
-    datasets: dict[str, PackedDataset]
+    datasets: dict[str, Source]  # "train" and "validation"
     checkpoint_folder: Path
 
 
@@ -183,26 +182,27 @@ def check_tokenizer(config: JobConfig, tokenizer: Tokenizer, model: TransformerC
     Raises:
         ConfigError: it has fewer.
     """
-    if tokenizer.vocab_size > model.vocab_size:
-        problem = (
-            f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}; "
-            f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
-        )
-        raise ConfigError("data.tokenizer", config.data.tokenizer, problem)
+    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
 
 
-def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, PackedDataset]:
-    """The splits of the run's data, tokenized if that is new.
+def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
+    """The splits of the data that the run reads, made ready if the data is new.
 
     Raises:
-        ConfigError: data that is missing, unfit or too little, or a tokenizer that does not fit the model.
+        ConfigError: data that is missing, unfit or too little.
     """
-    split_weights(config.data.split)  # refused before the data is tokenized, which may take hours
-    tokenizer = build_tokenizer(config.data.tokenizer)
-    check_tokenizer(config, tokenizer, model)
-    corpus = open_corpus(config.data, tokenizer, Path(config.job.dump_folder) / "data_cache")
-    datasets = build_datasets(corpus, config.data.split, config.training.seq_len, config.job.seed)
-    if config.evaluation.interval and len(datasets["validation"]) == 0:
+    request = DataRequest(
+        section=config.data,
+        split="train",
+        seq_len=config.training.seq_len,
+        seed=config.job.seed,
+        vocab_size=model.vocab_size,
+        cache_folder=Path(config.job.dump_folder) / "data_cache",
+    )
+    sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
+    if len(sources["train"]) == 0:
+        raise ConfigError("data.dataset", config.data.dataset, "its training split has no sample; give it more data")
+    if config.evaluation.interval and len(sources["validation"]) == 0:
         problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
         raise ConfigError("data.split", config.data.split, problem)
-    return datasets
+    return sources

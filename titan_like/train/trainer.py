@@ -17,7 +17,7 @@ from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import IGNORED_LABEL
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.metrics.console import format_log_line
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler

@@ -13,7 +13,6 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
-from titan_like.data.packed import token_fingerprint
 from titan_like.metrics.console import Console
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
@@ -67,7 +66,7 @@ class TrainingState:
             config=self.config.model_dump(mode="json"),
             recent_losses=self.losses.recent,
             consecutive_skips=self.losses.consecutive_skips,
-            data=token_fingerprint(self.run.datasets["train"].tokens),
+            data=self.run.datasets["train"].fingerprint,
             versions={name: version(name) for name in ("torch", "safetensors")},
         )
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
@@ -105,9 +104,9 @@ class TrainingState:
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False
-        if state.data and state.data != token_fingerprint(self.run.datasets["train"].tokens):
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other tokens"
-            raise RunError(f"{problem} than data.paths now gives; restore them, or set checkpoint.folder to a new one")
+        if state.data and state.data != self.run.datasets["train"].fingerprint:
+            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            raise RunError(f"{problem} than [data] now gives; restore it, or set checkpoint.folder to a new one")
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device

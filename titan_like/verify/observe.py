@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.loader import BackgroundLoader
-from titan_like.data.packed import PackedDataset
+from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
@@ -260,8 +260,8 @@ def prepare_run(place: Member, small: Small, config: JobConfig, truth: Truth, fo
         total_steps=total_steps(config.training),
         device=torch.device(place.device),
         datasets={
-            "train": cast(PackedDataset, train),
-            "validation": cast(PackedDataset, validation_samples(small.config)),
+            "train": cast(Source, train),
+            "validation": cast(Source, validation_samples(small.config)),
         },
         checkpoint_folder=folder / "checkpoint",
     )

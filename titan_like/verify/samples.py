@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.packed import token_fingerprint
 from titan_like.models.registry import model_config
 
 IGNORED = -100  # label of a position that carries no loss
@@ -54,9 +54,9 @@ class Samples(Dataset[torch.Tensor]):
         return first <= index < end and index // micro_batch % ranks == ranks - 1
 
     @property
-    def tokens(self) -> np.ndarray:
+    def fingerprint(self) -> str:
         """What checkpoints tell these samples from others by."""
-        return self.first(4).flatten().numpy()
+        return token_fingerprint(self.first(4).flatten().numpy())
 
     def first(self, count: int, start: int = 0) -> torch.Tensor:
         """Samples ``start`` to ``start + count``, int64 [count, 2, seq]."""

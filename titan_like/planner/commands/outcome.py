@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
-from titan_like.models.registry import model_config
 from titan_like.planner.memory import Memory
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import set_keys
+from titan_like.train.rules import CHECKS
 
 _LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
@@ -55,7 +55,7 @@ def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
     Raises:
         ConfigError: anything the user has to change.
     """
-    config = load_config(settings, model_config)
+    config = load_config(settings, CHECKS)
     return search(config, None, profile, set_keys(config), kinds=1).config if config.parallelism.auto else config
 
 

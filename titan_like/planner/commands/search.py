@@ -10,7 +10,6 @@ from typing import Any
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
-from titan_like.models.registry import model_config
 from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
@@ -26,6 +25,7 @@ from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, changed, set_keys
+from titan_like.train.rules import CHECKS
 
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.gpus is not None and options.gpus > _MOST_GPUS:
         raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
     check_toml(options.out)
-    config = load_config(settings, model_config)
+    config = load_config(settings, CHECKS)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)

@@ -1,0 +1,99 @@
+"""The dataset that docs/data.md adds, from a folder on PYTHONPATH: trained by train.py, on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import records, steps
+
+REPO = Path(__file__).parents[2]
+PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
+SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(r"^```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+RUN = """
+[model.overrides]
+num_layers = 2
+hidden_size = 32
+[training]
+seq_len = 16
+micro_batch_size = 2
+global_batch_size = 8
+steps = 6
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 0
+decay = "constant"
+[evaluation]
+interval = 3
+steps = 3
+[checkpoint]
+enable = true
+interval = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files, the package as installed: its entry points are in a dist-info folder."""
+    folder = tmp_path_factory.mktemp("sums")
+    (folder / "sums.py").write_text(SHOWN_CLASS)
+    installed = folder / "sums-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: sums\nVersion: 1.0\n")
+    entry = SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1].replace('"', "")
+    (installed / "entry_points.txt").write_text(f"[titan_like.datasets]\n{entry}")
+    (folder / "run.toml").write_text(SHOWN_RUN + RUN)
+    return folder
+
+
+def train(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launcher, "train.py", f"--job.config_file={folder}/run.toml"]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += [f"--job.dump_folder={folder}/{dump}", *settings]
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_dataset_of_one_class_trains_in_any_layout_and_resumes(folder: Path) -> None:
+    whole = train(folder, "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert steps(folder / "whole") == [1, 2, 3, 4, 5, 6]
+    begun = train(folder, "parts", "--training.steps=3", processes=2)
+    assert begun.returncode == 0, begun.stderr
+    resumed = train(folder, "parts", "--data.num_workers=1", processes=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps(folder / "parts") == [1, 2, 3, 4, 5, 6]
+    for key, values in {"loss": 6, "validation_loss": 2}.items():
+        wanted, found = ([one[key] for one in records(folder / dump) if key in one] for dump in ("whole", "parts"))
+        assert len(wanted) == values
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert wanted[-1] < wanted[0]
+
+    other = train(folder, "parts", "--data.options.largest=50")
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: data.options = {'largest': 50}: ")
+    (folder / "sums.py").write_text(SHOWN_CLASS.replace("0.9", "0.8"))
+    changed = train(folder, "parts", "--training.steps=7")
+    (folder / "sums.py").write_text(SHOWN_CLASS)
+    assert changed.returncode == 1
+    assert "was trained on other data than [data] now gives" in changed.stderr
+
+
+def test_its_own_refusal_is_one_sentence(folder: Path) -> None:
+    done = train(folder, "refused", "--training.seq_len=8")
+    assert done.returncode == 2
+    assert done.stderr == "error: training.seq_len = 8: a sum takes 9 tokens; use at least that\n"
+
+
+def test_an_unknown_name_is_told_with_those_that_there_are(folder: Path) -> None:
+    done = train(folder, "refused", "--data.dataset=summs")
+    assert done.returncode == 2
+    sentence = 'data.dataset = "summs": unknown name; did you mean sums? there are stdlib, sums, text'
+    assert done.stderr == f"error: {sentence}\n"

@@ -1,0 +1,28 @@
+"""Names of datasets and where their classes are. Nothing is imported before it is used, torch included."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+from titan_like.config.entry_points import find_entry
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Data
+
+GROUP = "titan_like.datasets"  # entry points of this group add the datasets of other packages
+DATASETS = {
+    "stdlib": "titan_like.data.packed:TextSource",
+    "text": "titan_like.data.packed:TextSource",
+}
+
+
+def find_dataset(section: Data) -> EntryPoint:
+    """Where the class of `data.dataset` is.
+
+    Raises:
+        ConfigError: no dataset has this name, or two packages have one, or a built-in one is given options.
+    """
+    entry = find_entry("data.dataset", section.dataset, GROUP, DATASETS)
+    if section.dataset in DATASETS and section.options:
+        problem = f'dataset "{section.dataset}" has no options; leave them out'
+        raise ConfigError("data.options", section.options, problem)
+    return entry
