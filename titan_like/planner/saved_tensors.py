@@ -1,0 +1,110 @@
+"""What autograd keeps of one layer for its backward pass, found by running the layer on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.parts import one_layer, only_layer
+from titan_like.parallel.tensor_styles import replace_forward
+from titan_like.planner.shapes import description
+
+_TOKENS = 2  # of the sequence that is run; with a single one, copies of transposed tensors would be views
+
+
+def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
+    """Bytes that each of a layer's regions keeps of one token, by its name, before tensor parallelism splits them.
+
+    Storages count once, however many tensors share them, and only those that the region made: not its input. Of the
+    attention core its queries, keys and values count, as of a fused kernel.
+    """
+    return _saved(model.model_copy(update={"num_layers": 1}), dtype)
+
+
+def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
+    """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
+    return _input_bytes(model.model_copy(update={"num_layers": 1}), seq_len)
+
+
+@lru_cache(maxsize=1024)
+def _input_bytes(config: TransformerConfig, seq_len: int) -> int:
+    return sum(tensor.nbytes for tensor in one_layer(config).layer_inputs(seq_len, torch.device("meta")))
+
+
+@lru_cache(maxsize=1024)
+def _saved(config: TransformerConfig, dtype: str) -> Mapping[str, float]:
+    whole = one_layer(config)
+    layer = deepcopy(only_layer(whole)).to(getattr(torch, dtype))
+    for module in layer.modules():
+        if isinstance(module, AttentionCore):
+            replace_forward(module, _fused_core)
+        elif isinstance(module, nn.Linear):
+            replace_forward(module, partial(_product, module.out_features))
+    inputs = whole.layer_inputs(_TOKENS, torch.device("meta"))
+    x = torch.empty(1, _TOKENS, config.hidden_size, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
+    others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
+    regions = {region.name: layer.get_submodule(region.name) for region in description(config).regions}
+    with _saved_in(regions) as found:
+        layer(x, *inputs)
+    # Storages of one tensor are one object, as long as the tensor lives.
+    known = {id(storage) for storage in others}
+    return {
+        name: sum(storage.nbytes() for storage in storages if id(storage) not in known) / _TOKENS
+        for name, storages in found.items()
+    }
+
+
+@contextmanager
+def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch.UntypedStorage]]]:
+    """Storages that autograd saves within each of some modules that do not enclose each other, but their inputs'."""
+    found: dict[str, dict[int, torch.UntypedStorage]] = {name: {} for name in regions}
+    inputs: list[torch.UntypedStorage] = []
+    inside: list[str] = []
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        inside.append(name)
+        inputs.append(args[0].untyped_storage())
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if inside:
+            storage = tensor.untyped_storage()
+            found[inside[-1]][id(storage)] = storage
+        return tensor
+
+    handles = [module.register_forward_pre_hook(partial(enter, name)) for name, module in regions.items()]
+    handles += [module.register_forward_hook(leave) for module in regions.values()]
+    result: dict[str, list[torch.UntypedStorage]] = {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield result
+    for handle in handles:
+        handle.remove()
+    of_inputs = {id(storage) for storage in inputs}
+    result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
+
+
+def _fused_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Like q. Keeps what a fused kernel keeps besides its result, which is the next product's input."""
+    return _KeepInputs.apply(q.shape, q, k, v)
+
+
+def _product(outputs: int, x: torch.Tensor) -> torch.Tensor:
+    """[batch, seq, in] → [batch, seq, outputs]. Torch's own on this device first loads the compiler."""
+    return _KeepInputs.apply((*x.shape[:-1], outputs), x)
+
+
+class _KeepInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_empty(shape)
