@@ -1,4 +1,4 @@
-"""What autograd keeps of one layer for its backward pass, found by running the layer on the meta device."""
+"""What autograd keeps of one layer for its backward pass, found by running the layer for two tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from titan_like.planner.shapes import description
 _TOKENS = 2  # of the sequence that is run; with a single one, copies of transposed tensors would be views
 
 
+@lru_cache(maxsize=4096)
 def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     """Bytes that each of a layer's regions keeps of one token, by its name, before tensor parallelism splits them.
 
@@ -29,6 +30,7 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     return _saved(model.model_copy(update={"num_layers": 1}), dtype)
 
 
+@lru_cache(maxsize=4096)
 def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
     """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
     return _input_bytes(model.model_copy(update={"num_layers": 1}), seq_len)
@@ -41,17 +43,24 @@ def _input_bytes(config: TransformerConfig, seq_len: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _saved(config: TransformerConfig, dtype: str) -> Mapping[str, float]:
-    whole = one_layer(config)
+    """Runs two tokens on the CPU: what products, norms and attention cores keep is known, so that they are not run and
+    their weights stay on the meta device. (There, any sum of two tensors first loads torch's compiler.)
+    """
+    whole, parts, cpu = one_layer(config), description(config), torch.device("cpu")
     layer = deepcopy(only_layer(whole)).to(getattr(torch, dtype))
-    for module in layer.modules():
+    for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
-            replace_forward(module, _fused_core)
+            replace_forward(module, _core)
         elif isinstance(module, nn.Linear):
             replace_forward(module, partial(_product, module.out_features))
-    inputs = whole.layer_inputs(_TOKENS, torch.device("meta"))
-    x = torch.empty(1, _TOKENS, config.hidden_size, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
+        elif name in parts.norms:
+            replace_forward(module, _norm)
+        else:
+            module.to_empty(device=cpu, recurse=False)
+    inputs = whole.layer_inputs(_TOKENS, cpu)
+    x = torch.zeros(1, _TOKENS, config.hidden_size, dtype=getattr(torch, dtype), requires_grad=True)
     others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
-    regions = {region.name: layer.get_submodule(region.name) for region in description(config).regions}
+    regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
     with _saved_in(regions) as found:
         layer(x, *inputs)
     # Storages of one tensor are one object, as long as the tensor lives.
@@ -93,18 +102,23 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
     result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
 
 
-def _fused_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Like q. Keeps what a fused kernel keeps besides its result, which is the next product's input."""
+def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Like q. The result, which a fused kernel keeps too, is the next product's input."""
     return _KeepInputs.apply(q.shape, q, k, v)
 
 
 def _product(outputs: int, x: torch.Tensor) -> torch.Tensor:
-    """[batch, seq, in] → [batch, seq, outputs]. Torch's own on this device first loads the compiler."""
+    """[batch, seq, in] → [batch, seq, outputs]."""
     return _KeepInputs.apply((*x.shape[:-1], outputs), x)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """Like x."""
+    return _KeepInputs.apply(x.shape, x)
 
 
 class _KeepInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*inputs)
-        return inputs[0].new_empty(shape)
+        return inputs[0].new_zeros(shape)

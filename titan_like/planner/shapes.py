@@ -95,6 +95,7 @@ class Description(NamedTuple):
     head_enters: int
 
 
+@lru_cache(maxsize=4096)
 def description(model: TransformerConfig) -> Description:
     """What a model is made of, read from its ends and one layer on the meta device."""
     return _description(model.model_copy(update={"num_layers": 1}))
