@@ -88,16 +88,11 @@ def family_of(config: TransformerConfig) -> Family:
 
 
 def families_by_model_type() -> dict[str, str]:
-    """What config.json calls each family → its name here, of families that have this module.
-
-    Raises:
-        ConfigError: the package of a family cannot be imported.
-    """
+    """What config.json calls each family → its name here, of families that can be imported and have this module."""
     found: dict[str, str] = {}
     for family in families():
-        kind = config_class(family)
         with suppress(ConfigError):
-            found.setdefault(kind.family_module("hugging_face").MODEL_TYPE, family)
+            found.setdefault(family_module(family).MODEL_TYPE, family)
     return found
 
 

@@ -4,8 +4,8 @@ Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours
 of `titan_like.models`, and differs from the paper in named places:
 
 - with sequence parallelism the whole input of each column-split matrix is kept, as it was gathered;
-- inside attention and MLP is kept what autograd saves as one layer runs: rotated queries and keys
-  beside the projection's result, of a gated MLP the gate, the activated gate, the other half and their product;
+- inside attention and MLP is kept what autograd saves as one layer runs (`saved_tensors`): rotated queries and keys
+  beside the projection's result; of a gated MLP the gate, the activated gate, the other half and their product;
 - RMSNorm is one operator on a GPU; on a CPU it is several, which keep float32 copies;
 - fused attention keeps the logarithm of each row's sum, in float32. Where torch has no fused kernel (a CPU with
   dropout; a GPU with grouped queries in float32 or before the A100), the matrix is kept;

@@ -58,10 +58,11 @@ def _saved(config: TransformerConfig, dtype: str) -> Mapping[str, float]:
         else:
             module.to_empty(device=cpu, recurse=False)
     inputs = whole.layer_inputs(_TOKENS, cpu)
-    x = torch.zeros(1, _TOKENS, config.hidden_size, dtype=getattr(torch, dtype), requires_grad=True)
+    shape = 1, _TOKENS, config.hidden_size
+    x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
     others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
     regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
-    with _saved_in(regions) as found:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), _saved_in(regions) as found:
         layer(x, *inputs)
     # Storages of one tensor are one object, as long as the tensor lives.
     known = {id(storage) for storage in others}

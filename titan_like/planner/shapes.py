@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.parts import entry_parameters, head_parameters, is_table, one_layer, only_layer
@@ -97,14 +98,22 @@ class Description(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def description(model: TransformerConfig) -> Description:
-    """What a model is made of, read from its ends and one layer on the meta device."""
+    """What a model is made of, read from its ends and one layer on the meta device.
+
+    Raises:
+        ConfigError: its family's plan has a style that is not known.
+    """
     return _description(model.model_copy(update={"num_layers": 1}))
 
 
 @lru_cache(maxsize=1024)
 def _description(config: TransformerConfig) -> Description:
     model = one_layer(config)
-    layer, kinds = only_layer(model), styles_by_module(model)
+    layer = only_layer(model)
+    try:
+        kinds = styles_by_module(model)
+    except ValueError as error:
+        raise ConfigError("model.family", type(model).__name__, f"{error}; correct its sharding module") from None
     prefix = f"layers.{next(iter(model.layers))}."
     in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
     regions = _regions(layer, in_layer)
