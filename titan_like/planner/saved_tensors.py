@@ -21,32 +21,22 @@ _TOKENS = 2  # of the sequence that is run; with a single one, copies of transpo
 
 
 @lru_cache(maxsize=4096)
+def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
+    """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
+    return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(seq_len, torch.device("meta")))
+
+
+@lru_cache(maxsize=4096)
 def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     """Bytes that each of a layer's regions keeps of one token, by its name, before tensor parallelism splits them.
 
     Storages count once, however many tensors share them, and only those that the region made: not its input. Of the
     attention core its queries, keys and values count, as of a fused kernel.
+
+    What products, norms and attention cores keep is known: they are not run, and their weights stay on the meta device.
+    The rest runs on the CPU, since on the meta device any sum of two tensors first loads torch's compiler.
     """
-    return _saved(model.model_copy(update={"num_layers": 1}), dtype)
-
-
-@lru_cache(maxsize=4096)
-def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
-    """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
-    return _input_bytes(model.model_copy(update={"num_layers": 1}), seq_len)
-
-
-@lru_cache(maxsize=1024)
-def _input_bytes(config: TransformerConfig, seq_len: int) -> int:
-    return sum(tensor.nbytes for tensor in one_layer(config).layer_inputs(seq_len, torch.device("meta")))
-
-
-@lru_cache(maxsize=1024)
-def _saved(config: TransformerConfig, dtype: str) -> Mapping[str, float]:
-    """Runs two tokens on the CPU: what products, norms and attention cores keep is known, so that they are not run and
-    their weights stay on the meta device. (There, any sum of two tensors first loads torch's compiler.)
-    """
-    whole, parts, cpu = one_layer(config), description(config), torch.device("cpu")
+    whole, parts, cpu = one_layer(model), description(model), torch.device("cpu")
     layer = deepcopy(only_layer(whole)).to(getattr(torch, dtype))
     for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
@@ -58,7 +48,7 @@ def _saved(config: TransformerConfig, dtype: str) -> Mapping[str, float]:
         else:
             module.to_empty(device=cpu, recurse=False)
     inputs = whole.layer_inputs(_TOKENS, cpu)
-    shape = 1, _TOKENS, config.hidden_size
+    shape = 1, _TOKENS, model.hidden_size
     x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
     others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
     regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}

@@ -103,31 +103,26 @@ def description(model: TransformerConfig) -> Description:
     Raises:
         ConfigError: its family's plan has a style that is not known.
     """
-    return _description(model.model_copy(update={"num_layers": 1}))
-
-
-@lru_cache(maxsize=1024)
-def _description(config: TransformerConfig) -> Description:
-    model = one_layer(config)
-    layer = only_layer(model)
+    whole = one_layer(model)
+    layer = only_layer(whole)
     try:
-        kinds = styles_by_module(model)
+        kinds = styles_by_module(whole)
     except ValueError as error:
-        raise ConfigError("model.family", type(model).__name__, f"{error}; correct its sharding module") from None
-    prefix = f"layers.{next(iter(model.layers))}."
+        raise ConfigError("model.family", type(whole).__name__, f"{error}; correct its sharding module") from None
+    prefix = f"layers.{next(iter(whole.layers))}."
     in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
     regions = _regions(layer, in_layer)
     owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in layer.named_parameters())
-    head = ((name, parameter) for name, parameter in head_parameters(model) if not is_table(name))
+    head = ((name, parameter) for name, parameter in head_parameters(whole) if not is_table(name))
     return Description(
-        tuple(_shape(name, parameter, kinds, at_entry=True) for name, parameter in entry_parameters(model)),
+        tuple(_shape(name, parameter, kinds, at_entry=True) for name, parameter in entry_parameters(whole)),
         tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters()),
         tuple(_shape(name, parameter, kinds) for name, parameter in head),
         regions,
         tuple(name for name in owners if not any(_is_inside(name, region.name) for region in regions)),
         sum(region.enters for region in regions),
         sum(region.leaves for region in regions),
-        sum(kinds[name].leaves for name in model.entry if name in kinds),
+        sum(kinds[name].leaves for name in whole.entry if name in kinds),
         sum(kinds[name].enters for name in ("norm", "output") if name in kinds),
     )
 
