@@ -31,11 +31,20 @@ class Parts(NamedTuple):
 
 def one_layer(config: TransformerConfig) -> Transformer:
     """The family's model with a single layer on the meta device, the same object for all depths. Not to be changed."""
-    return _built(config.model_copy(update={"num_layers": 1}))
+    return _shared(config.model_copy(update={"num_layers": 1}))
+
+
+def new_one_layer(config: TransformerConfig) -> Transformer:
+    """The same as a new object, which may be changed."""
+    return _build_on_meta(config.model_copy(update={"num_layers": 1}))
 
 
 @lru_cache(maxsize=256)
-def _built(config: TransformerConfig) -> Transformer:
+def _shared(config: TransformerConfig) -> Transformer:
+    return _build_on_meta(config)
+
+
+def _build_on_meta(config: TransformerConfig) -> Transformer:
     with torch.device("meta"), _WithoutInit():
         return config.family_module("model").build(config)
 

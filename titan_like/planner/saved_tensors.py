@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.parts import one_layer, only_layer
+from titan_like.models.parts import new_one_layer, one_layer, only_layer
 from titan_like.parallel.tensor_styles import replace_forward
 from titan_like.planner.shapes import description
 
@@ -36,8 +35,8 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     What products, norms and attention cores keep is known: they are not run, and their weights stay on the meta device.
     The rest runs on the CPU, since on the meta device any sum of two tensors first loads torch's compiler.
     """
-    whole, parts, cpu = one_layer(model), description(model), torch.device("cpu")
-    layer = deepcopy(only_layer(whole)).to(getattr(torch, dtype))
+    whole, parts, cpu = new_one_layer(model), description(model), torch.device("cpu")
+    layer = only_layer(whole).to(getattr(torch, dtype))
     for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
             replace_forward(module, _core)
