@@ -35,7 +35,7 @@ from planner_speed import SEARCHES, layouts, timed_search
 
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
-from titan_like.models.registry import FAMILIES, builtin_flavors
+from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
@@ -238,9 +238,9 @@ def trainer_state() -> float:
     """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
     the sums that its tests check, over models, ZeRO stages and types."""
     profile, largest = builtin_profiles()["fsdp_a100"].changed(trainer_state=True), 0.0
-    flavors = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
-    for (family, flavor), zero, dtype in product(flavors, range(4), ("float32", "bfloat16")):
-        model = FAMILIES[family].model_validate(builtin_flavors(family)[flavor])
+    models = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
+    for (family, flavor), zero, dtype in product(models, range(4), ("float32", "bfloat16")):
+        model = config_class(family).model_validate(flavors(family)[flavor])
         (rank,) = memory(Workload(model, 1024, 1, 32, shard=8, zero_stage=zero, dtype=dtype), profile).ranks
         exact = state_bytes(model, zero, 8, compute_bytes={"float32": 4, "bfloat16": 2}[dtype])
         planned = rank.parameters + rank.gradients + rank.optimizer + rank.gathered

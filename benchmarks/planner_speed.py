@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
-from titan_like.models.registry import FAMILIES, builtin_flavors
+from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import load_profile
 from titan_like.planner.step_time import step_time
@@ -38,7 +38,7 @@ PASSES = ("first pass", "second pass", "third pass")
 
 def layouts() -> list[Workload]:
     """Every layout, including those that do not fit."""
-    model = FAMILIES["gpt"].model_validate(builtin_flavors("gpt")["gpt3_175b"])
+    model = config_class("gpt").model_validate(flavors("gpt")["gpt3_175b"])
     found = []
     for tensor, pipeline, micro, virtual in product((1, 2, 4, 8), range(1, 97), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)):
         if GPUS % (tensor * pipeline) or model.num_layers % (pipeline * virtual) or (virtual > 1 and pipeline == 1):

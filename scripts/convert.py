@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from Hugging Face folders (GPT2LMHeadModel and LlamaForCausalLM, as safetensors).
+"""Convert checkpoints to and from Hugging Face folders (such as LlamaForCausalLM's, in safetensors).
 
 python scripts/convert.py to-hf --checkpoint outputs/debug_gpt/checkpoint --output my_model
 python scripts/convert.py from-hf --input my_model --output outputs/imported

@@ -2,13 +2,13 @@
 
 import random
 
-from titan_like.models.registry import FAMILIES, builtin_flavors
+from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
 from titan_like.planner.workload import Workload
 
 
 def flavor(family, name, **changes):
-    return FAMILIES[family].model_validate(builtin_flavors(family)[name] | changes)
+    return config_class(family).model_validate(flavors(family)[name] | changes)
 
 
 MODELS = [

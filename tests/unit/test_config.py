@@ -105,7 +105,6 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
         (["--training.steps", "true"], ["training.steps = true", "integer"]),
         (["--optimizer.lr", "inf"], ["optimizer.lr = inf", "finite"]),
         (["--training.batch_size_rampup", "1", "2", "x"], ["training.batch_size_rampup", "integer"]),
-        (["--model.family", "gtp"], ["model.family", "gtp", "'gpt' or 'llama'"]),
         (["--parallelism.zero_stage", "4"], ["parallelism.zero_stage = 4", "0, 1, 2 or 3"]),
         (["--model.overrides", "3"], ["model.overrides = 3", "dictionary"]),
         (["--model.overrides=3", "--model.overrides.num_layers=2"], ["model.overrides = 3", "table"]),

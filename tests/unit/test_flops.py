@@ -8,7 +8,7 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import hardware_flops_per_token, megatron_flops_per_token, model_flops_per_token
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.metrics.throughput import ThroughputMeter
-from titan_like.models.registry import FAMILIES, build_model, builtin_flavors
+from titan_like.models.registry import build_model, config_class, flavors
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.train.loss import summed_cross_entropy
 
@@ -30,7 +30,7 @@ PTDP_TABLE = {
 
 
 def flavor(family, name, **changes):
-    return FAMILIES[family].model_validate(builtin_flavors(family)[name] | changes)
+    return config_class(family).model_validate(flavors(family)[name] | changes)
 
 
 def paper_flops_per_token(layers, hidden, vocab, seq, factor):
@@ -38,7 +38,7 @@ def paper_flops_per_token(layers, hidden, vocab, seq, factor):
     return factor * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
-@pytest.mark.parametrize("name", builtin_flavors("gpt"))
+@pytest.mark.parametrize("name", flavors("gpt"))
 @pytest.mark.parametrize("seq", [512, 1024])
 def test_paper_s_formula_is_hardware_flops_with_full_recompute(name, seq):
     model = flavor("gpt", name)
@@ -118,14 +118,14 @@ def counted_flops_per_token(family, model_config, seq, recompute=NONE, early_sto
     return counter.get_total_flops() / tokens.numel()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("seq", [64, 192])
 def test_model_flops_equal_what_torch_counts(family, seq):
     model = flavor(family, "debug")
     assert model_flops_per_token(model, seq) == counted_flops_per_token(family, model, seq)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("every_n_layers", [1, 3])
 def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
@@ -135,7 +135,7 @@ def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
     assert hardware_flops_per_token(model, 128, recompute) == counted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_torch_leaves_out_each_recomputed_layer_s_last_product_which_the_convention_counts(family):
     model = flavor(family, "debug")
     last_products = 4 * 2 * model.hidden_size * model.ffn_hidden_size

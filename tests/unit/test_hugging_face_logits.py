@@ -7,7 +7,7 @@ import transformers
 from tests.unit.hugging_face_cases import SCALING, gpt_config, llama_config, random_model, reference_of
 from titan_like.models.layers.rope import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.registry import builtin_flavors
+from titan_like.models.registry import flavors
 
 EPS32 = torch.finfo(torch.float32).eps
 SEQ = 48
@@ -47,7 +47,7 @@ def test_llama_equals_hugging_face(tied, kv_heads, scaling):
 
 @pytest.mark.parametrize("name", ["llama3.1_8b", "llama3.2_1b", "llama2_7b"])
 def test_rotary_frequencies_equal_hugging_face(name):
-    config = LlamaConfig.model_validate(builtin_flavors("llama")[name])
+    config = LlamaConfig.model_validate(flavors("llama")[name])
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling.model_dump()

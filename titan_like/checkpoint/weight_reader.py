@@ -15,7 +15,7 @@ from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_path, complete_steps, read_run_state
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.models.hugging_face import family_module
-from titan_like.models.registry import FAMILIES
+from titan_like.models.registry import config_class
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -58,7 +58,7 @@ class CheckpointWeights:
             self.tokenizer: str = self.run.config["data"]["tokenizer"]
             if not isinstance(self.tokenizer, str):
                 raise TypeError("run.json names no tokenizer")
-            self.model = FAMILIES[self.family].model_validate(self.run.model)
+            self.model = config_class(self.family).model_validate(self.run.model)
             self._reader = _CachingReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata
         except Exception as error:  # whatever a damaged file raises

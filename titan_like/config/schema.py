@@ -99,7 +99,9 @@ class Job(Section):
 class Model(Section):
     """Which transformer to train."""
 
-    family: Literal["gpt", "llama"] = Field("gpt", description="model family")
+    family: Text = Field(
+        "gpt", examples=["gpt", "llama"], description="model family: gpt, llama, or one that an installed package has"
+    )
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="your own flavors, each a table of model fields"

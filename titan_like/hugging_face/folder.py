@@ -20,10 +20,10 @@ from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
-    FAMILY_OF_MODEL_TYPE,
     Fields,
     RefusedError,
     Stored,
+    families_by_model_type,
     family_module,
     family_of,
 )
@@ -155,9 +155,10 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     model_type = fields.values.get("model_type")
-    family = FAMILY_OF_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    known = families_by_model_type()
+    family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        fields.refuse("model_type", f"but only {' and '.join(FAMILY_OF_MODEL_TYPE)} can be read")
+        fields.refuse("model_type", f"but only {' and '.join(known)} can be read")
     module = family_module(family)
     if fields.values.get("architectures") is not None and fields.values["architectures"] != [module.ARCHITECTURE]:
         fields.refuse("architectures", f"but only {module.ARCHITECTURE} can be read")

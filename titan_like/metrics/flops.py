@@ -32,9 +32,10 @@ class ForwardFlops:
 
 def forward_flops(model: TransformerConfig, seq_len: int) -> ForwardFlops:
     """FLOPs of one token. For GPT: 24h² + 4sh per layer and 2hV for the logits (arXiv 2104.04473, appendix)."""
+    parts = model.parts
     return ForwardFlops(
-        layer_matrices=2 * (model.attention_weights + model.mlp_weights),
-        attention_core=4 * seq_len * model.hidden_size,
+        layer_matrices=2 * parts.matrices,
+        attention_core=parts.attention_cores * 4 * seq_len * model.hidden_size,
         logits=2 * model.hidden_size * model.padded_vocab_size,
         num_layers=model.num_layers,
     )

@@ -1,14 +1,20 @@
-"""Shapes of transformers: what a flavor is. Pure numbers, no torch."""
+"""Shapes of transformers: what a flavor is. Pure numbers; torch is imported only where parameters are counted."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from titan_like.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titan_like.models.parts import Parts
+
 
 class TransformerConfig(BaseModel):
-    """The fields every family has.
+    """The fields every family has. A family's class lies in its package's `config` module.
 
     Raises:
         pydantic.ValidationError: unknown field, wrong type, or sizes that do not divide.
@@ -16,7 +22,7 @@ class TransformerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    mlp_matrices: ClassVar[int]  # matrices in one MLP: 2 (GELU) or 3 (SwiGLU)
+    not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields without meaning for given weights
 
     num_layers: int = Field(gt=0, description="transformer layers")
     hidden_size: int = Field(gt=0, description="width of the residual stream")
@@ -68,34 +74,50 @@ class TransformerConfig(BaseModel):
         """Rows of the embedding table. Depends on the model alone, never on the layout."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
-    @property
-    def attention_weights(self) -> int:
-        """Elements of one layer's query, key, value and output matrices."""
-        kv_size = self.num_kv_heads * self.head_dim
-        return 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_size
+    @classmethod
+    def family_module(cls, name: str) -> Any:
+        """A module of the family's package: model, sharding or hugging_face.
+
+        Raises:
+            ConfigError: the package has none of that name.
+        """
+        package = cls.__module__.rpartition(".")[0]
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":
+                raise
+            problem = f"the package has no module {name}, which this needs; add it"
+            raise ConfigError("model.family", package, problem) from None
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Fields that a small copy of the model with such sequences needs changed, besides the common ones."""
+        return {}
 
     @property
-    def mlp_weights(self) -> int:
-        """Elements of one layer's MLP matrices."""
-        return self.mlp_matrices * self.hidden_size * self.ffn_hidden_size
+    def parts(self) -> Parts:
+        """Sizes of one layer and of the ends, counted in the family's own modules."""
+        from titan_like.models.parts import parts_of
+
+        return parts_of(self)
 
     @property
     def layer_parameters(self) -> int:
         """Trainable parameters of one layer."""
-        raise NotImplementedError
+        return self.parts.layer
 
     @property
     def entry_parameters(self) -> int:
         """Parameters before the first layer that nothing after the layers shares."""
-        raise NotImplementedError
+        return self.parts.entry
 
     @property
     def head_parameters(self) -> int:
         """Parameters after the last layer: final norm and output matrix, be it the embedding table."""
-        raise NotImplementedError
+        return self.parts.head
 
     def num_parameters(self, padded: bool = True) -> int:
         """Trainable parameters, exact; ``padded=False`` counts the published model without vocabulary padding."""
-        tables = 1 if self.tied_embeddings else 2
+        parts, tables = self.parts, 1 if self.tied_embeddings else 2
         padding = 0 if padded else tables * (self.padded_vocab_size - self.vocab_size) * self.hidden_size
-        return self.entry_parameters + self.num_layers * self.layer_parameters + self.head_parameters - padding
+        return parts.entry + self.num_layers * parts.layer + parts.head - padding

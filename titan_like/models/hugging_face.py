@@ -1,13 +1,13 @@
 """How the parameters of a model lie in Hugging Face files: descriptions and mathematics, no files.
 
-Each family describes its own in `titan_like.models.<family>.hugging_face`. Both directions follow from one description.
+Each family describes its own in its module `hugging_face`. Both directions follow from one description.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -15,9 +15,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from pydantic import ValidationError
 
+from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
-
-FAMILY_OF_MODEL_TYPE = {"gpt2": "gpt", "llama": "llama"}
+from titan_like.models.registry import config_class, families
 
 # name of a tensor, a slice for each of its dimensions → that part of it
 ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
@@ -50,8 +50,9 @@ class Stored:
 
 
 class Family(Protocol):
-    """What `titan_like.models.<family>.hugging_face` has."""
+    """What a family's module `hugging_face` has."""
 
+    MODEL_TYPE: str  # what config.json calls the family
     ARCHITECTURE: str  # the class in transformers
     PREFIX: str  # of all names but the output matrix's; files saved from the class without an output lack it
 
@@ -78,12 +79,21 @@ class Family(Protocol):
 
 def family_module(family: str) -> Family:
     """The module of a family."""
-    return importlib.import_module(f"titan_like.models.{family}.hugging_face")
+    return config_class(family).family_module("hugging_face")
 
 
 def family_of(config: TransformerConfig) -> Family:
     """The module of a model's family."""
-    return family_module(type(config).__module__.split(".")[-2])
+    return config.family_module("hugging_face")
+
+
+def families_by_model_type() -> dict[str, str]:
+    """What config.json calls each family → its name here, of families that can be imported and have this module."""
+    found: dict[str, str] = {}
+    for family in families():
+        with suppress(ConfigError):
+            found.setdefault(family_module(family).MODEL_TYPE, family)
+    return found
 
 
 def whole(

@@ -1,24 +1,33 @@
-"""From (family, flavor, overrides) to a model configuration, and from that to a model."""
+"""From (family, flavor, overrides) to a model configuration, and from that to a model.
+
+A family is a package with the modules `config`, `model`, `sharding` and `hugging_face` and the file `flavors.toml`;
+docs/families.md says what each holds. It is named by its configuration class.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import tomllib
 from functools import cache
 from importlib import resources
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from titan_like.config.errors import ConfigError, all_of, problem_of
+from titan_like.config.errors import ConfigError, all_of, first_line, problem_of
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
-from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.llama.config import LlamaConfig
 
 if TYPE_CHECKING:
     from titan_like.models.transformer import Transformer
+
+GROUP = "titan_like.models"  # of entry points, by which installed packages name families of their own
+
+_BUILT_IN = {
+    "gpt": "titan_like.models.gpt.config:GPTConfig",
+    "llama": "titan_like.models.llama.config:LlamaConfig",
+}
 
 # Far above any model. Up to here each matrix's bytes are a number of 63 bits, and the layers can be built and counted
 # one by one.
@@ -31,35 +40,76 @@ _MOST = {
     "max_seq_len": 2**27,
 }
 
-FAMILIES: dict[str, type[TransformerConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+
+@cache
+def families() -> dict[str, EntryPoint]:
+    """Every family by its name: those of this package, then those of others."""
+    own = {name: EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()}
+    return own | {point.name: point for point in entry_points(group=GROUP) if point.name not in own}
 
 
 @cache
-def builtin_flavors(family: str) -> dict[str, dict[str, Any]]:
-    """The family's flavors.toml: flavor name → fields."""
-    text = resources.files(f"titan_like.models.{family}").joinpath("flavors.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+def config_class(family: str) -> type[TransformerConfig]:
+    """The class of a family's shapes. Families of other packages are looked for only if it is none of ours.
+
+    Raises:
+        ConfigError: there is no such family, or its entry point names no class that can be imported.
+    """
+    if family in _BUILT_IN:
+        return EntryPoint(family, _BUILT_IN[family], GROUP).load()
+    point = families().get(family)
+    if point is None:
+        near = difflib.get_close_matches(family, families(), n=1, cutoff=0.4)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError("model.family", family, f"unknown family; {guess}there are {', '.join(families())}")
+    try:
+        found = point.load()
+    except Exception as error:  # whatever the package raises as it is imported
+        problem = f"its entry point, {point.value}, cannot be imported ({first_line(error)}); correct the package"
+        raise ConfigError("model.family", family, problem) from error
+    if not (isinstance(found, type) and issubclass(found, TransformerConfig) and "." in found.__module__):
+        wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
+        raise ConfigError(
+            "model.family", family, f"its entry point, {point.value}, names no family; it must be {wanted}"
+        )
+    return found
+
+
+@cache
+def flavors(family: str) -> dict[str, dict[str, Any]]:
+    """The family's flavors.toml: flavor name → fields.
+
+    Raises:
+        ConfigError: there is no such family, or its flavors.toml cannot be read.
+    """
+    package = config_class(family).__module__.rpartition(".")[0]
+    try:
+        return tomllib.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"the flavors.toml of {package} cannot be read ({first_line(error)}); correct the package"
+        raise ConfigError("model.family", family, problem) from error
 
 
 def model_config(section: ModelSection) -> TransformerConfig:
     """The shape that a run's [model] section names, its overrides applied.
 
     Raises:
-        ConfigError: unknown flavor or fields, wrong types, sizes that do not divide: a line for each.
+        ConfigError: unknown family, flavor or fields, wrong types, sizes that do not divide: a line for each.
     """
-    flavors = builtin_flavors(section.family) | section.flavors
-    if section.flavor not in flavors:
-        near = difflib.get_close_matches(section.flavor, flavors, n=1, cutoff=0.4)
+    known = flavors(section.family) | section.flavors
+    if section.flavor not in known:
+        near = difflib.get_close_matches(section.flavor, known, n=1, cutoff=0.4)
         guess = f"did you mean {near[0]}? " if near else ""
-        known = ", ".join(flavors)
-        raise ConfigError("model.flavor", section.flavor, f"unknown flavor; {guess}{section.family} has {known}")
-    fields = flavors[section.flavor] | section.overrides
+        raise ConfigError(
+            "model.flavor", section.flavor, f"unknown flavor; {guess}{section.family} has {', '.join(known)}"
+        )
+    fields = known[section.flavor] | section.overrides
     huge = [name for name, value in fields.items() if isinstance(value, int) and abs(value) >= 2**63]
     if huge:
         problem = "TOML's integers have 64 bits; use a smaller one"
         raise all_of([ConfigError(_key_of(section, name), fields[name], problem) for name in huge])
     try:
-        model = FAMILIES[section.family].model_validate(fields)
+        model = config_class(section.family).model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False)
         # A field that nobody gave is wrong only because of those that it follows from.
@@ -78,7 +128,7 @@ def _field_error(section: ModelSection, detail: Any) -> ConfigError:
     field = ".".join(str(part) for part in detail["loc"])
     message = problem_of(detail)
     if detail["type"] == "extra_forbidden":
-        known = list(FAMILIES[section.family].model_fields)
+        known = list(config_class(section.family).model_fields)
         near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; there are {', '.join(known)}"
     if not field:  # a rule over several fields
@@ -94,4 +144,4 @@ def _key_of(section: ModelSection, field: str) -> str:
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:
     """The family's model on the current default device (use ``torch.device("meta")`` to count or to shard first)."""
-    return importlib.import_module(f"titan_like.models.{family}.model").build(config)
+    return config_class(family).family_module("model").build(config)

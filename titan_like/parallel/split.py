@@ -29,7 +29,7 @@ def output_cost(model: TransformerConfig, seq_len: int) -> float:
 
     The embedding is a lookup and costs none.
     """
-    layer = model.attention_weights + model.mlp_weights + 2 * seq_len * model.hidden_size
+    layer = model.parts.matrices + model.parts.attention_cores * 2 * seq_len * model.hidden_size
     return model.padded_vocab_size * model.hidden_size / layer
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: several processes share each layer (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 
-Which modules are split, and how, is data beside each model: `titan_like.models.<family>.sharding`.
+Which modules are split, and how, is data beside each model: its family's module `sharding`.
 
 | | between layers | forward, per layer | backward, per layer |
 |---|---|---|---|
@@ -10,9 +10,9 @@ Which modules are split, and how, is data beside each model: `titan_like.models.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES
+from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
 from titan_like.torch_private import coalesced, overlap_tensor_parallelism
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name; `*` stands for one part of it between dots
@@ -58,8 +58,23 @@ def apply_tensor_parallel(
 
 def family_plan(model: Transformer) -> Plan:
     """The plan beside the model."""
-    package = type(model).__module__.rpartition(".")[0]
-    return importlib.import_module(f"{package}.sharding").TENSOR_PARALLEL_PLAN
+    return model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
+
+
+def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
+    """What the family's plan says of each module that it names, as `parallelize_module` reads its patterns.
+
+    Raises:
+        ValueError: there is no style of a name.
+    """
+    found: dict[str, StyleKind] = {}
+    for pattern, style in styles_of(family_plan(model), model, sequence_parallel=False).items():
+        parts = pattern.split(".")
+        for name, module in model.named_modules():
+            names = name.split(".")
+            if len(names) == len(parts) and all(map(fnmatchcase, names, parts)):
+                found[name] = kind_of(style, module)
+    return found
 
 
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:

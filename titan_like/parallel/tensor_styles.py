@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
@@ -35,6 +35,8 @@ class LocalStyle(ParallelStyle):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # where each rank has a part of the sequence
+    enters: ClassVar[bool] = False  # its input comes whole from between the layers: `Enter`
+    leaves: ClassVar[bool] = False  # its outputs are added up over the ranks: `Leave`
 
     def __init__(self, sequence_parallel: bool) -> None:
         self.sequence_parallel = sequence_parallel
@@ -53,6 +55,8 @@ class LocalStyle(ParallelStyle):
 
 class Region(LocalStyle):
     """Attention or MLP: its first matrices are split by columns and its last by rows."""
+
+    enters = True
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace_forward(module, partial(self.enter, module.forward, Group.of(device_mesh)))
@@ -77,6 +81,7 @@ class ColumnLinear(LocalStyle):
 class RowLinear(LocalStyle):
     """The input features are split; the ranks' products are added up, and then the bias once."""
 
+    leaves = True
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
     partial_gradients = ("bias",)
 
@@ -103,6 +108,7 @@ class Norm(LocalStyle):
 class VocabularyEmbedding(LocalStyle):
     """The rows of the table are split; tokens of other ranks' rows are zero here, and the ranks' results added up."""
 
+    leaves = True
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Embedding, group: Group, tokens: torch.Tensor) -> torch.Tensor:
@@ -137,6 +143,7 @@ class PositionEmbedding(LocalStyle):
 class VocabularyOutput(LocalStyle):
     """The output matrix, or the use of the embedding table as such: each rank has the logits of its tokens."""
 
+    enters = True
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Module, group: Group, x: torch.Tensor, table: DTensor | None = None) -> torch.Tensor:
@@ -201,6 +208,32 @@ STYLES: dict[str, type[LocalStyle]] = {
     "vocabulary_output": VocabularyOutput,
     "vocabulary_mask": VocabularyMask,
 }
+
+
+class StyleKind(NamedTuple):
+    """What a style does to a module, as far as memory and traffic depend on it."""
+
+    split: dict[str, int]  # own parameter → the dimension that is split; those not named are whole on every rank
+    partial_gradients: tuple[str, ...]
+    enters: bool
+    leaves: bool
+
+
+def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
+    """What one of our styles, or of torch's for linear layers, does to a module.
+
+    Raises:
+        ValueError: another style, which does not say.
+    """
+    if isinstance(style, LocalStyle):
+        split = {name: at.dim for name, at in style.placements.items() if isinstance(at, Shard)}
+        return StyleKind(split, style.partial_gradients, style.enters, style.leaves)
+    if isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
+        return StyleKind({"weight": 0, "bias": 0}, (), enters=True, leaves=False)
+    if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
+        return StyleKind({"weight": 1}, (), enters=False, leaves=True)
+    known = "LocalStyle, or ColwiseParallel or RowwiseParallel for a linear layer"
+    raise ValueError(f"what {type(style).__name__} splits of a {type(module).__name__} is not known; use a {known}")
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:

@@ -4,8 +4,8 @@ Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours
 of `titan_like.models`, and differs from the paper in named places:
 
 - with sequence parallelism the whole input of each column-split matrix is kept, as it was gathered;
-- queries, keys and values share the projection's result, and rotated queries and keys are kept beside it;
-- a gated MLP keeps its gate, the activated gate, the other half and their product;
+- inside attention and MLP is kept what autograd saves as one layer runs (`saved_tensors`): rotated queries and keys
+  beside the projection's result; of a gated MLP the gate, the activated gate, the other half and their product;
 - RMSNorm is one operator on a GPU; on a CPU it is several, which keep float32 copies;
 - fused attention keeps the logarithm of each row's sum, in float32. Where torch has no fused kernel (a CPU with
   dropout; a GPU with grouped queries in float32 or before the A100), the matrix is kept;
@@ -21,10 +21,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from torch import nn
+
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
-from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.parts import one_layer, only_layer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
+from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
+from titan_like.planner.shapes import description
 from titan_like.planner.workload import Workload
 
 _LOSS_BLOCK = 4 << 20  # bytes of logits that the loss works on at a time on a CPU
@@ -60,25 +64,34 @@ def kept(
     e, t, h = _BYTES[dtype], tensor, model.hidden_size
     outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token, here
     gathered = h if sequence_parallel else 0
-    ffn, kv = model.ffn_hidden_size / t, model.num_kv_heads * model.head_dim
     dropout = getattr(model, "dropout", 0.0) > 0
     mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps it as factors
-    norm = _norm(model, outside, dtype, device) + e * h  # the output is the next product's input
+    parts, layer_module = description(model), only_layer(one_layer(model))
+    saved = saved_inside(model, dtype)
 
-    in_mlp = 4 if model.mlp_matrices == 3 else 2
-    core = _attention(model, seq_len, t, dtype, dropout, device)
-    whole = 2 * norm + core + e * h / t + in_mlp * e * ffn + 2 * mask
+    # Of norms; of each region its gathered input, and what is split inside; of the sums behind regions.
+    whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in parts.norms)
+    whole += len(parts.regions) * (e * h + mask)
+    for region in parts.regions:
+        if not region.cores:
+            whole += saved[region.name] / t
+        elif _has_fused_core(model, dtype, dropout, device):  # and the logarithm of each row's sum
+            whole += saved[region.name] / t + region.cores * 4 * model.num_attention_heads / t
+        else:
+            whole += e * region.rows / t + region.cores * _unfused_core(model, seq_len, t, dtype, dropout, device)
     kept_of_recomputed, unused = whole, 0.0
     if recompute == "full":
         kept_of_recomputed = e * outside
     elif recompute == "selective":
         # Of the MLP's last product and its sum nothing is asked again: they stay until the layer is done.
         unused = e * (h + (outside if t > 1 else 0))
-        kept_of_recomputed = e * (outside + (h + 2 * kv) / t + (model.mlp_matrices - 1) * ffn) + 2 * unused
+        kept_of_recomputed = e * (outside + sum(region.columns for region in parts.regions) / t)
+        kept_of_recomputed += len(parts.regions) * unused
     share = -(-model.num_layers // recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Gradients: of the stream; what is gathered of it; of the MLP's inner activations, some freed as others are made.
-    inner = max(2 * gathered, gathered + ffn, (model.mlp_matrices - 1) * ffn)
+    mlps = [region for region in parts.regions if not region.cores]
+    inner = max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
     logits = model.padded_vocab_size / t
@@ -91,31 +104,25 @@ def kept(
     else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
     entry = mask + (9 if t > 1 else 0)
-    rotation = 2 * 4 * seq_len * model.head_dim / 2 if isinstance(model, LlamaConfig) else 0  # cosines and sines
-    parts = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
-    return Kept(rotation, *(tokens * part for part in parts))
+    norm = _norm(one_layer(model).norm, h, outside, dtype, device) + e * h  # the output is the next product's input
+    per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
+    return Kept(layer_input_bytes(model, seq_len), *(tokens * part for part in per_token))
 
 
-def _norm(model: TransformerConfig, outside: float, dtype: str, device: Device) -> float:
+def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:
     """Per token, without the output."""
-    if not isinstance(model, LlamaConfig):  # the input, mean and deviation
-        return _BYTES[dtype] * outside + 2 * 4 * outside / model.hidden_size
+    if not isinstance(module, nn.RMSNorm):  # the input, mean and deviation
+        return _BYTES[dtype] * outside + 2 * 4 * outside / h
     if device.is_cpu:  # the input and its normalised form in float32, and the deviation
-        return 2 * 4 * outside + 4 * outside / model.hidden_size
-    return _BYTES[dtype] * outside + 4 * outside / model.hidden_size
+        return 2 * 4 * outside + 4 * outside / h
+    return _BYTES[dtype] * outside + 4 * outside / h
 
 
-def _attention(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
-    """Per token, of queries, keys, values and the core, without the heads' output."""
-    e, h, kv = _BYTES[dtype], model.hidden_size, model.num_kv_heads * model.head_dim
-    heads = model.num_attention_heads / t
-    if not _has_fused_core(model, dtype, dropout, device):  # scaled queries, keys, values, softmax, mask and result
-        mask = (e if device.is_cpu else 1) + e if dropout else 0
-        return 3 * e * h / t + heads * seq_len * (e + mask)
-    copies = 0 if kv == h else h  # queries of several heads to a key are copied out of the projection's result
-    if isinstance(model, LlamaConfig):
-        copies = h + kv  # rotated
-    return e * (h + 2 * kv + copies) / t + 4 * heads
+def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
+    """Per token: scaled queries, keys and values, and of the matrix softmax, mask and result."""
+    e = _BYTES[dtype]
+    mask = (e if device.is_cpu else 1) + e if dropout else 0
+    return 3 * e * model.hidden_size / t + model.num_attention_heads / t * seq_len * (e + mask)
 
 
 def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.planner.profile import Profile
+from titan_like.planner.shapes import description
 
 # Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
@@ -134,43 +135,45 @@ def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> fl
 def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Cost:
     """One transformer layer on one of the ranks that share it."""
     tokens = mb.size * mb.seq_len / mb.context
-    hidden, ffn, t = model.hidden_size, model.ffn_hidden_size / mb.tensor, mb.tensor
-    kv = model.num_kv_heads * model.head_dim
-    dtype = mb.dtype
-    qkv = linear_times(tokens, hidden, (hidden + 2 * kv) / t, dtype, profile)
-    proj = linear_times(tokens, hidden / t, hidden, dtype, profile)
-    gated = model.mlp_matrices == 3
-    up = linear_times(tokens, hidden, ffn * (2 if gated else 1), dtype, profile)
-    down = linear_times(tokens, ffn, hidden, dtype, profile)
-    core_forward, core_backward = attention_times(model, mb, profile)
-
+    t, dtype, parts = mb.tensor, mb.dtype, description(model)
     element = 4 if dtype == "float32" else 2
     bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    outside = tokens * hidden / (t if mb.sequence_parallel else 1)  # elements of the residual stream here
-    heads = tokens * (hidden + 2 * kv) / t
+    outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream here
     mask = 1 if mb.dropout else 0
-    # Forward: two norms (2 each), two residual additions with bias and dropout (3 each), the activation, and copies
-    # of queries, keys and values and of the heads' output. Backward: gradients in and out, and the saved inputs.
-    active = tokens * ffn
-    forward_bytes = outside * (10 * element + 2 * mask) + active * element * (3 if gated else 2)
-    forward_bytes += 2 * element * (heads + tokens * hidden / t)
-    backward_bytes = outside * (14 * element + 2 * mask) + active * element * (5 if gated else 4)
-    backward_bytes += 2 * element * (heads + tokens * hidden / t)
+    regions, norms = len(parts.regions), len(parts.norms)
+    # Forward: norms (2 each), residual additions with bias and dropout (3 each), activations, and copies of queries,
+    # keys and values and of the heads' output. Backward: gradients in and out, and the saved inputs.
+    forward_bytes = outside * ((2 * norms + 3 * regions) * element + regions * mask)
+    backward_bytes = outside * ((4 * norms + 3 * regions) * element + regions * mask)
+    forward = backward = core_forward = core_backward = last_product = 0.0
+    for region in parts.regions:
+        first = linear_times(tokens, region.inputs, region.columns / t, dtype, profile)
+        last = linear_times(tokens, region.rows / t, region.outputs, dtype, profile)
+        forward, backward, last_product = forward + first[0] + last[0], backward + first[1] + last[1], last[0]
+        if region.cores:
+            core = attention_times(model, mb, profile)
+            core_forward, core_backward = core_forward + region.cores * core[0], core_backward + region.cores * core[1]
+            copied = 2 * element * tokens * (region.columns + region.rows) / t
+            forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
+        else:  # element by element, from the first products' results to the last products' input
+            inner = tokens / t * element
+            forward_bytes += inner * (region.columns + region.rows)
+            backward_bytes += inner * (region.columns + 3 * region.rows)
     if mb.compiled:
         forward_bytes *= profile.compiled_traffic
         backward_bytes *= profile.compiled_traffic
-    forward = qkv[0] + proj[0] + up[0] + down[0] + core_forward + forward_bytes / bandwidth
-    backward = qkv[1] + proj[1] + up[1] + down[1] + core_backward + backward_bytes / bandwidth
+    forward = forward + core_forward + forward_bytes / bandwidth
+    backward = backward + core_backward + backward_bytes / bandwidth
     backward += accumulation_time(model.layer_parameters, mb, profile)
 
     again = 0.0
     if mb.recompute == "full":
-        again = forward - (0 if profile.recompute_whole else down[0])
+        again = forward - (0 if profile.recompute_whole else last_product)
     elif mb.recompute == "selective" and not mb.flash:
         again = core_forward
     forward_tensor, backward_tensor, again_tensor = _layer_communication(model, mb, profile)
     operators_forward, operators_backward = profile.host_operators
-    messages = 2 if t > 1 else 0
+    messages = parts.leaves if t > 1 else 0
     if not mb.flash and not softmax_is_fused(model, mb, profile):
         operators_forward += _UNFUSED_SOFTMAX[0]
         operators_backward += _UNFUSED_SOFTMAX[1]
@@ -187,21 +190,24 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
 def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:
     """Seconds of exposed tensor- and context-parallel communication: forward, backward, repeated forward.
 
-    Two all-reduces of the hidden states each way (arXiv 1909.08053, figure 4); with sequence parallelism an
-    all-gather and a reduce-scatter in place of each, which move as much (arXiv 2205.05198), and in the backward pass
-    one more all-gather of the input for each pair, which overlaps with the gradient of the input.
+    An all-reduce of the hidden states each way for attention and for the MLP (arXiv 1909.08053, figure 4); with
+    sequence parallelism an all-gather and a reduce-scatter in place of each, which move as much (arXiv 2205.05198),
+    and in the backward pass one more all-gather of the input for each pair, which overlaps with the gradient of the
+    input.
     """
     if mb.tensor == 1 and mb.context == 1:
         return 0.0, 0.0, 0.0
     tokens = mb.size * mb.seq_len / mb.context
     element = 4 if mb.dtype == "float32" else 2
-    forward = backward = 0.0
+    forward = backward = again = 0.0
     if mb.tensor > 1:
-        forward = 2 * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+        sums = description(model).leaves
+        forward = sums * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
         backward = forward
-    again = forward if mb.recompute == "full" else 0.0
-    if not profile.recompute_whole:
-        again *= 0.5 if not mb.sequence_parallel else 0.75
+        if mb.recompute == "full":
+            # All but the last sum, which with sequence parallelism is half of an all-reduce.
+            last = 0 if profile.recompute_whole else 0.5 if mb.sequence_parallel else 1
+            again = forward * (1 - last / max(sums, 1))
     if mb.context > 1:
         whole = 2 * mb.size * mb.seq_len * model.num_kv_heads * model.head_dim / mb.tensor * element
         ring = profile.links.all_gather(whole, mb.context, mb.tensor)

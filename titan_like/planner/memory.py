@@ -18,7 +18,7 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.shapes import ParameterSplit, ShardOf, description, stage_units
 from titan_like.planner.training_state import Storage, rank_state
 from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_state
 from titan_like.planner.workload import PipelineRanks, Workload, pipeline_of, ranks_from
@@ -168,11 +168,17 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     model, t = work.model, work.tensor
     tokens = work.micro_batch_size * work.seq_len / work.context
     e = _BYTES[work.dtype]
-    hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    parts, hidden = description(model), model.hidden_size
     outside = t if work.sequence_parallel else 1
-    stream = (4 * e * hidden + (2 * hidden if work.dropout else 0)) / outside
-    in_mlp = 2 if model.mlp_matrices == 2 or work.compiled else 3  # a compiler makes the gated product again
-    inside = e * (2 * hidden + 2 * kv) / t + e * model.ffn_hidden_size * in_mlp / t
+    stream = (2 * len(parts.norms) * e * hidden + (len(parts.regions) * hidden if work.dropout else 0)) / outside
+    # Of each region the results of its first products and the input of its last; a compiler makes what is computed
+    # from several results, such as the product of a gated MLP, again.
+    inside = sum(
+        e * (region.columns + (0 if work.compiled and region.columns > region.rows else region.rows)) / t
+        if not region.cores
+        else e * (region.columns + region.rows) / t
+        for region in parts.regions
+    )
     heads = model.num_attention_heads / t
     core = 4 * heads if work.flash else heads * work.seq_len * (e + (e + 1 if work.dropout else 0))
     whole = tokens * (stream + inside + core)

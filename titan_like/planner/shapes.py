@@ -1,18 +1,30 @@
-"""Shapes of every parameter, whole and on one process, without building a model. Pure functions.
+"""Shapes of every parameter, whole and on one process.
 
-They say in numbers what the models, `tensor_styles` and `data` do; tests hold them to the built modules.
+They come from one layer and the ends of the model on the meta device and from its family's tensor-parallel plan, once
+for each shape. How `data` groups parameters is said here again; tests hold it to the built modules.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
+import torch
+from torch import nn
+
+from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
-from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.parts import entry_parameters, head_parameters, is_table, one_layer, only_layer
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import StageLayers
+from titan_like.parallel.tensor import styles_by_module
+from titan_like.parallel.tensor_styles import StyleKind
+
+_WHOLE = StyleKind({}, (), enters=False, leaves=False)  # a module that the plan leaves as it is
 
 
 @dataclass(frozen=True)
@@ -57,68 +69,136 @@ class Unit:
     parameters: tuple[ParameterShape, ...]
 
 
+class Region(NamedTuple):
+    """A part of a layer that tensor parallelism splits inside: attention or an MLP. Sizes are elements of one token."""
+
+    name: str  # within the layer
+    inputs: int  # of its first products
+    columns: int  # results of the matrices that are split by columns: its first
+    rows: int  # inputs of the matrices that are split by rows: its last
+    outputs: int
+    cores: int  # softmax attentions
+    enters: int  # times that activations enter, and leave, what is split
+    leaves: int
+
+
+class Description(NamedTuple):
+    """A model as its modules and its family's tensor-parallel plan describe it. All layers are alike."""
+
+    entry: tuple[ParameterShape, ...]
+    layer: tuple[ParameterShape, ...]  # named within the layer
+    head: tuple[ParameterShape, ...]  # without a tied table
+    regions: tuple[Region, ...]
+    norms: tuple[str, ...]  # modules of a layer that have parameters and are in no region
+    enters: int  # of a layer's regions together
+    leaves: int
+    entry_leaves: int
+    head_enters: int
+
+
+@lru_cache(maxsize=4096)
+def description(model: TransformerConfig) -> Description:
+    """What a model is made of, read from its ends and one layer on the meta device.
+
+    Raises:
+        ConfigError: its family's plan has a style that is not known.
+    """
+    whole = one_layer(model)
+    layer = only_layer(whole)
+    try:
+        kinds = styles_by_module(whole)
+    except ValueError as error:
+        raise ConfigError("model.family", type(whole).__name__, f"{error}; correct its sharding module") from None
+    prefix = f"layers.{next(iter(whole.layers))}."
+    in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
+    regions = _regions(layer, in_layer)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in layer.named_parameters())
+    head = ((name, parameter) for name, parameter in head_parameters(whole) if not is_table(name))
+    return Description(
+        tuple(_shape(name, parameter, kinds, at_entry=True) for name, parameter in entry_parameters(whole)),
+        tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters()),
+        tuple(_shape(name, parameter, kinds) for name, parameter in head),
+        regions,
+        tuple(name for name in owners if not any(_is_inside(name, region.name) for region in regions)),
+        sum(region.enters for region in regions),
+        sum(region.leaves for region in regions),
+        sum(kinds[name].leaves for name in whole.entry if name in kinds),
+        sum(kinds[name].enters for name in ("norm", "output") if name in kinds),
+    )
+
+
+def _shape(
+    name: str, parameter: torch.Tensor, kinds: Mapping[str, StyleKind], at_entry: bool = False
+) -> ParameterShape:
+    module, _, own_name = name.rpartition(".")
+    kind = kinds.get(module, _WHOLE)
+    partial = own_name in kind.partial_gradients
+    return ParameterShape(name, tuple(parameter.shape), kind.split.get(own_name), partial, at_entry)
+
+
+def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, ...]:
+    """The modules around linear layers, in the order of the layer's modules.
+
+    Each linear layer belongs to the nearest module around it that activations enter; where the plan names none, to the
+    module that it is in.
+    """
+    members: dict[str, list[tuple[nn.Linear, StyleKind]]] = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            around = _around(name)
+            region = next((outer for outer in around if kinds.get(outer, _WHOLE).enters), around[0])
+            members.setdefault(region, []).append((module, kinds.get(name, _WHOLE)))
+    found = []
+    for region, linears in members.items():
+        first = [linear for linear, kind in linears if kind.split.get("weight") != 1]
+        last = [linear for linear, kind in linears if kind.split.get("weight") == 1]
+        inside = [kind for name, kind in kinds.items() if _is_inside(name, region)]
+        found.append(
+            Region(
+                region,
+                inputs=max((linear.in_features for linear in first), default=0),
+                columns=sum(linear.out_features for linear in first),
+                rows=sum(linear.in_features for linear in last),
+                outputs=max((linear.out_features for linear in last), default=0),
+                cores=sum(isinstance(module, AttentionCore) for module in layer.get_submodule(region).modules()),
+                enters=sum(kind.enters for kind in inside),
+                leaves=sum(kind.leaves for kind in inside),
+            )
+        )
+    return tuple(found)
+
+
+def _around(name: str) -> list[str]:
+    """Names of the modules around one, the nearest first; the layer itself, whose name is empty, only if it is that."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] or [""]
+
+
+def _is_inside(name: str, region: str) -> bool:
+    return f"{name}.".startswith(f"{region}.")
+
+
 def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
     """The units of a pipeline stage in the order of its forward pass. The root, which may have no parameters, is last.
 
     An untied embedding table is a unit of its own; a tied one belongs to the root.
     """
+    parts = description(model)
     units, root = [], []
-    if split.is_first:
-        table = ParameterShape("embedding.weight", _table(model), tensor_dim=0, at_entry=True)
-        if model.tied_embeddings:
-            root.append(table)
+    for parameter in parts.entry if split.is_first else ():
+        if is_table(parameter.name) and not model.tied_embeddings:
+            units.append(Unit("embedding", (parameter,)))
         else:
-            units.append(Unit("embedding", (table,)))
-        if isinstance(model, GPTConfig):
-            shape = (model.max_seq_len, model.hidden_size)
-            root.append(ParameterShape("position_embedding.weight", shape, partial=True, at_entry=True))
+            root.append(parameter)
     for layer in split.layers:
         prefix = f"layers.{layer}"
-        parameters = (
-            ParameterShape(f"{prefix}.{p.name}", p.shape, p.tensor_dim, p.partial) for p in layer_shapes(model)
-        )
+        parameters = (ParameterShape(f"{prefix}.{p.name}", p.shape, p.tensor_dim, p.partial) for p in parts.layer)
         units.append(Unit(prefix, tuple(parameters)))
     if split.is_last:
-        root += _norm(model, "norm")
-        if not model.tied_embeddings:
-            root.append(ParameterShape("output.weight", _table(model), tensor_dim=0))
-        elif not split.is_first:
-            root.append(ParameterShape("embedding.weight", _table(model), tensor_dim=0))
+        root += parts.head
+        if model.tied_embeddings and not split.is_first:
+            root += [replace(parameter, at_entry=False) for parameter in parts.entry if is_table(parameter.name)]
     return [*units, Unit("", tuple(root))]
-
-
-def layer_shapes(model: TransformerConfig) -> list[ParameterShape]:
-    """The parameters of one layer, named within it."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    qkv = hidden + 2 * model.num_kv_heads * model.head_dim
-    if isinstance(model, GPTConfig):
-        columns, row = {"attention.qkv": (qkv, hidden), "mlp.fc1": (ffn, hidden)}, "mlp.fc2"
-    elif isinstance(model, LlamaConfig):
-        columns = {"attention.qkv": (qkv, hidden), "mlp.gate": (ffn, hidden), "mlp.up": (ffn, hidden)}
-        row = "mlp.down"
-    else:
-        raise NotImplementedError(f"the shapes of a {type(model).__name__}'s layers are not written down")
-    shapes = [*_norm(model, "attention_norm"), *_norm(model, "mlp_norm")]
-    for name, shape in columns.items():
-        shapes.append(ParameterShape(f"{name}.weight", shape, tensor_dim=0))
-        shapes += [ParameterShape(f"{name}.bias", shape[:1], tensor_dim=0)] if _has_biases(model) else []
-    for name, shape in {"attention.proj": (hidden, hidden), row: (hidden, ffn)}.items():
-        shapes.append(ParameterShape(f"{name}.weight", shape, tensor_dim=1))
-        shapes += [ParameterShape(f"{name}.bias", shape[:1], partial=True)] if _has_biases(model) else []
-    return shapes
-
-
-def _norm(model: TransformerConfig, name: str) -> list[ParameterShape]:
-    kinds = ("weight", "bias") if _has_biases(model) else ("weight",)
-    return [ParameterShape(f"{name}.{kind}", (model.hidden_size,), partial=True) for kind in kinds]
-
-
-def _has_biases(model: TransformerConfig) -> bool:
-    return isinstance(model, GPTConfig)
-
-
-def _table(model: TransformerConfig) -> tuple[int, int]:
-    return model.padded_vocab_size, model.hidden_size
 
 
 @dataclass(frozen=True)

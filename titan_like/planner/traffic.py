@@ -13,10 +13,11 @@ from math import prod
 
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers
-from titan_like.planner.shapes import Unit
+from titan_like.planner.shapes import Unit, description
 from titan_like.planner.training_state import Storage
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -76,7 +77,7 @@ def step_collectives(
         if config.parallelism.sequence_parallel:
             calls.update(_partial_gradients(stage, storage))
     if table_is_elsewhere:
-        (table,) = {p for stage in stages for unit in stage.units for p in unit.parameters if _is_table(p.name)}
+        (table,) = {p for stage in stages for unit in stage.units for p in unit.parameters if is_table(p.name)}
         size = storage.master * prod(storage.split.here(table))
         calls.update(("pp", kind, "gradient of the tied table", size) for kind in ("send", "receive"))
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data_parallel}
@@ -90,10 +91,6 @@ def step_collectives(
         for (group, kind, what), (count, total) in merged.items()
         if sizes[group] > 1
     ]
-
-
-def _is_table(name: str) -> bool:
-    return name == "embedding.weight"
 
 
 def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
@@ -190,25 +187,28 @@ def _tensor_parallel_calls(
     whole, training = hidden_bytes(config, model), config.training
     layers, section = len(stage.layers.layers), config.activation_checkpoint
     recomputed = sum(layer % section.every_n_layers == 0 for layer in stage.layers.layers if section.mode != "none")
-    added_up_again = recomputed if section.mode == "full" else 0
+    parts = description(model)
+    added_up_again = recomputed * (parts.leaves - 1) if section.mode == "full" else 0
     positions = training.micro_batch_size * training.seq_len
     losses = degree * 2 * positions * max(BYTES[training.dtype], BYTES["float32"])
     spread = "all_gather" if config.parallelism.sequence_parallel else None
     add_up = "reduce_scatter" if config.parallelism.sequence_parallel else "all_reduce"
-    is_first, is_last = stage.layers.is_first, stage.layers.is_last
+    is_last = stage.layers.is_last
+    enters = layers * parts.enters + is_last * parts.head_enters  # before attentions, MLPs and the output matrix
+    leaves = layers * parts.leaves + stage.layers.is_first * parts.entry_leaves  # after the embedding and those
     forwards, backwards = sum(kind == "F" for kind in passes), sum(kind in "BI" for kind in passes)
 
     def calls(kind: str | None, count: int) -> Iterator[_Call]:
         return iter([("tp", kind, "hidden states", whole)] * count if kind else [])
 
     for _ in range(forwards):
-        yield from calls(add_up, is_first + 2 * layers)  # after the embedding, the attentions, the MLPs
-        yield from calls(spread, 2 * layers + is_last)  # before the attentions, the MLPs, the output matrix
+        yield from calls(add_up, leaves)
+        yield from calls(spread, enters)
         if is_last:
             yield "tp", "all_gather", "parts of the loss", losses
     for _ in range(backwards):
-        yield from calls(add_up, 2 * layers + is_last + added_up_again)
-        yield from calls(spread, is_first + 2 * layers + 2 * recomputed)
+        yield from calls(add_up, enters + added_up_again)
+        yield from calls(spread, leaves + recomputed * parts.enters)
 
 
 def _partial_gradients(stage: StageTraffic, storage: Storage) -> Iterator[_Call]:

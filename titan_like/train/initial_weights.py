@@ -21,8 +21,6 @@ from titan_like.models.layers.init import local_part
 from titan_like.parallel.model import ParallelModel
 
 _KEY = "checkpoint.initial_load_path"
-# Fields of a shape that say nothing of its weights' meaning or sizes. Llama has no table of positions.
-_MAY_DIFFER = {"gpt": {"dropout", "init_std"}, "llama": {"init_std", "max_seq_len"}}
 
 
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
@@ -40,10 +38,10 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         if problem is not None:
             raise ConfigError(_KEY, text, f"cannot be loaded ({problem}); name another checkpoint")
         family, shape = _model_of_checkpoint(path)
-        _check_same(path, config, model, family, shape, _MAY_DIFFER)
+        _check_same(path, config, model, family, shape, model.not_in_weights)
     elif is_hugging_face(path):
         source = open_hugging_face(path, _KEY)
-        may_differ = {family: fields | {"vocab_multiple"} for family, fields in _MAY_DIFFER.items()}
+        may_differ = model.not_in_weights | {"vocab_multiple"}
         _check_same(path, config, model, source.family, source.model.model_dump(mode="json"), may_differ)
     else:
         steps = complete_steps(path)
@@ -105,11 +103,11 @@ def _check_same(
     model: TransformerConfig,
     family: str,
     shape: dict[str, Any],
-    may_differ: dict[str, set[str]],
+    may_differ: frozenset[str],
 ) -> None:
     if family != config.model.family:
         raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
     for name, value in model.model_dump(mode="json").items():
-        if name not in may_differ[family] and shape.get(name) != value:
+        if name not in may_differ and shape.get(name) != value:
             problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
             raise ConfigError(f"model.overrides.{name}", value, problem)

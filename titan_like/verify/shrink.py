@@ -251,10 +251,7 @@ def small_fields(
         "max_seq_len": seq_len + 3 if model.max_seq_len > original_seq_len else seq_len,
         "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
     }
-    scaling = model.model_dump().get("rope_scaling")
-    if scaling:
-        fields["rope_scaling"] = scaling | {"original_max_seq_len": seq_len // 2}
-    return fields
+    return fields | model.shrunk(seq_len)
 
 
 def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused_in_one, validated, whole
 
+MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -59,7 +60,7 @@ def to_fields(config: GPTConfig) -> dict[str, Any]:
             f"and {ARCHITECTURE} has one for each"
         )
     return {
-        "model_type": "gpt2",
+        "model_type": MODEL_TYPE,
         "vocab_size": config.vocab_size,
         "n_positions": config.max_seq_len,
         "n_embd": config.hidden_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,7 +31,7 @@ class RopeScaling(BaseModel):
 class LlamaConfig(TransformerConfig):
     """Llama 2 and 3."""
 
-    mlp_matrices: ClassVar[int] = 3
+    not_in_weights: ClassVar = frozenset({"init_std", "max_seq_len"})  # there is no table of positions
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="frequency scaling of Llama 3.1 and later")
@@ -45,17 +45,9 @@ class LlamaConfig(TransformerConfig):
             )
         return self
 
-    @property
-    def layer_parameters(self) -> int:
-        """Attention and MLP matrices and two RMSNorms."""
-        return self.attention_weights + self.mlp_weights + 2 * self.hidden_size
-
-    @property
-    def entry_parameters(self) -> int:
-        """The embedding table where it is not the output matrix."""
-        return 0 if self.tied_embeddings else self.padded_vocab_size * self.hidden_size
-
-    @property
-    def head_parameters(self) -> int:
-        """Output matrix and final RMSNorm."""
-        return (self.padded_vocab_size + 1) * self.hidden_size
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Frequencies are still scaled: beyond half of the sequence."""
+        scaling = self.rope_scaling
+        if scaling is None:
+            return {}
+        return {"rope_scaling": scaling.model_dump() | {"original_max_seq_len": seq_len // 2}}

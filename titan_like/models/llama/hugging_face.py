@@ -10,6 +10,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import Fields, Stored, fused, validated, whole
 from titan_like.models.llama.config import LlamaConfig
 
+MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
 PREFIX = "model."
 
@@ -45,7 +46,7 @@ def to_fields(config: LlamaConfig) -> dict[str, Any]:
     """What config.json says of the shape, in the words that every version of transformers knows."""
     scaling = config.rope_scaling
     return {
-        "model_type": "llama",
+        "model_type": MODEL_TYPE,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,

@@ -1,0 +1,118 @@
+"""The family that docs/families.md writes, in a package of its own: trained, verified, planned, converted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+ENTRY_POINTS = """[titan_like.models]
+primer = my_models.primer.config:PrimerConfig
+absent = my_models.absent.config:AbsentConfig
+function = my_models.primer.model:build
+"""
+SMALL = ["--training.steps=4", "--training.seq_len=32", "--training.micro_batch_size=2"]
+SMALL += ["--training.global_batch_size=4", "--lr_scheduler.warmup_steps=2"]
+HIDDEN, VOCABULARY = 128, 384  # of the debug flavor, the latter padded
+ATTENTION, MLP = (1 + 1 + 1) * HIDDEN * HIDDEN, 2 * HIDDEN * 4 * HIDDEN  # half as many keys and values as queries
+LAYER = ATTENTION + MLP + 2 * HIDDEN
+PARAMETERS = 4 * LAYER + VOCABULARY * HIDDEN + 2 * HIDDEN
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on the path with the page's package, installed as far as Python can tell."""
+    folder = tmp_path_factory.mktemp("home")
+    page = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"```(?:python|toml)\n# (my_models/\S+)\n(.*?)```", page, re.DOTALL):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    (config,) = re.findall(r"```toml\n(\[model\]\n.*?)```", page, re.DOTALL)
+    (folder / "primer.toml").write_text(config, encoding="utf-8")
+    installed = folder / "my_models-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_models\nVersion: 1.0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    return folder
+
+
+def run(home: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script, in the folder."""
+    path = os.pathsep.join(map(str, (home, REPO)))
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    command = [sys.executable, str(REPO / script), *arguments]
+    return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def succeeded(home: Path, script: str, *arguments: str) -> str:
+    done = run(home, script, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
+    settings = ["--checkpoint.enable=true", "--checkpoint.interval=4"]
+    succeeded(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
+    lines = (home / "outputs" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 4
+    assert all(0 < loss < math.log(VOCABULARY) for loss in losses)
+    succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=exported")
+    assert json.loads((home / "exported" / "config.json").read_text())["architectures"] == ["PrimerForCausalLM"]
+    shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
+    assert 'family = "primer"' in shown
+    succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=imported", "--output=again")
+    first, second = ((home / name / "model.safetensors").read_bytes() for name in ("exported", "again"))
+    assert first == second
+
+
+def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path) -> None:
+    degrees = ["tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true"]
+    settings = [f"--parallelism.{degree}" for degree in degrees]
+    said = succeeded(
+        home, "scripts/verify.py", "--job.config_file=primer.toml", "--steps=2", "--timeout=300", *SMALL, *settings
+    )
+    assert "same: this layout computes the training of one process" in said
+
+
+def test_it_is_planned_and_run_dry(home: Path) -> None:
+    settings = ["--job.config_file=primer.toml", *SMALL]
+    degrees = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    succeeded(
+        home,
+        "scripts/plan.py",
+        "predict",
+        *settings,
+        "--cluster.gpu=A100-80GB",
+        "--cluster.gpus_per_node=4",
+        "--json=plan.json",
+        *degrees,
+    )
+    assert json.loads((home / "plan.json").read_text())["predict"]
+    succeeded(home, "train.py", *settings, "--job.dry_run=true", "--json=dry.json", *degrees)
+    found = json.loads((home / "dry.json").read_text())
+    assert found["num_parameters"] == PARAMETERS
+    assert found["state"]["num_parameters"] == 2 * (LAYER + 2 * HIDDEN) // 2 + HIDDEN * (VOCABULARY // 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("primmer", "unknown family; did you mean primer? there are gpt, llama, primer"),
+        ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
+        ("function", "its entry point, my_models.primer.model:build, names no family; it must be a subclass of"),
+    ],
+)
+def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wanted: str) -> None:
+    done = run(home, "train.py", f"--model.family={family}", "--training.steps=1")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f'error: model.family = "{family}": {wanted}')
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,114 @@
+"""What autograd keeps of one layer for its backward pass, found by running the layer for two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.parts import new_one_layer, one_layer, only_layer
+from titan_like.parallel.tensor_styles import replace_forward
+from titan_like.planner.shapes import description
+
+_TOKENS = 2  # of the sequence that is run; with a single one, copies of transposed tensors would be views
+
+
+@lru_cache(maxsize=4096)
+def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
+    """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
+    return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(seq_len, torch.device("meta")))
+
+
+@lru_cache(maxsize=4096)
+def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
+    """Bytes that each of a layer's regions keeps of one token, by its name, before tensor parallelism splits them.
+
+    Storages count once, however many tensors share them, and only those that the region made: not its input. Of the
+    attention core its queries, keys and values count, as of a fused kernel.
+
+    What products, norms and attention cores keep is known: they are not run, and their weights stay on the meta device.
+    The rest runs on the CPU, since on the meta device any sum of two tensors first loads torch's compiler.
+    """
+    whole, parts, cpu = new_one_layer(model), description(model), torch.device("cpu")
+    layer = only_layer(whole).to(getattr(torch, dtype))
+    for name, module in layer.named_modules():
+        if isinstance(module, AttentionCore):
+            replace_forward(module, _core)
+        elif isinstance(module, nn.Linear):
+            replace_forward(module, partial(_product, module.out_features))
+        elif name in parts.norms:
+            replace_forward(module, _norm)
+        else:
+            module.to_empty(device=cpu, recurse=False)
+    inputs = whole.layer_inputs(_TOKENS, cpu)
+    shape = 1, _TOKENS, model.hidden_size
+    x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
+    others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
+    regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), _saved_in(regions) as found:
+        layer(x, *inputs)
+    # Storages of one tensor are one object, as long as the tensor lives.
+    known = {id(storage) for storage in others}
+    return {
+        name: sum(storage.nbytes() for storage in storages if id(storage) not in known) / _TOKENS
+        for name, storages in found.items()
+    }
+
+
+@contextmanager
+def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch.UntypedStorage]]]:
+    """Storages that autograd saves within each of some modules that do not enclose each other, but their inputs'."""
+    found: dict[str, dict[int, torch.UntypedStorage]] = {name: {} for name in regions}
+    inputs: list[torch.UntypedStorage] = []
+    inside: list[str] = []
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        inside.append(name)
+        inputs.append(args[0].untyped_storage())
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if inside:
+            storage = tensor.untyped_storage()
+            found[inside[-1]][id(storage)] = storage
+        return tensor
+
+    handles = [module.register_forward_pre_hook(partial(enter, name)) for name, module in regions.items()]
+    handles += [module.register_forward_hook(leave) for module in regions.values()]
+    result: dict[str, list[torch.UntypedStorage]] = {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield result
+    for handle in handles:
+        handle.remove()
+    of_inputs = {id(storage) for storage in inputs}
+    result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
+
+
+def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Like q. The result, which a fused kernel keeps too, is the next product's input."""
+    return _KeepInputs.apply(q.shape, q, k, v)
+
+
+def _product(outputs: int, x: torch.Tensor) -> torch.Tensor:
+    """[batch, seq, in] → [batch, seq, outputs]."""
+    return _KeepInputs.apply((*x.shape[:-1], outputs), x)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """Like x."""
+    return _KeepInputs.apply(x.shape, x)
+
+
+class _KeepInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_zeros(shape)
