@@ -25,7 +25,7 @@ from titan_like.config.options import OptionParser
 from titan_like.models.registry import model_config
 
 if TYPE_CHECKING:
-    from titan_like.verify.checks import Check
+    from titan_like.verify.compare import Check
     from titan_like.verify.verify import Verdict
 
 
@@ -92,19 +92,20 @@ def main(argv: list[str]) -> int:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
         raise ConfigError("parallelism.auto", True, problem)
 
-    from titan_like.verify.processes import Processes
+    from titan_like.verify.processes import start_fork_server
 
     started = time.perf_counter()
-    with Processes(options.timeout, on_gpus=options.gpus) as processes:  # they import while this process does
-        from titan_like.verify.shrink import resolve, shrink
-        from titan_like.verify.verify import Verifier
+    start_fork_server(on_gpus=options.gpus)  # it imports while this process does
+    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.verify import Verifier
 
-        layout = resolve(config, options.processes)
-        small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
-        if options.gpus:
-            check_gpus(max(layout.num_processes for layout in small.layouts))
-        verifier = Verifier(small, processes)
-        verdict = verifier.verify(lambda line: print(line, file=sys.stderr, flush=True))
+    layout = resolve(config, options.processes)
+    small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
+    if options.gpus:
+        check_gpus(max(layout.num_processes for layout in small.layouts))
+    verifier = Verifier(small, options.timeout, on_gpus=options.gpus)
+    verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
+    verdict = verifier.verify()
     seconds = time.perf_counter() - started
     if options.verbose:
         print(format_table(verdict))
@@ -156,11 +157,9 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
     """The machine-readable result."""
-    return {"seconds": round(seconds, 2), **asdict(verdict), "first_difference": _dict(verdict.first_difference)}
-
-
-def _dict(check: Check | None) -> dict[str, Any] | None:
-    return None if check is None else asdict(check)
+    checks = [{**asdict(check), "ok": check.ok} for check in verdict.checks]
+    first = next((check for check in checks if not check["ok"]), None)
+    return {"seconds": round(seconds, 2), **asdict(verdict), "checks": checks, "first_difference": first}
 
 
 if __name__ == "__main__":
