@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -136,10 +137,8 @@ def format_table(verdict: Verdict) -> str:
 
 def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     """A line for each kind of run and the conclusion: the first difference, its place and the axis at fault."""
-    from titan_like.verify.verify import summary
-
     lines = [f"not applicable: {reason}" for reason in verdict.not_applicable]
-    lines += [summary(verdict.checks, kind) for kind in kinds]
+    lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
@@ -153,6 +152,21 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.blame is not None:
         lines.append(f"at fault: {verdict.blame.axis} ({verdict.blame.sentence})")
     return "\n".join(lines)
+
+
+def format_kind(checks: list[Check], kind: str) -> str:
+    """One line on a kind of run: what came nearest to a difference."""
+    mine = [check for check in checks if check.kind == kind]
+    if not mine or not all(check.ok for check in mine):
+        return f"{kind:9} {'different' if mine else 'not compared'}"
+    steps = max(check.step for check in mine)
+    line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
+    measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
+    if not measured:
+        return line
+    nearest = max(measured, key=lambda check: check.nearness)
+    name = f"{nearest.row} {nearest.parameter}".rstrip()
+    return f"{line}; nearest to a difference: {name} {nearest.worst:.1e} of {nearest.allowed:.1e}"
 
 
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.observe import WatchedTrainer
 from titan_like.verify.processes import DONE, Group, Member, Outcome
+from titan_like.verify.watch import WatchedTrainer
 
 
 @dataclass

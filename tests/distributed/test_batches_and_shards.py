@@ -16,7 +16,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import relative
-from titan_like.verify.observe import WatchedTrainer
+from titan_like.verify.watch import WatchedTrainer
 
 TINY = {
     "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 32},

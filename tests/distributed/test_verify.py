@@ -22,6 +22,7 @@ DATA = ["--parallelism.data_parallel_shard_degree", "2"]
 TENSOR = ["--parallelism.tensor_parallel_degree", "2", *ONE]
 SEQUENCE = [*TENSOR, "--parallelism.sequence_parallel", "true"]
 ZERO_3 = [*DATA, "--parallelism.zero_stage", "3"]
+ZERO_0 = [*DATA, "--parallelism.zero_stage", "0"]
 ZERO_1 = [*DATA, "--parallelism.zero_stage", "1"]
 HSDP = [
     *["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "16"],
@@ -109,8 +110,17 @@ BUGS = [
     (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
     (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
     (runs.resumed_one_sample_late, DATA, "resume", Row.SAMPLES, ""),
+    (gradients.last_unit_not_all_reduced, ZERO_0, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (gradients.norm_of_one_shard, ZERO_1, "zero_stage", Row.NORM, ""),
+    (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
+    (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
+    (gradients.gradients_summed_in_bfloat16, BFLOAT16, "one_process", Row.SAME_TYPE, "norm.bias"),
+    (dropout.validation_in_training_mode, ONE, "one_process", Row.DROPOUT_VALIDATION, ""),
+    (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
+    (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),
+    (runs.replicas_draw_the_same_samples, HSDP, "replicas", Row.SAMPLES, ""),
 ]
-ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT)
+ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 
 
 def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,6 @@ class Row(StrEnum):
     LARGE_GRADIENT = "gradients with large logits"
     MASKS_EVERYWHERE = "dropout in every layer and microbatch"
     KEPT = "share that dropout keeps"
-    MASKS_EQUAL = "dropout equal where activations are"
     MASKS_DIFFER = "dropout different where activations are"
     MASKS_AGAIN = "dropout drawn again in recomputation"
     DROPOUT_LOSS = "loss of one process with these masks"
@@ -200,33 +200,29 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
 
     Each group has the reports of processes that ran at the same time: there are several where a run was resumed.
     """
-    found: dict[Key, list[Check]] = defaultdict(list)
-    for report in (report for group in groups for report in group):
-        for key, check in report.checks.items():
-            found[key].append(check)
+    checks = [check for group in groups for report in group for check in report.checks.values()]
     if groups[0][0].kind != DROPOUT:
-        for check in _of_all_ranks(reference, groups, set(found)):
-            found[Key(check.step, check.row, check.parameter)].append(check)
-    order, rows = {name: position for position, name in enumerate(reference.names)}, list(Row)
-    of_row: dict[tuple[int, int], list[Key]] = defaultdict(list)
-    for key in found:
-        of_row[key.step, rows.index(key.row)].append(key)
-    table = []
-    for _, keys in sorted(of_row.items()):
-        keys.sort(key=lambda key: order.get(key.name, -1) * (-1 if key.row in _BACKWARD else 1))
-        table.append(_of_row([max(found[key], key=lambda check: check.nearness) for key in keys]))
-    return table
+        checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
+    rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
+
+    def order(check: Check) -> tuple[int, int, int]:
+        backward = -1 if check.row in _BACKWARD else 1
+        return check.step, rows.index(check.row), backward * names.get(check.parameter, -1)
+
+    checks.sort(key=order)
+    return [_of_row(list(some)) for _, some in groupby(checks, key=lambda check: (check.step, check.row))]
 
 
 def _of_row(checks: list[Check]) -> Check:
-    """The first that is wrong, which says where and how many others are; otherwise the one nearest to a difference."""
-    wrong = [check for check in checks if not check.ok]
-    if not wrong:
-        return replace(max(checks, key=lambda check: check.nearness), detail="")
-    first = wrong[0]
-    where = "" if first.rank is None else f" on rank {first.rank}"
+    """The first parameter that is wrong, where it is worst, and how many others are; or what is nearest to that."""
+    wrong = {check.parameter: check for check in checks if not check.ok}
+    first = next(iter(wrong), None)
+    worst = max((c for c in checks if first is None or c.parameter == first), key=lambda check: check.nearness)
+    if worst.ok:
+        return replace(worst, detail="")
+    where = "" if worst.rank is None else f" on rank {worst.rank}"
     others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return replace(first, detail=f"{first.detail or f'differs by {first.worst:.3g}'}{where}{others}")
+    return replace(worst, detail=f"{worst.detail or f'differs by {worst.worst:.3g}'}{where}{others}")
 
 
 def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: set[Key]) -> Iterator[Check]:
@@ -238,8 +234,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
             yield Check(kind, *key, 1, detail="no process has it")
     if kind == EXACT:
         for first, second in reference.alike:
-            told = f"it begins with the random numbers of {first}"
-            yield Check(kind, 0, Row.INITIAL, second, 1, detail=told)
+            yield Check(kind, 0, Row.INITIAL, second, 1, detail=f"it begins with the random numbers of {first}")
     for group in groups:
         known: dict[Key, tuple[str, int]] = {}
         for report in group:

@@ -29,10 +29,10 @@ from titan_like.models.transformer import Transformer
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
-from titan_like.verify.observe import WatchedTrainer, digest
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
 from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small, edit
+from titan_like.verify.watch import WatchedTrainer, digest
 
 _RATE = 0.1  # where the model has none
 _DEVIATIONS = 6.0  # of a binomial distribution, that the share of what is kept may be off
@@ -234,25 +234,28 @@ def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float
 
 
 def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) -> None:
-    """Every layer draws where the others do. Masks of the same activations are equal, and no others are."""
+    """Every layer draws where the others do, and masks of different activations differ.
+
+    Masks of the same activations that differ make another loss and other gradients than one process with one of them.
+    """
     sites: dict[str, set[tuple[str, bool]]] = {f"layers.{number}": set() for number in range(run.model.num_layers)}
     for where in draws:
         layer = ".".join(where.site.split(".")[:2])
         if layer in sites:
             sites[layer].add((where.site.removeprefix(layer), where.is_attention))
+    is_outside = any(not where.site.startswith("layers.") for where in draws)
+    told = None if is_outside else "no dropout is drawn outside the layers"
+    report.exact(Key(1, Row.MASKS_EVERYWHERE, "embedding"), told)
     everywhere = set.union(*sites.values())
     for layer, drawn in sites.items():
         told = None if drawn and drawn == everywhere else "it does not draw dropout where the other layers do"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
     for where, parts in draws.items():
-        first, *others = parts.values()
+        first = next(iter(parts.values()))
         # Parts of the sequence or heads are different activations; else tensor-parallel processes hold the same ones.
         length = run.model.num_attention_heads if where.is_attention else run.config.training.seq_len
         is_split = first.kept.shape[1] < length
-        same = is_split or all(torch.equal(first.kept, other.kept) for other in others)
-        told = f"tensor-parallel processes draw other masks {where}"
-        report.exact(Key(1, Row.MASKS_EQUAL, where.site), None if same else told)
         for draw in parts.values() if is_split else [first]:
             masks = draw.kept.flatten(0, 1) if where.is_attention else draw.kept
             # Two draws that begin at one place of a random stream need not have the same shape.

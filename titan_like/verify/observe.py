@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.loader import BackgroundLoader
 from titan_like.data.packed import PackedDataset
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import init
@@ -25,61 +23,16 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
+from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, EPS, FLOAT16_SCALE, LARGE, SAME_TYPE_SHARE, learning_rate, train
-from titan_like.verify.samples import batches, sample_digest, training_samples, validation_samples
+from titan_like.verify.samples import batches, training_samples, validation_samples
 from titan_like.verify.shrink import edit
 from titan_like.verify.updates import UpdateCheck
+from titan_like.verify.watch import WatchedTrainer, digest
 
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
-
-
-class WatchedTrainer(Trainer):
-    """Keeps what went into its latest step: which samples, and the gradients before clipping."""
-
-    def __init__(self, run: Run, known_samples: int = 0) -> None:
-        """The first ``known_samples`` of the run are told apart; all others are -1."""
-        super().__init__(run)
-        samples = run.datasets["train"]
-        self.known = {sample_digest(samples[index]): index for index in range(known_samples)}
-        self.drawn: list[list[int]] = []  # of each microbatch of this process, index of each sample
-        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process's stages, DTensors if sharded
-
-    def _load_data(self) -> BackgroundLoader:
-        return cast(BackgroundLoader, _WatchedLoader(super()._load_data(), self))
-
-    def train_step(self, data: Iterator[torch.Tensor]) -> StepRecord:
-        """One step."""
-        self.drawn = []
-        return super().train_step(data)
-
-    def _complete_gradients(self) -> None:
-        super()._complete_gradients()
-        named = [(name, parameter.grad) for name, parameter in self.model.named_parameters()]
-        self.gradients = [(name, grad.detach().clone()) for name, grad in named if grad is not None]
-
-    def steps_alone(self, steps: int) -> list[StepRecord]:
-        """Take some steps without the rest of the loop."""
-        data = self._load_data()
-        records = [self.train_step(data) for _ in range(steps)]
-        data.close()
-        return records
-
-
-class _WatchedLoader:
-    """Passes a trainer's microbatches on and notes in ``drawn`` which samples they have."""
-
-    def __init__(self, loader: BackgroundLoader, trainer: WatchedTrainer) -> None:
-        self.loader, self.trainer, self.close = loader, trainer, loader.close
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        batch = next(self.loader)
-        self.trainer.drawn.append([self.trainer.known.get(sample_digest(sample), -1) for sample in batch])
-        return batch
 
 
 class ObservedTrainer(WatchedTrainer):
@@ -236,11 +189,9 @@ class ObservedTrainer(WatchedTrainer):
 
 def observe(member: Member, reference: Reference, config: JobConfig, kinds: list[str]) -> Iterator[Report]:
     """Runs of some kinds, types or dropout, one after the other, each compared with the reference."""
-    from titan_like.verify.dropout import observe_dropout
-
     for kind in kinds:
-        report, changes = Report(kind, member.rank), in_type(EXACT if kind == DROPOUT else kind)
-        run = prepare_run(member, reference, edit(config, changes), member.folder / kind)
+        report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
+        run = prepare_run(member, reference, config, dtype, member.folder / kind)
         if kind == DROPOUT:
             observe_dropout(run, report, reference.small)
         else:
@@ -255,7 +206,7 @@ def observe_leg(
     """One leg of a relay: go on from a checkpoint in the folder, and save after every good step up to ``last_step``."""
     saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
     report = Report(RESUME, member.rank)
-    run = prepare_run(member, reference, edit(config, in_type(EXACT) | saves), folder)
+    run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
     ObservedTrainer(run, reference, report, last_step).train()
     yield report
 
@@ -265,8 +216,8 @@ def compare_places(
 ) -> Iterator[tuple[list[str], dict[Place, float]]]:
     """The modules in the order of the forward pass, and those of this process that compute something else in a step."""
     small, expected, found = reference.small, Outputs(), Outputs()
-    # Compiled layers call no modules.
-    run = prepare_run(member, reference, edit(config, in_type(EXACT) | {"compile.enable": False}), member.folder)
+    config = edit(config, {"compile.enable": False})  # compiled layers call no modules
+    run = prepare_run(member, reference, config, EXACT, member.folder)
     train(small, EXACT, small.config.training.global_batch_size, run.device, outputs=(step, expected))
     trainer = ObservedTrainer(run, reference, Report(EXACT, member.rank), step - 1)
     if step > 1:
@@ -278,16 +229,11 @@ def compare_places(
     yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step)
 
 
-def in_type(dtype: str) -> dict[str, Any]:
-    """Settings of a run in that type."""
-    return {"training.dtype": dtype, **({} if dtype in HALF else {"training.reduce_dtype": "float32"})}
-
-
-def prepare_run(member: Member, reference: Reference, config: JobConfig, folder: Path) -> Run:
-    """A run on the verification's own data."""
-    init.BLOCK_ELEMENTS = BLOCK_ELEMENTS
-    plain = reference.small.config
-    config = edit(config, {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm})
+def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
+    """A run in some type on the verification's own data."""
+    init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
+    settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
+    config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)
     datasets = {"train": training_samples(plain), "validation": validation_samples(plain)}
     return Run(
@@ -316,9 +262,3 @@ def schedule_problem(config: JobConfig) -> str | None:
         if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
             return f"in step {step} of {total} it is {found:.6g}, not {wanted:.6g}"
     return None
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Equal for tensors that are equal to the bit."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

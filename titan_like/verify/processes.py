@@ -25,7 +25,7 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
     "the system killed a process, perhaps for want of memory",
     "another process failed",
 )
-_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.dropout"]
+_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.observe"]
 _DAY = 86400.0  # seconds
 _IDLE_SHARE = 0.05  # of one processor: a process that computes less waits for others; threads of gloo take 0.02
 _FORK_SERVER = get_context("forkserver")
@@ -107,21 +107,27 @@ class Group:
         They are stopped after ``seconds``, or where for ``patience`` seconds none of them computes. After one has
         failed, the others have ``seconds_to_follow`` to fail for reasons of their own.
         """
-        deadline, idleness, reason = time.monotonic() + seconds, _Idleness(patience), TOO_LONG
+        deadline, reason, idle_since, active_then = time.monotonic() + seconds, TOO_LONG, time.monotonic(), 0.0
+        if not Path("/proc/self/stat").exists():
+            patience = None
         try:
             while unfinished := [running for running in self._running if not running.is_over]:
                 watched = [thing for running in unfinished for thing in (running.process.sentinel, running.pipe)]
                 connection.wait(watched, timeout=max(0.0, min(deadline - time.monotonic(), 0.5)))
                 for running in unfinished:
                     running.read()
-                unfinished = [running for running in unfinished if not running.is_over]
+                now, unfinished = time.monotonic(), [running for running in unfinished if not running.is_over]
                 if reason == TOO_LONG and any(r.is_over and r.outcome.ending != DONE for r in self._running):
-                    reason = BY_OTHERS
-                    deadline = min(deadline, time.monotonic() + seconds_to_follow)
-                is_idle = idleness.is_over({running.process.pid or 0 for running in unfinished})
-                if unfinished and (time.monotonic() >= deadline or is_idle):
+                    reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
+                if patience is not None:
+                    active = active_seconds({running.process.pid for running in unfinished})
+                    if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
+                        idle_since, active_then = now, active
+                    if now - idle_since > patience:
+                        reason, deadline = WAITING if reason == TOO_LONG else reason, now
+                if now >= deadline:
                     for running in unfinished:
-                        running.outcome.reason = WAITING if is_idle and reason == TOO_LONG else reason
+                        running.outcome.reason = reason
                     break
         finally:
             self.kill()
@@ -153,7 +159,7 @@ class _Running:
 
     def read(self) -> None:
         """Take what is in the pipe, and note the end."""
-        outcome = self.outcome
+        outcome, exit_code = self.outcome, self.process.exitcode  # what it said before its end is in the pipe by then
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 what, value = self.pipe.recv()
@@ -161,14 +167,12 @@ class _Running:
                     outcome.results.append(value)
                 else:
                     outcome.ending, outcome.reason = what, value
-        outcome.exit_code = self.process.exitcode
-        self.is_over = outcome.exit_code is not None
-        if outcome.exit_code == -signal.SIGKILL and outcome.ending == STOPPED:
+        self.is_over, outcome.exit_code = exit_code is not None, exit_code
+        if exit_code == -signal.SIGKILL and outcome.ending == STOPPED:
             outcome.reason = KILLED
         elif self.is_over and outcome.ending == STOPPED:  # it has said nothing of its end
             lines = self._read_log().strip().splitlines()
-            outcome.ending = FAILED
-            outcome.reason = lines[-1] if lines else f"it ended with code {outcome.exit_code}"
+            outcome.ending, outcome.reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
 
     def _read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
@@ -180,24 +184,7 @@ class _Running:
         self.outcome.printed = self._read_log()
 
 
-class _Idleness:
-    """Notices that processes wait for one another: for some seconds together they compute next to nothing."""
-
-    def __init__(self, patience: float | None) -> None:
-        self.patience = patience if Path("/proc/self/stat").exists() else None
-        self._since, self._active = time.monotonic(), 0.0  # seconds of activity by then
-
-    def is_over(self, groups: set[int]) -> bool:
-        """Whether process groups have waited long enough to be stopped."""
-        if self.patience is None:
-            return False
-        now, active = time.monotonic(), active_seconds(groups)
-        if abs(active - self._active) > _IDLE_SHARE * (now - self._since) * len(groups) + 0.01:
-            self._since, self._active = now, active
-        return now - self._since > self.patience
-
-
-def active_seconds(groups: set[int]) -> float:
+def active_seconds(groups: set[int | None]) -> float:
     """Time that process groups have computed, would have if there had been a free processor, or wait for a disk."""
     total = 0.0
     for folder in Path("/proc").iterdir():

@@ -89,8 +89,3 @@ def validation_samples(config: JobConfig) -> Samples:
     batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
     size = batch + max(1, batch // 2 - 1)
     return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size)
-
-
-def sample_digest(sample: torch.Tensor) -> bytes:
-    """What tells a sample from all others."""
-    return sample.cpu().numpy().tobytes()

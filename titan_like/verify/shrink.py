@@ -82,12 +82,8 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     model, section = model_config(config.model), config.parallelism
     others = section.tensor_parallel_degree * section.pipeline_parallel_degree
     others *= section.data_parallel_replicate_degree
-    if processes is not None:
-        worlds = [processes]
-    elif section.data_parallel_shard_degree > 0:
-        worlds = [others * section.data_parallel_shard_degree]
-    else:
-        worlds = [others * shard for shard in (2, 1, 3, 4, 5, 6, 7, 8)]
+    shards = [section.data_parallel_shard_degree] if section.data_parallel_shard_degree > 0 else [2, 1, *range(3, 9)]
+    worlds = [others * shard for shard in shards] if processes is None else [processes]
     problems = []
     for world in worlds:
         try:

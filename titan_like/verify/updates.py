@@ -33,7 +33,7 @@ class UpdateCheck:
         self.optimizer = build_optimizer(self.copies, trainer.config)
         for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
             for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a run that is resumed
-                self.optimizer.state[copy][what] = value.clone() if what == "step" else _double(value)
+                self.optimizer.state[copy][what] = value.cpu().clone() if what == "step" else _double(value)
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +58,9 @@ class Verifier:
     progress: Progress = lambda _: None
 
     def __post_init__(self) -> None:
-        self.kinds = self.kinds or kinds_of(self.small)
+        own = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
+        dropout = [] if self.small.dropout is None else [DROPOUT]
+        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
 
     def verify(self) -> Verdict:
         """All kinds of runs in all layouts, compared with one reference."""
@@ -192,29 +193,8 @@ class Verifier:
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
 
 
-def kinds_of(small: Small) -> list[str]:
-    """The types to run in, dropout where the family has it, and a run that is resumed."""
-    own = small.config.training.dtype
-    return [EXACT, SINGLE, *([own] if own in HALF else []), *([] if small.dropout is None else [DROPOUT]), RESUME]
-
-
 def _outcome(checks: list[Check]) -> str:
     """What the checks of a run come to."""
     if any(not check.ok and check.row in (Row.RUNS, Row.ENDS) for check in checks):
         return FAILS
     return SAME if all(check.ok for check in checks) else DIFFERENT
-
-
-def summary(checks: list[Check], kind: str) -> str:
-    """One line on a kind of run: what came nearest to a difference."""
-    mine = [check for check in checks if check.kind == kind]
-    if not mine or not all(check.ok for check in mine):
-        return f"{kind:9} {'different' if mine else 'not compared'}"
-    steps = max(check.step for check in mine)
-    line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
-    measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
-    if not measured:
-        return line
-    nearest = max(measured, key=lambda check: check.nearness)
-    name = f"{nearest.row} {nearest.parameter}".rstrip()
-    return f"{line}; nearest to a difference: {name} {nearest.worst:.1e} of {nearest.allowed:.1e}"
