@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from titan_like.config.options import OptionParser
 from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
-    from titan_like.verify.checks import Check
+    from titan_like.verify.compare import Check
     from titan_like.verify.verify import Verdict
 
 
@@ -100,19 +101,20 @@ def main(argv: list[str]) -> int:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
         raise ConfigError("parallelism.auto", True, problem)
 
-    from titan_like.verify.processes import Processes
+    from titan_like.verify.processes import start_fork_server
 
     started = time.perf_counter()
-    with Processes(options.timeout, on_gpus=options.gpus) as processes:  # they import while this process imports too
-        from titan_like.verify.shrink import resolve, shrink
-        from titan_like.verify.verify import Verifier
+    start_fork_server(on_gpus=options.gpus)  # it imports while this process does
+    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.verify import Verifier
 
-        layout = resolve(config, options.processes)
-        small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
-        if options.gpus:
-            check_gpus(max(layout.num_processes for layout in small.layouts))
-        verifier = Verifier(small, processes)
-        verdict = verifier.verify(lambda line: print(line, file=sys.stderr, flush=True))
+    layout = resolve(config, options.processes)
+    small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
+    if options.gpus:
+        check_gpus(max(layout.num_processes for layout in small.layouts))
+    verifier = Verifier(small, options.timeout, on_gpus=options.gpus)
+    verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
+    verdict = verifier.verify()
     seconds = time.perf_counter() - started
     if options.verbose:
         print(format_table(verdict))
@@ -143,10 +145,8 @@ def format_table(verdict: Verdict) -> str:
 
 def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     """A line for each kind of run, then the conclusion: the first difference, its place and the axis at fault."""
-    from titan_like.verify.verify import summary
-
     lines = [f"not applicable: {reason}" for reason in verdict.not_applicable]
-    lines += [summary(verdict.checks, kind) for kind in kinds]
+    lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
@@ -162,13 +162,26 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     return "\n".join(lines)
 
 
+def format_kind(checks: list[Check], kind: str) -> str:
+    """One line on a kind of run: what came nearest to a difference."""
+    mine = [check for check in checks if check.kind == kind]
+    if not mine or not all(check.ok for check in mine):
+        return f"{kind:9} {'different' if mine else 'not compared'}"
+    steps = max(check.step for check in mine)
+    line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
+    measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
+    if not measured:
+        return line
+    nearest = max(measured, key=lambda check: check.nearness)
+    name = f"{nearest.row} {nearest.parameter}".rstrip()
+    return f"{line}; nearest to a difference: {name} {nearest.worst:.1e} of {nearest.allowed:.1e}"
+
+
 def as_json(verdict: Verdict, seconds: float) -> dict[str, Any]:
     """The machine-readable result."""
-    return {"seconds": round(seconds, 2), **asdict(verdict), "first_difference": _dict(verdict.first_difference)}
-
-
-def _dict(check: Check | None) -> dict[str, Any] | None:
-    return None if check is None else asdict(check)
+    checks = [{**asdict(check), "ok": check.ok} for check in verdict.checks]
+    first = next((check for check in checks if not check["ok"]), None)
+    return {"seconds": round(seconds, 2), **asdict(verdict), "checks": checks, "first_difference": first}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Run training cases in worker processes and return what they computed.
 
-Processes are forked from a server that has imported everything, 0.1 s each; it keeps the environment that it began
-with. Groups and models take time too, so one launch runs many cases one after the other.
+Groups and models take time to make, so one launch runs many cases one after the other.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,18 +16,15 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
-from titan_like.train.job import process_group
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.processes import FORK_SERVER, meet_at, meeting_store
-
-FORK_SERVER.set_forkserver_preload(["torch._dynamo", "tests.distributed.crash_worker"])
+from titan_like.verify.processes import DONE, Group, Member, Outcome
+from titan_like.verify.watch import WatchedTrainer
 
 
 @dataclass
@@ -71,17 +67,6 @@ def base_config(folder: Path, settings: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(tree)
 
 
-class RecordingTrainer(Trainer):
-    """Keeps the full gradients of the first update, those of this pipeline rank's stages."""
-
-    gradients: dict[str, torch.Tensor] | None = None
-
-    def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        if self.gradients is None:
-            self.gradients = by_name((name, p.grad) for name, p in self.model.named_parameters())
-        super()._update(grad_norm, lr, skip)
-
-
 def by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Whole tensors by name. One that is there twice must be the same twice."""
     whole: dict[str, torch.Tensor] = {}
@@ -106,13 +91,13 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
-    training = RecordingTrainer(prepare_run(base_config(folder, case.settings)))
+    training = WatchedTrainer(prepare_run(base_config(folder, case.settings)))
     data = training._load_data()
-    records = [training.read_step(training.train_step(data)) for _ in range(training.run.total_steps)]
+    records = [training.read_step(training.train_step(data))]
+    gradients = all_stages(training, by_name(training.gradients))
+    records += [training.read_step(training.train_step(data)) for _ in range(training.run.total_steps - 1)]
     data.close()
-    assert training.gradients is not None
-    weights = by_name(training.model.named_parameters())
-    gradients, weights = all_stages(training, training.gradients), all_stages(training, weights)
+    weights = all_stages(training, by_name(training.model.named_parameters()))
     return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)
 
 
@@ -129,22 +114,25 @@ def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
         torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")
 
 
-def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
-    store = meeting_store()
-    mp.start_processes(_worker, (world_size, store.port, function, args), nprocs=world_size, start_method="forkserver")
+def start_group(function: Callable[..., None], world_size: int, *args: Any) -> Group:
+    """Begin to call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
+    return Group(_call, world_size, function, args)
 
 
-def _worker(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    meet_at(port, rank, world_size)
-    sys.stderr = open(os.devnull, "w") if rank else sys.stderr
-    run_as_rank(rank, function, args)
+def launch(function: Callable[..., None], world_size: int, *args: Any, seconds: float = 600.0) -> list[Outcome]:
+    """Call ``function(rank, *args)`` on every rank of a fresh gloo process group, which must end well."""
+    outcomes = start_group(function, world_size, *args).wait(seconds)
+    told = [f"rank {outcome.rank}: {outcome.reason}\n{outcome.printed}" for outcome in outcomes]
+    assert all(outcome.ending == DONE for outcome in outcomes), "\n".join(told)
+    return outcomes
 
 
-def run_as_rank(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Call ``function`` in the process group, on one thread."""
-    torch.set_num_threads(1)
-    # Process groups take long to make: trainers of one layout, one after the other, share theirs.
-    with process_group(torch.device("cpu")), patch.object(training_state, "build_mesh", cache(build_mesh)):
-        function(rank, *args)
+def died(outcomes: list[Outcome]) -> bool:
+    """Whether a process was killed, and not by its launcher."""
+    return any(outcome.exit_code in (-signal.SIGKILL, -signal.SIGXFSZ) for outcome in outcomes)
+
+
+def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> Iterator[None]:
+    # Meshes take long to make: trainers of one layout, one after the other, share theirs.
+    with patch.object(training_state, "build_mesh", cache(build_mesh)):
+        yield function(member.rank, *args)

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, full, launch
+from tests.distributed.launch import base_config, by_name, full, launch
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import relative
+from titan_like.verify.watch import WatchedTrainer
 
 TINY = {
     "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 32},
@@ -65,22 +67,16 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(parameter) for name, parameter in trainer.model.named_parameters()}
 
 
-class KeepsGradients(Trainer):
-    def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        self.gradients = {name: full(parameter.grad) for name, parameter in self.model.named_parameters()}
-        super()._update(grad_norm, lr, skip)
-
-
 def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> dict[str, Any]:
     """Records, gradients and weights (before the first, after each) of every step."""
-    trainer = KeepsGradients(prepare_run(base_config(folder, settings)))
+    trainer = WatchedTrainer(prepare_run(base_config(folder, settings)))
     weights, gradients, records, validation = [weights_of(trainer)], [], [], []
     data = trainer._load_data()
     for _ in range(trainer.run.total_steps):
         if validates:
             validation.append(trainer.validate())
         records.append(trainer.read_step(trainer.train_step(data)).as_dict())
-        gradients.append(trainer.gradients)
+        gradients.append(by_name(trainer.gradients))
         weights.append(weights_of(trainer))
     data.close()
     return {"records": records, "gradients": gradients, "weights": weights, "validation": validation}
@@ -122,10 +118,6 @@ def plain_model(config: JobConfig) -> Transformer:
 def mean_loss(model: Transformer, samples: torch.Tensor) -> torch.Tensor:
     """samples [n, 2, seq]: inputs and labels."""
     return F.cross_entropy(model(samples[:, 0]).flatten(0, 1), samples[:, 1].flatten())
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 @pytest.mark.parametrize("stage", RAMP_STAGES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.forked import run
+from tests.distributed.launch import launch
 from titan_like.checkpoint.step_folders import complete_steps, read_run_state
 
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
@@ -48,10 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     crash_worker.base_config(folder, {})
     for ranks, layouts in LAYOUTS.items():
         settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items()}
-        run(crash_worker.save_each, ranks, folder / "log.txt", folder, NAMES, settings)
+        launch(crash_worker.save_each, ranks, folder, NAMES, settings)
     for ranks, layouts in LAYOUTS.items():
         settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items() if name in LOADED_IN}
-        run(crash_worker.load_each, ranks, folder / "log.txt", folder, NAMES, settings)
+        launch(crash_worker.load_each, ranks, folder, NAMES, settings)
     return folder
 
 
@@ -66,13 +66,12 @@ def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(folder: Path,
 
 def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
-    checkpoints, log = tmp_path / "run" / "checkpoint", tmp_path / "log.txt"
+    checkpoints = tmp_path / "run" / "checkpoint"
 
     def train(**settings: int) -> list[int]:
-        run(
+        launch(
             crash_worker.train,
             1,
-            log,
             tmp_path,
             tmp_path / "run",
             {k.replace("_", ".", 1): v for k, v in settings.items()},
@@ -89,12 +88,11 @@ def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
 
 def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
-    dump, log = tmp_path / "run", tmp_path / "log.txt"
-    run(crash_worker.train, 1, log, tmp_path, dump, {"training.steps": 4})
-    run(
+    dump = tmp_path / "run"
+    launch(crash_worker.train, 1, tmp_path, dump, {"training.steps": 4})
+    launch(
         crash_worker.train,
         1,
-        log,
         tmp_path,
         dump,
         {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3},
@@ -109,9 +107,9 @@ def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> 
 
 def test_run_saved_before_its_first_update_resumes(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
-    dump, log = tmp_path / "run", tmp_path / "log.txt"
-    run(crash_worker.save_without_update, 2, log, tmp_path, dump, {"parallelism.zero_stage": 1})
-    run(crash_worker.train, 1, log, tmp_path, dump, {})
+    dump = tmp_path / "run"
+    outcomes = launch(crash_worker.save_without_update, 2, tmp_path, dump, {"parallelism.zero_stage": 1})
+    outcomes += launch(crash_worker.train, 1, tmp_path, dump, {})
     assert json.loads((dump / "resumed.jsonl").read_text())["step"] == 1
-    assert "is not used" not in log.read_text()
+    assert all("is not used" not in outcome.printed for outcome in outcomes)
     assert complete_steps(dump / "checkpoint") == [1, 2, 3]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import Case, Result, run_cases
+from titan_like.verify.compare import relative
 
 SMALL = {
     "model.overrides": {"num_layers": 2},
@@ -48,10 +49,6 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("compile")
     return run_cases([EAGER, *ONE_RANK], 1, folder) | run_cases(TWO_RANKS, 2, folder)
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile on a CPU needs a C++ compiler")

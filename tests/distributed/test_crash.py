@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
-from tests.distributed.forked import Job, died, run
+from tests.distributed.launch import died, launch, start_group
 from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
@@ -28,9 +28,8 @@ class Straight:
 
     def __init__(self, root: Path, ranks: int) -> None:
         self.root, self.ranks, self.settings = root, ranks, LAYOUTS[ranks]
-        self.log = root / "log.txt"
         crash_worker.base_config(root, {})  # writes the text
-        run(crash_worker.train, ranks, self.log, root, root / "start", self.settings | {"training.steps": 2})
+        launch(crash_worker.train, ranks, root, root / "start", self.settings | {"training.steps": 2})
         self.digests = self._reference("long", LONG)
         self.copy("back", 1)
         self.digests_back = self._reference("back", BACK)
@@ -38,7 +37,7 @@ class Straight:
 
     def _reference(self, name: str, settings: dict[str, Any]) -> dict[str, str]:
         path = self.root / f"{name}.json"
-        run(crash_worker.reference, self.ranks, self.log, self.root, path, self.settings | settings)
+        launch(crash_worker.reference, self.ranks, self.root, path, self.settings | settings)
         digests: dict[str, str] = json.loads(path.read_text())
         return digests
 
@@ -52,15 +51,15 @@ class Straight:
 
     def kill(self, dump: Path, settings: dict[str, Any], death: Death) -> list[str]:
         """Train in ``dump`` until death; the operations, if the process outlived them all."""
-        job = Job(crash_worker.train, self.ranks, self.log, self.root, dump, self.settings | settings, death)
-        codes = job.wait()
-        assert died(codes), f"{death}: exit codes {codes}\n{self.log.read_text()}"
+        job = start_group(crash_worker.train, self.ranks, self.root, dump, self.settings | settings, death)
+        outcomes = job.wait(120, seconds_to_follow=0)
+        assert died(outcomes), f"{death}: {outcomes}"
         listing = dump / "operations.json"
         return json.loads(listing.read_text()) if listing.exists() else []
 
     def resume(self, dumps: list[Path], settings: dict[str, Any]) -> list[dict[str, Any]]:
         """What new processes find in the folders and make of them."""
-        run(crash_worker.resume_each, self.ranks, self.log, self.root, dumps, self.settings | settings)
+        launch(crash_worker.resume_each, self.ranks, self.root, dumps, self.settings | settings)
         return [json.loads((dump / "outcome.json").read_text()) for dump in dumps]
 
 
@@ -166,12 +165,12 @@ def test_kills_at_random_times_while_saving_after_every_step(straight: Straight)
     dump, moments = straight.root / "random", random.Random(straight.ranks)
     settings = straight.settings | LONG
     for step in (2, 6, 10, 14, 18):
-        job = Job(crash_worker.train, straight.ranks, straight.log, straight.root, dump, settings)
+        job = start_group(crash_worker.train, straight.ranks, straight.root, dump, settings)
         await_step(dump / "metrics.jsonl", step)
         time.sleep(moments.uniform(0, 0.06))  # a step and its save take about that long
         job.kill()
-        assert died(job.wait())
-    run(crash_worker.train, straight.ranks, straight.log, straight.root, dump, settings)
+        assert died(job.wait(120))
+    launch(crash_worker.train, straight.ranks, straight.root, dump, settings)
     starts = [json.loads(line) for line in (dump / "resumed.jsonl").read_text().splitlines()]
     # A job that was killed before it had resumed says nothing.
     assert len(starts) >= 3 and [start["step"] for start in starts] == sorted(start["step"] for start in starts)

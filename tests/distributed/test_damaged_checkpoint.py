@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.forked import run
+from tests.distributed.launch import launch
 from tests.unit.attacks import hide_pickle, place_at
 
 REPO = Path(__file__).parents[2]
@@ -54,17 +54,17 @@ OF_OTHER_RANKS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_damaged_newest_is_reported_by_name_and_the_one_before_is_used(tmp_path: Path, ranks: int) -> None:
-    log, settings = tmp_path / "log.txt", LAYOUTS[ranks]
+    settings = LAYOUTS[ranks]
     crash_worker.base_config(tmp_path, {})
-    run(crash_worker.train, ranks, log, tmp_path, tmp_path / "start", settings)
-    run(crash_worker.reference, ranks, log, tmp_path, tmp_path / "digests.json", settings)
+    launch(crash_worker.train, ranks, tmp_path, tmp_path / "start", settings)
+    launch(crash_worker.reference, ranks, tmp_path, tmp_path / "digests.json", settings)
     digests = json.loads((tmp_path / "digests.json").read_text())
     damages = DAMAGES | (OF_OTHER_RANKS if ranks > 1 else {})
     dumps = {name: tmp_path / name for name in damages}
     for name, damage in damages.items():
         shutil.copytree(tmp_path / "start", dumps[name])
         damage(dumps[name] / "checkpoint" / "step-3")
-    run(crash_worker.resume_each, ranks, log, tmp_path, list(dumps.values()), settings)
+    launch(crash_worker.resume_each, ranks, tmp_path, list(dumps.values()), settings)
     for name, dump in dumps.items():
         outcome = json.loads((dump / "outcome.json").read_text())
         (report,) = [line for line in outcome["printed"].splitlines() if "is not used" in line]

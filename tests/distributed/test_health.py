@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker, health_worker
-from tests.distributed.forked import run
+from tests.distributed.launch import launch
 
 BATCH = 4  # samples
 SETTINGS: dict[str, Any] = {
@@ -36,7 +36,7 @@ def train(
     """What each of two ranks found. They agree, but for weights after one rank's were ruined."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
     dump = folder / name
-    run(health_worker.train, 2, folder / "log.txt", folder, dump, settings, bad, None, ruined_after)
+    launch(health_worker.train, 2, folder, dump, settings, bad, None, ruined_after)
     outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
     for key in ("step", "skipped_steps", "consumed_samples"):
         assert outcomes[0][key] == outcomes[1][key], key
@@ -91,7 +91,7 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     shutil.rmtree(by_hand / "checkpoint" / "step-12")
     shutil.rmtree(by_hand / "checkpoint" / "step-14")
     settings = SETTINGS | {"health.loss_spike_factor": 0.0}
-    run(health_worker.train, 2, folder / "log.txt", folder, by_hand, settings, {}, bad_from + BATCH)
+    launch(health_worker.train, 2, folder, by_hand, settings, {}, bad_from + BATCH)
     other = json.loads((by_hand / "outcome_0.json").read_text())
     assert other["digests"]["14"] == outcome["digests"]["14"]
 
@@ -154,7 +154,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
 
 @pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
 def test_clocks_that_differ_are_named(tmp_path: Path, ahead: float, warns: bool) -> None:
-    run(health_worker.clocks, 2, tmp_path / "log.txt", tmp_path / "said", ahead)
+    launch(health_worker.clocks, 2, tmp_path / "said", ahead)
     said = {(tmp_path / f"said_{rank}").read_text() for rank in (0, 1)}
     assert len(said) == 1
     (sentence,) = said

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.forked import run
-from tests.distributed.launch import all_stages, base_config, by_name
+from tests.distributed.launch import all_stages, base_config, by_name, launch
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
 from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import RunError
@@ -143,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         to_hugging_face(weights, folder / name / "hf", None, 100_000, None)
         from_hugging_face(open_hugging_face(folder / name / "hf", "x"), folder / name / "run", most_chunk_bytes=5_000)
     for ranks in LAYOUTS:
-        run(load_each, ranks, folder / "log.txt", folder, ranks)
+        launch(load_each, ranks, folder, ranks)
     return folder
 
 
@@ -167,7 +166,7 @@ def test_checkpoint_of_split_layers_exports_the_same_bytes(folder: Path, tmp_pat
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_goes_on_from_them(folder: Path, tmp_path: Path, model: str) -> None:
-    run(train_alone, 1, tmp_path / "log.txt", folder, model, tmp_path / "losses.json")
+    launch(train_alone, 1, folder, model, tmp_path / "losses.json")
     alone = json.loads((tmp_path / "losses.json").read_text())
     split = json.loads((folder / model / "losses.json").read_text())
     assert split == pytest.approx(alone, rel=1e-5)
@@ -182,7 +181,7 @@ def train_alone(rank: int, folder: Path, model: str, out: Path) -> None:
 
 
 def test_damage_that_one_process_finds_ends_all_of_them(folder: Path, tmp_path: Path) -> None:
-    run(refuse_damaged, 2, tmp_path / "log.txt", folder, folder / "llama" / "hf", tmp_path / "error")
+    launch(refuse_damaged, 2, folder, folder / "llama" / "hf", tmp_path / "error")
     sentences = {(tmp_path / f"error.{rank}").read_text() for rank in range(2)}
     assert len(sentences) == 1
     assert f"{folder}/llama/hf cannot be loaded (rank 1: " in sentences.pop()

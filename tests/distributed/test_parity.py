@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import Case, Result, run_cases
+from titan_like.verify.compare import worst
 
 GRADIENT_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = {"adamw": 1e-4, "sgd": 1e-5}
@@ -94,15 +95,6 @@ ONE_PROCESS = [
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("parity")
     return run_cases([*REFERENCES, *ONE_PROCESS], 1, folder) | run_cases(PARALLEL, 4, folder)
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
-
-
-def worst(values: dict[str, torch.Tensor], references: dict[str, torch.Tensor]) -> tuple[float, str]:
-    assert values.keys() == references.keys()
-    return max((relative(values[name], references[name]), name) for name in references)
 
 
 def key_biases(qkv_bias: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tests.distributed.launch import Case, base_config, full, launch, train_case
 from titan_like.config.errors import RunError
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import relative
 
 TINY = {
     "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 16},
@@ -130,10 +131,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     for world_size in (1, 2):
         launch(train_everything, world_size, folder, world_size)
     return {size: torch.load(folder / f"{size}_{size - 1}.pt", weights_only=True) for size in (1, 2)}
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case) -> dict[str, torch.Tensor]:

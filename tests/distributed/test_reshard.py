@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.forked import run
+from tests.distributed.launch import launch
 
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 ZERO, SP, SCHEDULE = "parallelism.zero_stage", "parallelism.sequence_parallel", "parallelism.pipeline_schedule"
@@ -67,7 +67,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
                 jobs = [(f"{a} → {b}", folder / a, LAYOUTS[b][1]) for a, b in PAIRS if LAYOUTS[b][0] == ranks]
             else:
                 jobs = [(name, None, settings) for name, (size, settings) in LAYOUTS.items() if size == ranks]
-            run(crash_worker.train_from, ranks, folder / "log.txt", folder, jobs, SETTINGS, 3)
+            launch(crash_worker.train_from, ranks, folder, jobs, SETTINGS, 3)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

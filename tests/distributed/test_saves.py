@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker, save_worker
-from tests.distributed.forked import run
+from tests.distributed.launch import launch
 from titan_like.checkpoint.step_folders import complete_steps
 
 STEPS = {"training.steps": 5}
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(folder: Path) -> dict[str, str]:
     """Digest of every step of a run that saves nothing, on two ranks."""
     path = folder / "straight.json"
-    run(crash_worker.reference, 2, folder / "log.txt", folder, path, STEPS)
+    launch(crash_worker.reference, 2, folder, path, STEPS)
     digests: dict[str, str] = json.loads(path.read_text())
     return digests
 
@@ -36,9 +36,9 @@ def wanted(folder: Path) -> dict[str, str]:
 def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
     folder: Path, wanted: dict[str, str], copy: float, write: float
 ) -> None:
-    dump, log = folder / f"background {copy} {write}", folder / "log.txt"
-    run(save_worker.train_slowly, 2, log, folder, dump, BACKGROUND, copy, write)
-    run(save_worker.digests, 2, log, folder, dump, STEPS)
+    dump = folder / f"background {copy} {write}"
+    launch(save_worker.train_slowly, 2, folder, dump, BACKGROUND, copy, write)
+    launch(save_worker.digests, 2, folder, dump, STEPS)
     assert json.loads((dump / "digests.json").read_text()) == wanted
     events = json.loads((dump / "events.json").read_text())
     of_each = ["save {0} returns", "copied", "update {1}", "written {0}"]  # written at last, while training goes on
@@ -55,9 +55,9 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: bool, on_failure: str) -> None:
-    dump, log = folder / f"fails {background} {on_failure}", folder / "log.txt"
+    dump = folder / f"fails {background} {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": background, "checkpoint.on_failure": on_failure}
-    run(save_worker.train_where_a_save_fails, 2, log, folder, dump, settings, 3)
+    launch(save_worker.train_where_a_save_fails, 2, folder, dump, settings, 3)
     outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
     problem = f"{dump}/checkpoint/step-3 is not saved (rank 1: "
     saved = complete_steps(dump / "checkpoint")
@@ -77,7 +77,7 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
         assert saved == [1, 2]
         assert outcomes[0]["step"] == outcomes[1]["step"] <= 4
     # What is there is whole.
-    run(crash_worker.resume_each, 2, log, folder, [dump], STEPS)
+    launch(crash_worker.resume_each, 2, folder, [dump], STEPS)
     outcome = json.loads((dump / "outcome.json").read_text())
     assert outcome["step"] == saved[-1] and outcome["digest"] == wanted[str(saved[-1])]
     assert outcome["final"] == wanted["5"]
@@ -87,7 +87,7 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
 def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_failure: str) -> None:
     dump = folder / f"last fails {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": True, "checkpoint.on_failure": on_failure}
-    run(save_worker.train_where_a_save_fails, 1, folder / "log.txt", folder, dump, settings, 5)
+    launch(save_worker.train_where_a_save_fails, 1, folder, dump, settings, 5)
     outcome = json.loads((dump / "outcome_0.json").read_text())
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
@@ -95,12 +95,12 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
 
 def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
-    text, dump, log = tmp_path / "text.txt", tmp_path / "run", tmp_path / "log.txt"
-    run(crash_worker.train, 1, log, tmp_path, dump, {})
+    text, dump = tmp_path / "text.txt", tmp_path / "run"
+    launch(crash_worker.train, 1, tmp_path, dump, {})
     before = text.read_text()
     for changed, is_refused in ((before[::-1], True), (before, False)):
         text.write_text(changed)
-        run(crash_worker.resume_each, 1, log, tmp_path, [dump], {"training.steps": 4})
+        launch(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
         outcome = json.loads((dump / "outcome.json").read_text())
         refusal = f"the checkpoint of step 3 in {dump}/checkpoint was trained on other data than [data] now gives;"
         assert outcome.get("error", "").startswith(refusal) == is_refused, outcome

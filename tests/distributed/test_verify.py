@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.mutations import dropout, gradients, layers, runs, updates
 from titan_like.config import load_config
-from titan_like.verify import record
-from titan_like.verify.processes import Prepare, Processes
-from titan_like.verify.record import DROPOUT, EXACT, RESUME
+from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
+from titan_like.verify.processes import Prepare
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.verify import Verdict, Verifier
 
@@ -24,6 +22,7 @@ DATA = ["--parallelism.data_parallel_shard_degree", "2"]
 TENSOR = ["--parallelism.tensor_parallel_degree", "2", *ONE]
 SEQUENCE = [*TENSOR, "--parallelism.sequence_parallel", "true"]
 ZERO_3 = [*DATA, "--parallelism.zero_stage", "3"]
+ZERO_0 = [*DATA, "--parallelism.zero_stage", "0"]
 ZERO_1 = [*DATA, "--parallelism.zero_stage", "1"]
 HSDP = [
     *["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "16"],
@@ -47,72 +46,81 @@ DECAY = ["--lr_scheduler.decay_steps", "400", *ONE]
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins.
 BUGS = [
-    (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", record.GRADIENT, "embedding.weight"),
-    (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", record.NORM, ""),
-    (gradients.last_microbatch_dropped, PIPELINE, "pipeline_parallel", record.GRADIENT, "the loss"),
-    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", record.UPDATE, "embedding.weight"),
-    (layers.same_start_on_every_stage, PIPELINE, "pipeline_parallel", record.INITIAL, "layers."),
-    (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", record.VALIDATION, ""),
-    (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", record.RUNS, ""),
-    (updates.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", record.SKIPPED, ""),
-    (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", record.LOSS, "layers.1."),
-    (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", record.GRADIENT, "layers."),
-    (gradients.tokens_of_one_process, DATA, "data_parallel", record.LOSS, "the loss"),
-    (gradients.gradients_averaged_over_data, DATA, "data_parallel", record.GRADIENT, "norm.bias"),
-    (runs.crash_at_the_end, DATA, "data_parallel", record.ENDS, ""),
-    (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", record.SAMPLES, ""),
-    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", record.UPDATE, "embedding.weight"),
-    (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", record.SKIPPED, ""),
-    (gradients.replicas_not_summed, HSDP, "replicas", record.GRADIENT, "norm.bias"),
-    (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", record.GRADIENT, "the loss"),
-    (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", record.GRADIENT, "layers."),
-    (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", record.LOSS, "the loss"),
-    (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", record.LOSS, "layers.0.attention.core"),
-    (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "norm.bias"),
-    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", record.GRADIENT, "output"),
+    (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", Row.GRADIENT, "embedding.weight"),
+    (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", Row.NORM, ""),
+    (gradients.last_microbatch_dropped, PIPELINE, "pipeline_parallel", Row.GRADIENT, "the loss"),
+    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", Row.UPDATE, "embedding.weight"),
+    (layers.same_start_on_every_stage, PIPELINE, "pipeline_parallel", Row.INITIAL, "layers."),
+    (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", Row.VALIDATION, ""),
+    (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", Row.RUNS, ""),
+    (updates.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", Row.SKIPPED, ""),
+    (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", Row.LOSS, "layers.1."),
+    (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
+    (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
+    (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (runs.crash_at_the_end, DATA, "data_parallel", Row.ENDS, ""),
+    (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", Row.SAMPLES, ""),
+    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.UPDATE, "embedding.weight"),
+    (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", Row.SKIPPED, ""),
+    (gradients.replicas_not_summed, HSDP, "replicas", Row.GRADIENT, "norm.bias"),
+    (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", Row.GRADIENT, "the loss"),
+    (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
+    (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
+    (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
+    (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),
+    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "output"),
     (
         layers.positions_begin_anew_in_each_part,
         LLAMA_SEQUENCE,
         "sequence_parallel",
-        record.LOSS,
+        Row.LOSS,
         "layers.0.attention",
     ),
-    (layers.shard_of_padding_is_nan, PADDING, "tensor_parallel", record.LOSS, "the loss"),
-    (layers.softmax_without_maximum, TENSOR, "tensor_parallel", record.LARGE_LOSS, ""),
-    (layers.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", record.INITIAL, "embedding.weight"),
-    (layers.later_blocks_of_shards_misplaced, ZERO_3, "zero_stage", record.INITIAL, "embedding.weight"),
-    (updates.bad_gradients_kept, ACCUMULATION, "one_process", record.SKIPPED, ""),
-    (updates.learning_rate_waits_in_skipped_steps, DATA, "one_process", record.RATE, ""),
-    (updates.end_of_decay_forgotten, DECAY, "one_process", record.RATE, ""),
-    (runs.validation_takes_training_samples, DATA, "one_process", record.SAMPLES, ""),
-    (runs.validation_on_everything, DATA, "one_process", record.VALIDATION, ""),
-    (updates.gradients_not_unscaled, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
-    (updates.clipped_before_unscaling, FLOAT16, "one_process", record.CLIPPED, "embedding.weight"),
-    (updates.vectors_decay, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm.weight"),
-    (updates.norms_never_updated_in_bfloat16, BFLOAT16, "one_process", record.UPDATE, "layers.0.attention_norm"),
-    (dropout.same_dropout_everywhere, DATA, "data_parallel", record.MASKS_DIFFER, ""),
-    (dropout.same_dropout_everywhere, SEQUENCE, "sequence_parallel", record.MASKS_DIFFER, ""),
-    (dropout.same_dropout_everywhere, PIPELINE, "pipeline_parallel", record.MASKS_DIFFER, ""),
-    (dropout.same_dropout_in_all_heads, TENSOR, "tensor_parallel", record.MASKS_DIFFER, ""),
-    (dropout.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", record.MASKS_AGAIN, ""),
-    (dropout.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", record.KEPT, "layers.0.attention.core"),
-    (dropout.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", record.KEPT, "layers."),
+    (layers.shard_of_padding_is_nan, PADDING, "tensor_parallel", Row.LOSS, "the loss"),
+    (layers.softmax_without_maximum, TENSOR, "tensor_parallel", Row.LARGE_LOSS, ""),
+    (layers.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", Row.INITIAL, "embedding.weight"),
+    (layers.later_blocks_of_shards_misplaced, ZERO_3, "zero_stage", Row.INITIAL, "embedding.weight"),
+    (updates.bad_gradients_kept, ACCUMULATION, "one_process", Row.SKIPPED, ""),
+    (updates.learning_rate_waits_in_skipped_steps, DATA, "one_process", Row.RATE, ""),
+    (updates.end_of_decay_forgotten, DECAY, "one_process", Row.RATE, ""),
+    (runs.validation_takes_training_samples, DATA, "one_process", Row.SAMPLES, ""),
+    (runs.validation_on_everything, DATA, "one_process", Row.VALIDATION, ""),
+    (updates.gradients_not_unscaled, FLOAT16, "one_process", Row.CLIPPED, "embedding.weight"),
+    (updates.clipped_before_unscaling, FLOAT16, "one_process", Row.CLIPPED, "embedding.weight"),
+    (updates.vectors_decay, BFLOAT16, "one_process", Row.UPDATE, "layers.0.attention_norm.weight"),
+    (updates.norms_never_updated_in_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "layers.0.attention_norm"),
+    (dropout.same_dropout_everywhere, DATA, "data_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, SEQUENCE, "sequence_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, PIPELINE, "pipeline_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_in_all_heads, TENSOR, "tensor_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", Row.MASKS_AGAIN, ""),
+    (dropout.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", Row.KEPT, "layers.0.attention.core"),
+    (dropout.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", Row.KEPT, "layers."),
     (
         dropout.dropout_scale_lost_in_split_sequences,
         SEQUENCE,
         "sequence_parallel",
-        record.DROPOUT_GRADIENT,
+        Row.DROPOUT_GRADIENT,
         "",
     ),
-    (runs.resumed_without_moments, DATA, "resume", record.WEIGHT, "embedding.weight"),
-    (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", record.WEIGHT, "embedding.weight"),
-    (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", record.CLIPPED, ""),
-    (updates.loss_scale_begins_at_1, FLOAT16, "one_process", record.LOSS_SCALE, ""),
-    (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", record.SKIPPED, ""),
-    (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", record.SAMPLES, ""),
-    (runs.resumed_one_sample_late, DATA, "resume", record.SAMPLES, ""),
+    (runs.resumed_without_moments, DATA, "resume", Row.WEIGHT, "embedding.weight"),
+    (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
+    (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", Row.CLIPPED, ""),
+    (updates.loss_scale_begins_at_1, FLOAT16, "one_process", Row.LOSS_SCALE, ""),
+    (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
+    (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
+    (runs.resumed_one_sample_late, DATA, "resume", Row.SAMPLES, ""),
+    (gradients.last_unit_not_all_reduced, ZERO_0, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (gradients.norm_of_one_shard, ZERO_1, "zero_stage", Row.NORM, ""),
+    (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
+    (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
+    (gradients.gradients_summed_in_bfloat16, BFLOAT16, "one_process", Row.SAME_TYPE, "norm.bias"),
+    (dropout.validation_in_training_mode, ONE, "one_process", Row.DROPOUT_VALIDATION, ""),
+    (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
+    (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),
+    (runs.replicas_draw_the_same_samples, HSDP, "replicas", Row.SAMPLES, ""),
 ]
-ABOUT_DROPOUT = (record.MASKS_DIFFER, record.MASKS_AGAIN, record.KEPT, record.DROPOUT_GRADIENT)
+ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 
 
 def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
@@ -124,27 +132,18 @@ def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
     return DROPOUT if row in ABOUT_DROPOUT else EXACT
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    """Where all verifications run."""
-    with Processes(timeout=240) as processes:
-        yield processes
-
-
 def verify(
-    processes: Processes, layout: list[str], mutation: Prepare | None = None, kinds: list[str] | None = None
+    layout: list[str], mutation: Prepare | None = None, kinds: list[str] | None = None, timeout: float = 240
 ) -> Verdict:
     """Verify the debug model."""
     config = load_config(["--job.config_file", GPT, *layout])
-    processes.prepare = mutation
-    verifier = Verifier(shrink(config, resolve(config, None), STEPS), processes, patience=6.0)
-    verifier.kinds = kinds or verifier.kinds
-    return verifier.verify()
+    small = shrink(config, resolve(config, None), STEPS)
+    return Verifier(small, timeout, patience=6.0, prepare=mutation, kinds=kinds or []).verify()
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP])
-def test_product_is_the_same(processes: Processes, layout: list[str]) -> None:
-    verdict = verify(processes, layout)
+def test_product_is_the_same(layout: list[str]) -> None:
+    verdict = verify(layout)
     assert verdict.outcome == "same", verdict.first_difference
     assert verdict.blame is None and verdict.place is None
 
@@ -155,9 +154,9 @@ def test_product_is_the_same(processes: Processes, layout: list[str]) -> None:
     ids=[f"{mutation.__name__}-{axis}" for mutation, _, axis, _, _ in BUGS],
 )
 def test_bug_is_found_and_its_place_and_axis_named(
-    processes: Processes, mutation: Prepare, layout: list[str], axis: str, row: str, place: str
+    mutation: Prepare, layout: list[str], axis: str, row: str, place: str
 ) -> None:
-    verdict = verify(processes, layout, mutation, [kind_of(mutation, layout, axis, row)])
+    verdict = verify(layout, mutation, [kind_of(mutation, layout, axis, row)])
     first = verdict.first_difference
     assert verdict.outcome == "different" and first is not None and verdict.blame is not None
     assert verdict.blame.axis == axis, verdict.blame
@@ -166,8 +165,7 @@ def test_bug_is_found_and_its_place_and_axis_named(
 
 
 def test_running_out_of_time_is_no_difference() -> None:
-    with Processes(timeout=20, prepare=runs.computes_for_ever) as processes:
-        verdict = verify(processes, DATA, runs.computes_for_ever, [EXACT])
+    verdict = verify(DATA, runs.computes_for_ever, [EXACT], timeout=20)
     assert verdict.outcome == "undecided"
     assert "float64 on 2 processes" in verdict.reason and "not over in time" in verdict.reason
     assert verdict.first_difference is None and verdict.blame is None

@@ -1,15 +1,29 @@
-"""Which axis of a layout is at fault. Pure: runs are somebody else's."""
+"""Which axis of a layout is at fault: the axes along which it differs from one process, how to leave each of them out,
+and what to conclude from runs without some of them. Pure functions: runs are somebody else's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_like.config.schema import JobConfig
-from titan_like.verify.axes import Axis, axes_in_use, find_axis, num_processes, on_one_process, with_only, without
+from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.parallel.schedules import check_schedule
+from titan_like.verify.shrink import ONE_STAGE, edit, in_layout, layout_of
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis; ``drop`` gives the configuration without it, an equal one where it is not in use."""
+
+    name: str
+    title: str
+    drop: Callable[[JobConfig], JobConfig]
+    within: str | None = None  # the axis that this one is a part of: it cannot be there without
 
 
 @dataclass(frozen=True)
@@ -22,11 +36,74 @@ class Trial:
 
 @dataclass(frozen=True)
 class Blame:
-    """The verdict. ``axis`` is a name of `titan_like.verify.axes.AXES`, several joined by " + ", or one_process."""
+    """The verdict. ``axis`` is a name of `AXES`, several joined by " + ", or one_process."""
 
     axis: str
     sentence: str
     trials: list[Trial]
+
+
+def _with(config: JobConfig, **degrees: int) -> JobConfig:
+    return in_layout(config, replace(layout_of(config), **degrees))
+
+
+def _no_schedule(config: JobConfig) -> JobConfig:
+    """One stage per process in the order 1F1B. Layers of stages that share a process become one stage's."""
+    return config if config.parallelism.pipeline_schedule == "1f1b" else edit(config, ONE_STAGE)
+
+
+def _no_zero(config: JobConfig) -> JobConfig:
+    """Full weights everywhere. On one process the stage matters only where FSDP holds weights in a half type."""
+    is_used = layout_of(config).data_parallel > 1 or config.training.dtype not in ("float32", "float64")
+    return edit(config, {"parallelism.zero_stage": 0}) if is_used else config
+
+
+def _no_accumulation(config: JobConfig) -> JobConfig:
+    """As few microbatches as the schedule takes, each larger."""
+    section, size, layout = config.parallelism, config.training.micro_batch_size, layout_of(config)
+    microbatches = min(rampup_batch_sizes(config.training)) // (size * layout.data_parallel)
+    virtual, fewest = section.virtual_stages_per_rank, 1
+    while layout.pipeline > 1 and check_schedule(section.pipeline_schedule, layout.pipeline, virtual, fewest):
+        fewest += 1
+    larger = {"training.micro_batch_size": size * (microbatches // fewest)}
+    return config if microbatches % fewest else edit(config, larger)
+
+
+def _no_replicas(config: JobConfig) -> JobConfig:
+    return _with(config, replicate=1, shard=layout_of(config).data_parallel)
+
+
+_NO_SEQUENCE: dict[str, Any] = {"parallelism.sequence_parallel": False}
+_NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
+
+# Parts come before what they are a part of: of two that a difference vanishes without, the first is named. The number
+# of microbatches comes last, since it follows from what the others leave: without data parallelism one process sees all
+# samples, as more microbatches of the same size.
+AXES = (
+    Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), "tensor_parallel"),
+    Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
+    Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, "pipeline_parallel"),
+    Axis("pipeline_parallel", "pipeline parallelism", lambda c: _with(c, pipeline=1)),
+    Axis("zero_stage", "the ZeRO stage", _no_zero, "data_parallel"),
+    Axis("replicas", "replicas (HSDP)", _no_replicas, "data_parallel"),
+    Axis("data_parallel", "data parallelism", lambda c: _with(c, replicate=1, shard=1)),
+    Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
+    Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
+    Axis("accumulation", "accumulation over microbatches", _no_accumulation),
+)
+
+
+def without(config: JobConfig, names: Iterable[str | None]) -> JobConfig:
+    """The configuration with these axes left out, whichever order they are named in."""
+    names = set(names)
+    for axis in AXES:
+        config = axis.drop(config) if axis.name in names else config
+    return config
+
+
+def on_one_process(config: JobConfig) -> JobConfig:
+    """The configuration without any axis."""
+    return without(config, [axis.name for axis in AXES])
 
 
 def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
@@ -36,68 +113,57 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     different or fails. A trial that fails where the layout came to its end has met something else, and tells nothing:
     leave a microbatch out, and a run with one has none at all.
     """
-    axes, trials = axes_in_use(config), []
+    axes, trials = [axis for axis in AXES if axis.drop(config) != config], list[Trial]()
+    names = {axis.name for axis in AXES}
 
-    def shows(title: str, changed: JobConfig) -> bool:
-        trials.append(Trial(title, outcome_of(changed)))
+    def shows(title: str, left_out: Iterable[str | None]) -> bool:
+        trials.append(Trial(title, outcome_of(without(config, left_out))))
         return trials[-1].outcome in (DIFFERENT, symptom)
 
-    is_parallel = num_processes(config) > 1 or bool(axes)
-    if not is_parallel or shows("everything: one process, one microbatch", on_one_process(config)):
-        return _of_one_process(trials)
+    def verdict(guilty: list[Axis], sentence: str) -> Blame:
+        return Blame(" + ".join(axis.name for axis in guilty), sentence, trials)
+
+    alone = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
+    if not axes or shows("everything: one process, one microbatch", names):
+        return Blame(ONE_PROCESS, alone, trials)
     alone_fails = trials[-1].outcome == FAILS
-    if trials[-1].outcome == UNDECIDED:  # larger microbatches round otherwise, and some things cannot be compared
-        parallel = [axis.name for axis in axes if axis.name != "accumulation"]
-        if shows("everything but accumulation: one process", without(config, parallel)):
-            return _of_one_process(trials)
-    vanishes = []
-    for axis in axes:
-        shows(axis.title, without(config, [axis.name]))
-        if trials[-1].outcome == SAME:
-            vanishes.append(axis)
+    # Larger microbatches round otherwise, and some things cannot be compared.
+    if trials[-1].outcome == UNDECIDED and shows("everything but accumulation: one process", names - {"accumulation"}):
+        return Blame(ONE_PROCESS, alone, trials)
+    shown = [axis for axis in axes if shows(axis.title, [axis.name])]
+    vanishes = [axis for axis, trial in zip(axes, trials[-len(axes) :], strict=True) if trial.outcome == SAME]
     if vanishes:
-        return _verdict(vanishes, trials)
-    stays = {trial.left_out for trial in trials if trial.outcome in (DIFFERENT, symptom)}
+        guilty = _smallest(vanishes)
+        if len(guilty) > 1:
+            return verdict(guilty, f"{_listed(guilty)} together: without any one of them every difference vanishes")
+        part_of = [f", a part of {axis.title}" for axis in AXES if axis.name == guilty[0].within]
+        sentence = f"{guilty[0].title}{''.join(part_of)}: without it alone every difference vanishes"
+        takes_several = vanishes[-1].name == "accumulation" != guilty[0].name
+        return verdict(guilty, sentence + "; it takes several microbatches to show" * takes_several)
     wrong: list[Axis] = []
-    for axis in axes:  # what it is a part of may be wrong already
-        if axis.within not in [other.name for other in wrong]:
-            wrong += [axis] if shows(f"all but {axis.title}", with_only(config, axis)) else []
+    for axis in axes:
+        is_part = axis.within in [other.name for other in wrong]  # the whole may be wrong already
+        if not is_part and shows(f"all but {axis.title}", names - {axis.name, axis.within or ""}):
+            wrong.append(axis)
     if not wrong and alone_fails:
-        return _of_one_process(trials)
+        return Blame(ONE_PROCESS, alone, trials)
     if not wrong:
-        sentence = "no single axis: the difference stays when any one is left out, and none is wrong alone"
-        return Blame(" + ".join(axis.name for axis in axes), sentence, trials)
-    sentence = f"more than one axis: each of {_listed(wrong)} is wrong alone"
-    if len(wrong) == 1:
-        rest = ", and something else is wrong without it" if wrong[0].title in stays else ""
-        sentence = f"{wrong[0].title} is wrong alone{rest}"
-    return Blame(" + ".join(axis.name for axis in wrong), sentence, trials)
+        return verdict(axes, "no single axis: the difference stays without any one of them, and none is wrong alone")
+    if len(wrong) > 1:
+        return verdict(wrong, f"more than one axis: each of {_listed(wrong)} is wrong alone")
+    rest = ", and something else is wrong without it" if wrong[0] in shown else ""
+    return verdict(wrong, f"{wrong[0].title} is wrong alone{rest}")
 
 
-def _of_one_process(trials: list[Trial]) -> Blame:
-    sentence = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-    return Blame(ONE_PROCESS, sentence, trials)
-
-
-def _verdict(vanishes: list[Axis], trials: list[Trial]) -> Blame:
-    """Name the smallest: a part goes before the whole, and accumulation only where nothing else is needed.
+def _smallest(vanishes: list[Axis]) -> list[Axis]:
+    """Of the axes without which a difference vanishes: parts, not the whole; accumulation only where nothing else is.
 
     Replicas are told from shards only where something is sharded, so that they vanish together with the ZeRO stage.
     """
     wholes = {axis.within for axis in vanishes}
-    if any(axis.name == "replicas" for axis in vanishes):
-        wholes.add("zero_stage")
+    wholes |= {"zero_stage"} if any(axis.name == "replicas" for axis in vanishes) else set()
     needed = [axis for axis in vanishes if axis.name not in wholes]
-    if len(needed) > 1:
-        needed = [axis for axis in needed if axis.name != "accumulation"]
-    sentence = f"{_listed(needed)} together: without any one of them every difference vanishes"
-    if len(needed) == 1:
-        whole = needed[0].within
-        part_of = f", a part of {find_axis(whole).title}" if whole else ""
-        sentence = f"{needed[0].title}{part_of}: without it alone every difference vanishes"
-        if vanishes[-1].name == "accumulation" != needed[0].name:
-            sentence += "; it takes several microbatches to show"
-    return Blame(" + ".join(axis.name for axis in needed), sentence, trials)
+    return [axis for axis in needed if axis.name != "accumulation"] or needed
 
 
 def _listed(axes: list[Axis]) -> str:

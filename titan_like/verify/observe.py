@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 from collections.abc import Iterator
@@ -11,124 +10,113 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.loader import BackgroundLoader
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
+from titan_like.models.layers import init
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
+from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
-from titan_like.verify import record
-from titan_like.verify.places import PlaceWatch
+from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
+from titan_like.verify.dropout import observe_dropout
+from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
-from titan_like.verify.record import EXACT, HALF, Comparison, Key, Seen, Truth, bad_steps, num_steps
-from titan_like.verify.reference import (
-    EPS,
-    FLOAT16_SCALE,
-    LARGE,
-    SAME_TYPE_SHARE,
-    learning_rate,
-    norm,
-)
-from titan_like.verify.samples import sample_digest, training_samples, validation_samples
-from titan_like.verify.shrink import Small, edit
-from titan_like.verify.updates import UpdateWatch
+from titan_like.verify.reference import BLOCK_ELEMENTS, EPS, FLOAT16_SCALE, LARGE, SAME_TYPE_SHARE, learning_rate, train
+from titan_like.verify.samples import batches, training_samples, validation_samples
+from titan_like.verify.shrink import edit
+from titan_like.verify.updates import UpdateCheck
+from titan_like.verify.watch import WatchedTrainer, digest
 
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
 
-class Watched:
-    """Passes microbatches on and notes which samples they are of."""
-
-    def __init__(self, loader: BackgroundLoader, known: dict[bytes, int], drawn: list[list[int]]) -> None:
-        self.loader, self.known, self.drawn = loader, known, drawn
-        self.close = loader.close
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        batch = next(self.loader)
-        self.drawn.append([self.known.get(sample_digest(sample), -1) for sample in batch])
-        return batch
-
-
-class ObservedTrainer(Trainer):
+class ObservedTrainer(WatchedTrainer):
     """Compares each of its steps with the reference, has gradients that are not finite in some, and ends when told."""
 
-    def __init__(self, run: Run, truth: Truth, seen: Seen, good_steps: int, last_step: int) -> None:
-        """``last_step`` is the one after which a signal ends the loop."""
-        super().__init__(run)
-        kind = run.config.training.dtype
-        self.seen, self.kind, self.last_step = seen, kind, last_step
-        self.truth, self.compared = truth, Comparison(truth, seen, kind)
-        self.bad_steps, self.num_steps = bad_steps(good_steps), num_steps(good_steps)
-        self.updates = UpdateWatch(self, seen)
-        self.places: PlaceWatch | None = None
-        self.drawn: list[list[int]] = []
-        batch = run.config.training.global_batch_size
-        samples = run.datasets["train"]
-        self.known = {sample_digest(samples[index]): index for index in range((self.num_steps + 2) * batch)}
-        seen.coordinates = {name: self.mesh[name].get_local_rank() for name in self.mesh.mesh_dim_names or ()}
-        if kind == "float16":
-            told = f"training begins with a loss scale of {self.scaler.scale}, which raises no gradient"
-            seen.wrong(Key(0, record.LOSS_SCALE), None if self.scaler.scale > 1 else told)
-            self.scaler.scale = FLOAT16_SCALE
+    def __init__(self, run: Run, reference: Reference, report: Report, last_step: int | None = None) -> None:
+        """A signal ends the loop after ``last_step``, or after the last one that the reference has."""
+        small = reference.small
+        super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
+        self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
+        self.bad_steps, self.num_steps, self.last_step = small.bad_steps, small.num_steps, last_step or small.num_steps
+        self.batches = batches(small.config, self.num_steps)
+        self.updates = UpdateCheck(self, report)
+        report.data_rank = tuple(self.mesh[name].get_local_rank() for name in ("dp_replicate", "dp_shard"))
+        if self.dtype == "float16":
+            told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
+            report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
+            assert self.scaler is not None
+            self.scaler.scale.fill_(FLOAT16_SCALE)
 
-    def _load_data(self) -> BackgroundLoader:
-        return cast(BackgroundLoader, Watched(super()._load_data(), self.known, self.drawn))
-
-    def train_step(self, data: Iterator[torch.Tensor]) -> StepRecord:
-        """One step, and what it did to the weights."""
+    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+        """One step, which the loop reads at once because it logs every one."""
         step = self.step + 1
-        self.updates.begin()
-        skips, wanted_skips = self.losses.consecutive_skips, int(step - 1 in self.bad_steps)
-        told = f"{skips} steps in a row count as skipped before step {step}, not {wanted_skips}"
-        self.seen.wrong(Key(step, record.BATCH), None if skips == wanted_skips else told)
+        skips = {"steps skipped in a row before this one": self.losses.consecutive_skips}
+        self.report.equal(Key(step, Row.BATCH), skips, {name: int(step - 1 in self.bad_steps) for name in skips})
         if step == self.last_step:
             self.signals.received = signal.SIGTERM
-        if self.places is not None:
-            self.places.begin(step, self.drawn)
-        seen = super().train_step(data)
-        if self.places is not None:
-            self.places.end()
-        compared, is_good = self.compared, step not in self.bad_steps
+        self.updates.begin()
+        return super().train_step(data)
+
+    def read_step(self, issued: IssuedStep) -> StepRecord:
+        """What the step reports, and what it did to the weights."""
+        found, step = super().read_step(issued), issued.step
         if step > self.num_steps:
-            compared.scalar(Key(step, record.LARGE_LOSS), seen.loss)
-            compared.scalar(Key(step, record.LARGE_NORM), seen.grad_norm)
-            return seen
-        self.seen.samples[step] = list(self.drawn)
-        self.drawn.clear()
-        compared.fact(Key(step, record.BATCH), (seen.global_batch_size, seen.consumed_samples, seen.consumed_tokens))
-        compared.scalar(Key(step, record.RATE), seen.lr)
-        compared.scalar(Key(step, record.LOSS), seen.loss)
-        overflows = self.kind == "float16"  # what is not finite is then called an overflow
-        so_far = sum(bad <= step for bad in self.bad_steps)
-        wanted = (int(not is_good and overflows), int(not is_good and not overflows), so_far)
-        found = (seen.skipped, seen.nan, self.skipped_steps)
-        told = f"(overflow, not finite, skipped so far) are {found}, not {wanted}"
-        self.seen.wrong(Key(step, record.SKIPPED), None if found == wanted else told)
-        self.seen.scalars[Key(step, record.NORM)] = seen.grad_norm
+            self._compare_scalar(Key(step, Row.LARGE_LOSS), found.loss)
+            self._compare_scalar(Key(step, Row.LARGE_NORM), found.grad_norm)
+            return found
+        self.report.samples[step] = self.drawn
+        self._compare_record(step, found)
+        self.updates.end(step, step not in self.bad_steps, found.grad_norm, self.gradients)
+        if self.dtype not in HALF:
+            for name, parameter in self.model.named_parameters():
+                self._compare_tensor(Key(step, Row.WEIGHT, name), parameter)
+        return found
+
+    def _compare_record(self, step: int, found: StepRecord) -> None:
+        """What a step reports of itself."""
+        equal, is_good, overflows = self.report.equal, step not in self.bad_steps, self.dtype == "float16"
+        batch, config = self.batches[step], self.config
+        counted = (found.global_batch_size, found.consumed_samples, found.consumed_tokens)
+        equal(Key(step, Row.BATCH), counted, (len(batch), batch.stop, batch.stop * config.training.seq_len))
+        rate = learning_rate(config, step, self.run.total_steps)
+        told = f"{found.lr:.9g}, not {rate:.9g}"
+        self.report.add(Key(step, Row.RATE), abs(found.lr - rate) / config.optimizer.lr, 1e-9, told)
+        self._compare_scalar(Key(step, Row.LOSS), found.loss)
+        bad_so_far = [bad for bad in self.bad_steps if bad <= step]
+        skipped = {"overflow": found.skipped, "not finite": found.nan, "skipped so far": self.skipped_steps}
+        wanted = (int(not is_good and overflows), int(not is_good and not overflows), len(bad_so_far))
+        equal(Key(step, Row.SKIPPED), skipped, dict(zip(skipped, wanted, strict=True)))
+        self.report.share(Key(step, Row.EQUAL, Row.NORM), repr(found.grad_norm))
         if is_good:
-            compared.scalar(Key(step, record.NORM), seen.grad_norm)
-            if self.kind == EXACT:
-                compared.scalar(Key(step, record.ZEROS), math.nan if seen.num_zeros is None else seen.num_zeros)
-        if self.kind == "float16":
-            compared.fact(Key(step, record.LOSS_SCALE), seen.loss_scale)
-        self.updates.end(step, is_good, seen.grad_norm)
-        if self.kind not in HALF:
-            self._compare_parameters(step, record.WEIGHT)
-        return seen
+            self._compare_scalar(Key(step, Row.NORM), found.grad_norm)
+        if is_good and self.dtype == EXACT:
+            self._compare_scalar(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
+        if overflows:
+            scale = FLOAT16_SCALE / 2 ** len([bad for bad in bad_so_far if bad < step])
+            equal(Key(step, Row.LOSS_SCALE), found.loss_scale, scale)
 
     def _complete_gradients(self) -> None:
         self._spoil()
         super()._complete_gradients()
+        self.gradients = [(name, gradient / self.loss_scale) for name, gradient in self.gradients]
+        step, held = self.step + 1, {name for name, _ in self.gradients}
+        if step in self.bad_steps:
+            return
+        for name, _ in self.model.named_parameters():
+            self.report.exact(Key(step, Row.MISSING, name), None if name in held else "it has no gradient")
+        row = Row.GRADIENT if step <= self.num_steps else Row.LARGE_GRADIENT
+        for name, gradient in self.gradients:
+            self._compare_tensor(Key(step, row, name), gradient)
+            if step == 1 and self.dtype in HALF and self._rounds_as_one_process(name):
+                key, allowed = Key(1, Row.SAME_TYPE, name), SAME_TYPE_SHARE * EPS[self.dtype]
+                self.report.tensor(self.reference, key, *local_part(gradient), allowed)
 
     @torch.no_grad()
     def _spoil(self) -> None:
@@ -136,7 +124,7 @@ class ObservedTrainer(Trainer):
         at_end = self.bad_steps.get(self.step + 1)
         if at_end is None:
             return
-        matrices = [name for name in self.truth.names if "norm" not in name and name.endswith("weight")]
+        matrices = [name for name in self.reference.names if "norm" not in name and name.endswith("weight")]
         wanted = matrices[-1 if at_end else 0]
         for name, parameter in self.model.named_parameters():
             if name != wanted or parameter.grad is None:
@@ -148,127 +136,125 @@ class ObservedTrainer(Trainer):
             elif local.numel() and not at_end and not any(offset):
                 local[0, 0] = math.nan
 
-    def _update(self, grad_norm: float, lr: float) -> None:
-        step, scale = self.step + 1, self.scaler.scale
-        for name, parameter in self.model.named_parameters():
-            missing = parameter.grad is None
-            self.seen.wrong(Key(step, record.MISSING, name), "it has no gradient" if missing else None)
-            if parameter.grad is None:
-                continue
-            local, offset = local_part(parameter.grad)
-            gradient = local / scale
-            self.updates.unclipped(parameter, gradient)
-            row = record.GRADIENT if step <= self.num_steps else record.LARGE_GRADIENT
-            if (key := Key(step, row, name)) in self.truth.sizes:
-                self.compared.tensor(key, gradient, offset)
-            if step == 1 and self.kind in HALF and self._rounds_as_one_process(name) and gradient.numel():
-                key = Key(1, f"{record.SAME_TYPE} {self.kind}", name)
-                expected = self.compared.part(key, offset, gradient.shape).to(gradient.device)
-                difference = norm(gradient.double() - expected) / self.truth.sizes[key]
-                measure = record.Measure(difference, SAME_TYPE_SHARE * EPS[self.kind])
-                self.seen.add(Key(1, record.SAME_TYPE, name), measure)
-        self.updates.clipped_at(grad_norm)
-        if step <= self.num_steps:
-            super()._update(grad_norm, lr)
-
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process does with the same microbatches."""
         section, training = self.config.parallelism, self.config.training
         if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # each stage rounds its part of a tied table's
             return False
         sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
-        other_pieces = training.micro_batch_size != self.truth.micro_batch_size
+        other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
 
     def validate(self) -> float:
         """The validation loss, compared; no training sample may go into it."""
         loss = super().validate()
-        key = Key(self.step, record.VALIDATION)
-        if key in self.truth.facts:
-            self.compared.scalar(key, loss)
+        if (key := Key(self.step, Row.VALIDATION)) in self.reference.scalars:
+            self._compare_scalar(key, loss)
         return loss
 
-    def _compare_parameters(self, step: int, row: str) -> None:
-        for name, parameter in self.model.named_parameters():
-            if (key := Key(step, row, name)) in self.truth.sizes:
-                self.compared.tensor(key, *local_part(parameter))
+    def _compare_scalar(self, key: Key, value: float) -> None:
+        self.report.scalar(self.reference, self.dtype, key, value)
+
+    def _compare_tensor(self, key: Key, tensor: torch.Tensor) -> None:
+        if key in self.reference.sizes:
+            allowed = self.reference.allowed[self.dtype][key]
+            self.report.tensor(self.reference, key, *local_part(tensor), allowed)
 
     def compare_initial_weights(self) -> None:
         """Every element must be the reference's."""
         for name, parameter in self.model.named_parameters():
-            local, offset = local_part(parameter)
-            key = Key(0, record.INITIAL, name)
-            if key not in self.truth.sizes:
-                self.seen.wrong(key, "the reference has no such parameter")
+            (local, offset), key = local_part(parameter), Key(0, Row.INITIAL, name)
+            if key not in self.reference.sizes:
+                self.report.exact(key, "the reference has no such parameter")
                 continue
-            differ = int((local.double().cpu() != self.compared.part(key, offset, local.shape)).sum())
-            self.seen.wrong(key, f"{differ} of {local.numel()} elements differ" if differ else None)
+            differ = int((local.double().cpu() != self.reference.part(key, offset, local.shape)).sum())
+            self.report.exact(key, f"{differ} of {local.numel()} elements differ" if differ else None)
 
     def note_copies(self, step: int) -> None:
         """Digests of what is held here, for comparison with processes that hold the same."""
         for name, parameter in self.model.named_parameters():
             local, offset = local_part(parameter)
-            self._note(Key(step, record.REPLICAS, f"{name} {list(offset)} {list(local.shape)}"), local)
+            self.report.share(Key(step, Row.REPLICAS, f"{name} @ {offset} {list(local.shape)}"), digest(local))
 
-    def _note(self, key: Key, tensor: torch.Tensor) -> None:
-        known = self.seen.digests.setdefault(key, digest(tensor))
-        if known != digest(tensor):  # a tied table that is held twice
-            self.seen.wrong(key, "two copies on one process differ")
-
-    def compare_large_logits(self) -> None:
-        """One more step, without its update, with logits that only a stable softmax can take."""
-        for stage in self.model.stages:
-            if stage.module.is_last:
-                for parameter in stage.module.norm.parameters():
+    def compare_run(self) -> None:
+        """Everything that is compared in one run from its start."""
+        self.compare_initial_weights()
+        self.note_copies(0)
+        if self.dtype == EXACT:
+            self.report.exact(Key(0, Row.SCHEDULE), schedule_problem(self.reference.small.original))
+        self.train()
+        self.note_copies(self.num_steps)
+        self.config = edit(self.config, {"evaluation.steps": 2})  # all the samples that there are
+        self._compare_scalar(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
+        if self.dtype == EXACT:  # one more step, with logits that only a stable softmax can take
+            for stage in self.model.stages:
+                for parameter in stage.module.norm.parameters() if stage.module.is_last else []:
                     local_part(parameter)[0].mul_(LARGE)
-        data = self._load_data()
-        self.train_step(data)
-        data.close()
+            self.steps_alone(1)
 
 
-def observe_training(trainer: ObservedTrainer, small: Small) -> None:
-    """Everything that is compared in one run from its start."""
-    trainer.compare_initial_weights()
-    trainer.note_copies(0)
-    if dist.get_rank() == 0 and trainer.kind == EXACT:
-        problem = wrong_learning_rate(small.original)
-        trainer.seen.wrong(Key(0, record.SCHEDULE), problem)
-    trainer.train()
-    trainer.note_copies(num_steps(small.steps))
-    section = trainer.config.evaluation.model_copy(update={"steps": 2})
-    trainer.config = trainer.config.model_copy(update={"evaluation": section})
-    loss = Trainer.validate(trainer)
-    trainer.compared.scalar(Key(num_steps(small.steps), record.WHOLE_VALIDATION), loss)
-    if trainer.kind == EXACT:
-        trainer.compare_large_logits()
+def observe(member: Member, reference: Reference, config: JobConfig, kinds: list[str]) -> Iterator[Report]:
+    """Runs of some kinds, types or dropout, one after the other, each compared with the reference."""
+    for kind in kinds:
+        report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
+        run = prepare_run(member, reference, config, dtype, member.folder / kind)
+        if kind == DROPOUT:
+            observe_dropout(run, report, reference.small)
+        else:
+            ObservedTrainer(run, reference, report).compare_run()
+        yield report
+    dist.barrier()
 
 
-def in_type(config: JobConfig, dtype: str) -> JobConfig:
-    """The configuration in another type."""
-    return edit(config, {"training.dtype": dtype, **({} if dtype in HALF else {"training.reduce_dtype": "float32"})})
+def observe_leg(
+    member: Member, reference: Reference, config: JobConfig, load_step: int | None, last_step: int, folder: Path
+) -> Iterator[Report]:
+    """One leg of a relay: go on from a checkpoint in the folder, and save after every good step up to ``last_step``."""
+    saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
+    report = Report(RESUME, member.rank)
+    run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
+    ObservedTrainer(run, reference, report, last_step).train()
+    yield report
 
 
-def prepare_run(place: Member, small: Small, config: JobConfig, truth: Truth, folder: Path) -> Run:
-    """A run on the verification's own data."""
-    config = edit(config, {"job.dump_folder": str(folder), "training.max_norm": truth.max_norm})
-    train = training_samples(small.config, truth.micro_batch_size, truth.data_parallel)
+def compare_places(
+    member: Member, reference: Reference, config: JobConfig, step: int
+) -> Iterator[tuple[list[str], dict[Place, float]]]:
+    """The modules in the order of the forward pass, and those of this process that compute something else in a step."""
+    small, expected, found = reference.small, Outputs(), Outputs()
+    config = edit(config, {"compile.enable": False})  # compiled layers call no modules
+    run = prepare_run(member, reference, config, EXACT, member.folder)
+    train(small, EXACT, small.config.training.global_batch_size, run.device, outputs=(step, expected))
+    trainer = ObservedTrainer(run, reference, Report(EXACT, member.rank), step - 1)
+    if step > 1:
+        trainer.train()
+    for stage in trainer.model.stages:
+        found.follow(stage.module)
+    trainer.steps_alone(1)
+    samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
+    yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step)
+
+
+def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
+    """A run in some type on the verification's own data."""
+    init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
+    settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
+    config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)
+    datasets = {"train": training_samples(plain), "validation": validation_samples(plain)}
     return Run(
         config=config,
         model=model_config(config.model),
-        layout=resolve_layout(config.parallelism, place.world_size),
+        layout=resolve_layout(config.parallelism, member.world_size),
         total_steps=total_steps(config.training),
-        device=torch.device(place.device),
-        datasets={
-            "train": cast(Source, train),
-            "validation": cast(Source, validation_samples(small.config)),
-        },
+        device=torch.device(member.device),
+        datasets=cast(dict[str, Source], datasets),
         checkpoint_folder=folder / "checkpoint",
     )
 
 
-def wrong_learning_rate(config: JobConfig) -> str | None:
-    """Where the schedule of the run that is asked for, in its full length, is not the reference's."""
+def schedule_problem(config: JobConfig) -> str | None:
+    """Where length or learning rates of the run that is asked for, in its full length, are not the reference's."""
     training, total = config.training, total_steps(config.training)
     if training.batch_size_rampup is None:
         samples = training.samples or (training.tokens or 0) // training.seq_len
@@ -282,9 +268,3 @@ def wrong_learning_rate(config: JobConfig) -> str | None:
         if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
             return f"in step {step} of {total} it is {found:.6g}, not {wanted:.6g}"
     return None
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Equal for tensors that are equal to the bit."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-    return hashlib.blake2b(local.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()

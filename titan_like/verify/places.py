@@ -3,146 +3,92 @@ differs from the reference's, or else the first of the backward pass whose outpu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from titan_like.torch_private import is_in_backward_pass
-from titan_like.verify.record import Tensors, Truth
 
 FORWARD, BACKWARD = "forward", "backward"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot make
 _SMALL = 1e-3  # a sample that is a smaller part of its batch than this is compared with that instead
 
-
-def watch_outputs(model: nn.Module, on_output: Callable[[str, torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call back with every module's output, in training and not in recomputation."""
-
-    def hook(module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
-        is_recomputed = is_in_backward_pass()
-        if module.training and isinstance(output, torch.Tensor) and not is_recomputed:
-            on_output(name, output)
-
-    return [
-        module.register_forward_hook(lambda m, i, o, name=name: hook(m, i, o, name))
-        for name, module in model.named_modules()
-        if name
-    ]
+Place = tuple[str, str]  # pass, module
 
 
-class PlaceRecorder:
-    """Keeps every module's output in one step of the reference, whole batches at a time, and that output's gradient."""
+class Outputs:
+    """What a model's modules compute: every output in training, and its gradient, by microbatch."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.tensors, self.order = step, Tensors(), list[str]()
-        self._hooks: list[RemovableHandle] = []
+    def __init__(self) -> None:
+        self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.order: list[str] = []  # of the modules in the forward pass
 
-    def watch(self, step: int, model: nn.Module) -> None:
-        """A step begins."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = watch_outputs(model, self._keep) if step == self.step else []
+    def follow(self, model: nn.Module) -> None:
+        """Note each forward pass from now on, except in recomputation."""
+        for name, module in model.named_modules():
+            if name:
+                module.register_forward_hook(lambda module, _, output, name=name: self._note(module, name, output))
 
-    def _keep(self, name: str, output: torch.Tensor) -> None:
-        self.order.append(name)
-        self.tensors[f"{FORWARD} {name}"] = output.detach().clone().contiguous()
-        if output.requires_grad:
-            output.register_hook(lambda g: self.tensors.update({f"{BACKWARD} {name}": g.detach().clone().contiguous()}))
-
-    def save(self, file: Path) -> list[str]:
-        """Write the tensors for other processes; names of the modules in the order of the forward pass."""
-        save_file(self.tensors, file)
-        return self.order
-
-
-@dataclass
-class PlaceSeen:
-    """What one process saw: relative differences above what is allowed, by pass and module."""
-
-    rank: int
-    differing: dict[tuple[str, str], float]
-
-
-class PlaceWatch:
-    """Compares the outputs of a trainer's modules in one step with the reference's."""
-
-    def __init__(self, trainer: Any, truth: Truth, step: int, file: Path) -> None:
-        self.trainer, self.step = trainer, step
-        self.expected = load_file(file)
-        self.differing: dict[tuple[str, str], float] = {}
-        self.allowed = _FIRST_STEP if step == 1 else _LATER
-        self._hooks: list[RemovableHandle] = []
-        self._calls: Counter[str] = Counter()
-        self._drawn: list[list[int]] = []
-        self._first = 0
-
-    def begin(self, step: int, drawn: list[list[int]]) -> None:
-        """A step begins, on samples that will be added to ``drawn``."""
-        if step == self.step:
-            self._drawn, self._first = drawn, self.trainer.consumed_samples
-            for stage in self.trainer.model.stages:
-                self._hooks += watch_outputs(stage.module, self._compare_output)
-
-    def end(self) -> None:
-        """A step has ended."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _compare_output(self, name: str, output: torch.Tensor) -> None:
-        microbatch = self._calls[name]
-        self._calls[name] += 1
-        self._compare(FORWARD, name, microbatch, output)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self._compare(BACKWARD, name, microbatch, gradient))
-
-    @torch.no_grad()
-    def _compare(self, phase: str, name: str, microbatch: int, value: torch.Tensor) -> None:
-        whole = self.expected.get(f"{phase} {name}")
-        has_samples = whole is not None and whole.ndim > 2  # positions have none: their gradient is that of all samples
-        if whole is None or microbatch >= len(self._drawn) or (phase == BACKWARD and not has_samples):
+    def _note(self, module: nn.Module, name: str, output: object) -> None:
+        if not module.training or not isinstance(output, torch.Tensor) or is_in_backward_pass():
             return
-        local = value.to_local() if isinstance(value, DTensor) else value
-        expected = whole.to(local.device)
-        if has_samples:
-            expected = expected[[index - self._first for index in self._drawn[microbatch]]]
-        tensor = self.trainer.mesh["tp"]
-        for dim in range(expected.ndim):
-            if local.ndim == expected.ndim and local.shape[dim] != expected.shape[dim]:
-                pieces = expected.chunk(tensor.size(), dim)
-                expected = pieces[min(tensor.get_local_rank(), len(pieces) - 1)]
-        if local.shape != expected.shape:
-            return
-        finite = torch.nan_to_num(expected, neginf=0.0)  # logits of the padding
-        padded = torch.where(expected.isneginf() & local.isneginf(), 0.0, local.double())
-        share = _SMALL * torch.nan_to_num(whole, neginf=0.0).norm().item()
-        difference = (padded - finite).norm().item() / max(finite.norm().item(), share, 1e-30)
-        known = self.differing.get((phase, name), 0.0)
-        if not difference <= max(self.allowed, known):
-            self.differing[phase, name] = difference
+        self.order += [name] if name not in self.order else []
+        microbatch = len(self.tensors[FORWARD, name])
+        self.tensors[FORWARD, name][microbatch] = local(output)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._note_gradient(name, microbatch, gradient))
+
+    def _note_gradient(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
+        self.tensors[BACKWARD, name][microbatch] = local(gradient)
 
 
-def first_place(order: list[str], seen: list[PlaceSeen], step: int) -> str | None:
-    """The module at fault, in words; None where all modules compute what they should."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what is here of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
-    def found(phase: str, name: str) -> str | None:
-        wrong = [(one.differing[phase, name], one.rank) for one in seen if (phase, name) in one.differing]
-        return f"by {max(wrong)[0]:.3g} on rank {max(wrong)[1]}" if wrong else None
+
+def differing(
+    found: Outputs, expected: Outputs, samples: list[list[int]], tensor_mesh: DeviceMesh, step: int
+) -> dict[Place, float]:
+    """Relative differences above what is allowed; ``samples`` has the rows of the batch that each microbatch takes."""
+    wrong: dict[Place, float] = {}
+    for place, by_microbatch in found.tensors.items():
+        whole = expected.tensors[place].get(0)
+        for microbatch, value in by_microbatch.items():
+            has_samples = whole is not None and whole.ndim > 2  # positions have none: their gradient is that of all
+            if whole is None or microbatch >= len(samples) or (place[0] == BACKWARD and not has_samples):
+                continue
+            part = whole[samples[microbatch]] if has_samples else whole
+            for dim in range(part.ndim):
+                if value.ndim == part.ndim and value.shape[dim] != part.shape[dim]:
+                    pieces = part.chunk(tensor_mesh.size(), dim)
+                    part = pieces[min(tensor_mesh.get_local_rank(), len(pieces) - 1)]
+            if value.shape != part.shape:
+                continue
+            finite, part = torch.nan_to_num(whole, neginf=0.0), part.to(value.device)
+            value = torch.where(part.isneginf() & value.isneginf(), 0.0, value.double())  # logits of the padding
+            part = torch.nan_to_num(part, neginf=0.0)
+            size = max(part.norm().item(), _SMALL * finite.norm().item(), 1e-30)
+            difference = (value - part).norm().item() / size
+            if not difference <= max(_FIRST_STEP if step == 1 else _LATER, wrong.get(place, 0.0)):
+                wrong[place] = difference
+    return wrong
+
+
+def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) -> str | None:
+    """The module at fault, in words, given what each rank found; None where all modules compute what they should."""
+
+    def told(phase: str, name: str) -> str | None:
+        found = [(one[phase, name], rank) for rank, one in enumerate(wrong) if (phase, name) in one]
+        return f"by {max(found)[0]:.3g} on rank {max(found)[1]}, in step {step}" if found else None
 
     for name in order:
-        if how := found(FORWARD, name):
-            return f"{name}: its output is the first of the forward pass that differs, {how}, in step {step}"
-    for position in range(len(order) - 1, -1, -1):
-        if how := found(BACKWARD, order[position]):
-            last = position == len(order) - 1
-            taker = "the loss" if last else order[position + 1]
-            what = f"what it passes back to {order[position]}"
-            return f"{taker}: {what} is the first gradient of the backward pass that differs, {how}, in step {step}"
+        if how := told(FORWARD, name):
+            return f"{name}: its output is the first of the forward pass that differs, {how}"
+    for name, taker in zip(order[::-1], ["the loss", *order[:0:-1]], strict=True):
+        if how := told(BACKWARD, name):
+            return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
     return None

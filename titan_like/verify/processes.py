@@ -1,5 +1,5 @@
-"""Processes on this machine, forked from one that has imported everything: a group of them starts in a tenth of a
-second. They end with the process that started them."""
+"""Process groups on this machine, for `verify` and the tests. Processes are forked from one that has imported
+everything, so a group starts in a tenth of a second, and they end with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.jobs"]
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
 WAITING, TOO_LONG, KILLED, BY_OTHERS = (
     "all processes wait for one another",
@@ -30,12 +25,12 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
     "the system killed a process, perhaps for want of memory",
     "another process failed",
 )
+_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.observe"]
 _DAY = 86400.0  # seconds
-_SECONDS_TO_FOLLOW = 2.0  # that the others get, after a process failed, to fail for their own reasons
 _IDLE_SHARE = 0.05  # of one processor: a process that computes less waits for others; threads of gloo take 0.02
+_FORK_SERVER = get_context("forkserver")
 
 Prepare = Callable[[], AbstractContextManager[object]]
-FORK_SERVER = get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,9 @@ class Member:
 
     rank: int
     world_size: int
-    folder: Path  # shared by the processes, made for them
+    folder: Path  # shared by the processes, made for them, and gone with them
     port: int  # of the store that they meet at
-    device: str = "cpu"  # that it computes on
+    device: str  # that it computes on
 
 
 @dataclass
@@ -57,6 +52,8 @@ class Outcome:
     results: list[Any] = field(default_factory=list)  # what it yielded
     ending: str = STOPPED  # done, failed or stopped
     reason: str = BY_OTHERS  # why it was stopped, or the last line of what a failed one said
+    printed: str = ""  # all of it, errors too
+    exit_code: int | None = None  # None: it was stopped by this module
 
     @property
     def is_undecided(self) -> bool:
@@ -64,52 +61,9 @@ class Outcome:
         return self.ending == STOPPED and self.reason in (TOO_LONG, KILLED)
 
 
-class Processes:
-    """Starts groups of processes. A context manager."""
-
-    def __init__(self, timeout: float = 120.0, *, on_gpus: bool = False, prepare: Prepare | None = None) -> None:
-        """A group may take ``timeout`` seconds. With ``on_gpus`` each process has a GPU, otherwise GPUs are left alone.
-        ``prepare`` makes a context manager within which every process works."""
-        self.timeout, self.on_gpus, self.prepare = timeout, on_gpus, prepare
-        self._temporary = tempfile.TemporaryDirectory(prefix="verify-")
-        self.folder = Path(self._temporary.name)
-        self._groups = 0
-        start_fork_server(on_gpus)
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.cleanup()
-
-    def run(
-        self, function: Callable[..., Iterator[Any]], world_size: int, *arguments: Any,
-        patience: float | None = None, allowance: float = 0.0,
-    ) -> list[Outcome]:  # fmt: skip
-        """``function(place, *arguments)``, a generator, on every rank of a group.
-
-        With ``patience`` they are stopped where for that many seconds none computes. ``allowance`` seconds are added to
-        the timeout.
-        """
-        self._groups += 1
-        folder = self.folder / f"group-{self._groups}"
-        folder.mkdir()
-        store = meeting_store()
-        places = [
-            Member(rank, world_size, folder, store.port, f"cuda:{rank}" if self.on_gpus else "cpu")
-            for rank in range(world_size)
-        ]
-        group = [_Running(place, function, arguments, self.prepare) for place in places]
-        try:
-            _wait(group, time.monotonic() + self.timeout + allowance, _Idleness(patience))
-        finally:
-            for running in group:
-                running.kill()
-        return [running.outcome for running in group]
-
-
-def start_fork_server(on_gpus: bool) -> None:
-    """Start the process that the others are forked from; it imports in the background, and keeps its environment."""
+def start_fork_server(on_gpus: bool = False) -> None:
+    """Start the process that the others are forked from, if it does not run; it imports in the background and keeps
+    its environment."""
     environment = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}  # no threads before a fork
     # The code beside the calling script, not another copy of it in the folder that the command is called from.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -118,73 +72,119 @@ def start_fork_server(on_gpus: bool) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if Path("/sys/class/net/lo").exists():  # a machine need not know its own host name
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    FORK_SERVER.set_forkserver_preload(PRELOADED)
+    _FORK_SERVER.set_forkserver_preload(_PRELOADED)
     with patch.dict(os.environ, environment):
         forkserver.ensure_running()
+
+
+class Group:
+    """``function(member, *arguments)``, a generator, on every rank of a process group that begins at once.
+
+    With ``on_gpus`` each process has a GPU, otherwise GPUs are left alone. ``prepare`` makes a context manager within
+    which every process works.
+    """
+
+    def __init__(
+        self, function: Callable[..., Iterator[Any]], world_size: int, *arguments: Any,
+        on_gpus: bool = False, prepare: Prepare | None = None,
+    ) -> None:  # fmt: skip
+        import torch.distributed as dist
+
+        start_fork_server(on_gpus)
+        self._temporary = tempfile.TemporaryDirectory(prefix="processes-")
+        folder = Path(self._temporary.name)
+        # A port that is only probed may be taken by the time that they meet there.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._running = []
+        for rank in range(world_size):
+            device = f"cuda:{rank}" if on_gpus else "cpu"
+            member = Member(rank, world_size, folder, self._store.port, device)
+            self._running.append(_Running(member, function, arguments, prepare))
+
+    def wait(self, seconds: float, patience: float | None = None, seconds_to_follow: float = 2.0) -> list[Outcome]:
+        """What became of all processes, by rank. Whatever they have started is stopped in the end.
+
+        They are stopped after ``seconds``, or where for ``patience`` seconds none of them computes. After one has
+        failed, the others have ``seconds_to_follow`` to fail for reasons of their own.
+        """
+        deadline, reason, idle_since, active_then = time.monotonic() + seconds, TOO_LONG, time.monotonic(), 0.0
+        if not Path("/proc/self/stat").exists():
+            patience = None
+        try:
+            while unfinished := [running for running in self._running if not running.is_over]:
+                watched = [thing for running in unfinished for thing in (running.process.sentinel, running.pipe)]
+                connection.wait(watched, timeout=max(0.0, min(deadline - time.monotonic(), 0.5)))
+                for running in unfinished:
+                    running.read()
+                now, unfinished = time.monotonic(), [running for running in unfinished if not running.is_over]
+                if reason == TOO_LONG and any(r.is_over and r.outcome.ending != DONE for r in self._running):
+                    reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
+                if patience is not None:
+                    active = active_seconds({running.process.pid for running in unfinished})
+                    if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
+                        idle_since, active_then = now, active
+                    if now - idle_since > patience:
+                        reason, deadline = WAITING if reason == TOO_LONG else reason, now
+                if now >= deadline:
+                    for running in unfinished:
+                        running.outcome.reason = reason
+                    break
+        finally:
+            self.kill()
+            for running in self._running:
+                running.close()
+            self._temporary.cleanup()
+        return [running.outcome for running in self._running]
+
+    def kill(self) -> None:
+        """Kill all processes with whatever they have started themselves."""
+        for running in self._running:
+            if running.process.pid is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.kill()
 
 
 class _Running:
     """A process, and what it has said so far."""
 
-    def __init__(self, place: Member, function: Any, arguments: Any, prepare: Prepare | None) -> None:
-        self.outcome = Outcome(place.rank)
-        self.log = place.folder / f"log-{place.rank}.txt"
-        self.pipe, theirs = FORK_SERVER.Pipe()
-        arguments = (theirs, place, self.log, function, arguments, prepare)
-        self.process: ForkServerProcess = FORK_SERVER.Process(target=_work, args=arguments, daemon=False)
+    def __init__(self, member: Member, function: Any, arguments: Any, prepare: Prepare | None) -> None:
+        self.outcome, self.is_over = Outcome(member.rank), False
+        self.log = member.folder / f"log-{member.rank}.txt"
+        self.pipe, theirs = _FORK_SERVER.Pipe()
+        arguments = (theirs, member, self.log, function, arguments, prepare)
+        self.process = _FORK_SERVER.Process(target=_work, args=arguments, daemon=False)
         self.process.start()
         theirs.close()
-        self.is_over = False
 
     def read(self) -> None:
         """Take what is in the pipe, and note the end."""
+        outcome, exit_code = self.outcome, self.process.exitcode  # what it said before its end is in the pipe by then
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 what, value = self.pipe.recv()
                 if what == "result":
-                    self.outcome.results.append(value)
+                    outcome.results.append(value)
                 else:
-                    self.outcome.ending, self.outcome.reason = what, value
-        if self.process.exitcode is None or self.is_over:
-            return
-        self.is_over = True
-        if self.outcome.ending == STOPPED:  # it has said nothing of its end
-            if self.process.exitcode == -signal.SIGKILL:
-                self.outcome.reason = KILLED
-            else:
-                words = self.log.read_text(encoding="utf-8", errors="replace").strip() if self.log.exists() else ""
-                last = words.splitlines()[-1] if words else f"it ended with code {self.process.exitcode}"
-                self.outcome.ending, self.outcome.reason = FAILED, last
+                    outcome.ending, outcome.reason = what, value
+        self.is_over, outcome.exit_code = exit_code is not None, exit_code
+        if exit_code == -signal.SIGKILL and outcome.ending == STOPPED:
+            outcome.reason = KILLED
+        elif self.is_over and outcome.ending == STOPPED:  # it has said nothing of its end
+            lines = self._read_log().strip().splitlines()
+            outcome.ending, outcome.reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
 
-    def kill(self) -> None:
-        """End the process with whatever it has started itself."""
-        if self.process.pid is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
+    def _read_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    def close(self) -> None:
+        """Keep what it printed; it was killed if it had not ended."""
         self.process.join()
         self.pipe.close()
+        self.outcome.printed = self._read_log()
 
 
-class _Idleness:
-    """Notices that processes wait for one another: for some seconds together they compute next to nothing."""
-
-    def __init__(self, patience: float | None) -> None:
-        self.patience = patience if Path("/proc/self/stat").exists() else None
-        self._since = time.monotonic()
-        self._active = 0.0  # seconds, by then
-
-    def is_over(self, group: list[_Running]) -> bool:
-        """Whether they have waited long enough to be stopped."""
-        if self.patience is None:
-            return False
-        now, active = time.monotonic(), active_seconds({running.process.pid or 0 for running in group})
-        if abs(active - self._active) > _IDLE_SHARE * (now - self._since) * len(group) + 0.01:
-            self._since, self._active = now, active
-        return now - self._since > self.patience
-
-
-def active_seconds(groups: set[int]) -> float:
+def active_seconds(groups: set[int | None]) -> float:
     """Time that process groups have computed, would have if there had been a free processor, or wait for a disk."""
     total = 0.0
     for folder in Path("/proc").iterdir():
@@ -192,40 +192,15 @@ def active_seconds(groups: set[int]) -> float:
             continue
         with suppress(OSError, ValueError, IndexError):  # it may have ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) not in groups:
-                continue
-            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            total += time.monotonic() if fields[0] == "D" else 0.0
-            total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # a kernel need not keep this
+            if int(fields[2]) in groups:
+                total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                total += time.monotonic() if fields[0] == "D" else 0.0
+                total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # a kernel need not keep this
     return total
 
 
-def _wait(group: list[_Running], deadline: float, idleness: _Idleness) -> None:
-    """Until all are over, or there is a reason to stop them, which they are then given."""
-    reason = TOO_LONG
-    while unfinished := [running for running in group if not running.is_over]:
-        watched = [thing for running in unfinished for thing in (running.process.sentinel, running.pipe)]
-        connection.wait(watched, timeout=max(0.0, min(deadline - time.monotonic(), 0.5)))
-        for running in unfinished:
-            running.read()
-        if reason != BY_OTHERS and any(running.is_over and running.outcome.ending != DONE for running in group):
-            reason = BY_OTHERS
-            deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
-        is_idle = idleness.is_over([running for running in group if not running.is_over])
-        if time.monotonic() >= deadline or is_idle:
-            for running in group:
-                if not running.is_over:
-                    running.outcome.reason = WAITING if is_idle and reason == TOO_LONG else reason
-            return
-
-
 def _work(
-    results: connection.Connection,
-    place: Member,
-    log: Path,
-    function: Any,
-    arguments: Any,
-    prepare: Prepare | None,
+    results: connection.Connection, member: Member, log: Path, function: Any, arguments: Any, prepare: Prepare | None
 ) -> None:
     """One process: work, and tell each result, and how it ended."""
     os.setpgid(0, 0)  # it is ended with its own children, and a key pressed in the terminal is not for it
@@ -234,8 +209,8 @@ def _work(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     try:
-        with nullcontext() if prepare is None else prepare(), joined(place):
-            for result in function(place, *arguments):
+        with nullcontext() if prepare is None else prepare(), _joined(member):
+            for result in function(member, *arguments):
                 results.send(("result", result))
         results.send((DONE, ""))
     except BaseException as error:
@@ -254,25 +229,14 @@ def _end_with(pipe: connection.Connection) -> None:
     os._exit(1)
 
 
-def joined(place: Member) -> AbstractContextManager[None]:
-    """The process group of a place."""
+def _joined(member: Member) -> AbstractContextManager[None]:
+    """A process group that members of one port make, as torchrun's processes do."""
     import torch
 
     from titan_like.train.job import process_group
 
     torch.set_num_threads(1)
-    meet_at(place.port, place.rank, place.world_size)
-    return process_group(torch.device(place.device), _DAY)  # whoever waits is stopped from outside, for a reason
-
-
-def meeting_store() -> dist.TCPStore:
-    """Where processes meet that are told its port by `meet_at`. A port that is only probed may be taken by then."""
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def meet_at(port: int, rank: int, world_size: int) -> None:
-    """Be a rank of the processes that meet at this port, as torchrun would have it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank, size = str(member.rank), str(member.world_size)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(member.port)}
+    return process_group(torch.device(member.device), _DAY)  # whoever waits is stopped from outside, for a reason

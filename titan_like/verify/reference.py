@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from titan_like.config.schema import JobConfig, LRScheduler
+from titan_like.config.schema import JobConfig
+from titan_like.models.layers import init
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
-from titan_like.verify import record
-from titan_like.verify.record import EXACT, HALF, SINGLE, Key, Tensors, Truth, bad_steps, num_steps
-from titan_like.verify.samples import IGNORED, Samples, training_samples, validation_samples
+from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.places import Outputs
+from titan_like.verify.processes import Member
+from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
+from titan_like.verify.shrink import Small, edit
 
 MARGIN = 8.0
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -42,14 +45,14 @@ SAME_TYPE_SHARE = 1 / 32
 NEGLIGIBLE = 1e-8
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients, and overflows nowhere
 LARGE = 1e4  # that the final norm's weights are multiplied by: the exponential of a logit is then beyond float64
+# Elements that are drawn from one generator: so few that small matrices have many such blocks, as large ones have.
+BLOCK_ELEMENTS = 64
 
 _CLIPPED_SHARE = 0.1  # of the first gradient norm, that gradients are clipped at: every step is clipped
 _LARGE_MODEL = 1_000_000  # parameters
 _COMPARED = 16  # elements of a matrix by which to tell it from others
 _ROUNDING = 1e-12  # of a gradient's largest element: smaller ones are zero but for float64's rounding
-_LOSSES = (record.LOSS, record.LARGE_LOSS, record.VALIDATION, record.WHOLE_VALIDATION)
-
-Watch = Callable[[int, Transformer], None]  # called before the forward passes of a step
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
 @dataclass
@@ -60,154 +63,113 @@ class Trace:
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     scalars: dict[Key, float] = field(default_factory=dict)
 
-    def keep(self, step: int, row: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def keep(self, step: int, row: Row, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies of a row's tensors, on the CPU."""
         for name, tensor in tensors.items():
             self.tensors[Key(step, row, name)] = tensor.detach().to("cpu", torch.float64, copy=True)
 
 
-def compute_truth(config: JobConfig, good_steps: int, dtypes: list[str], file: Path, device: torch.device) -> Truth:
-    """Train in float64, then in each of ``dtypes`` to see how far their rounding leads away from it."""
+def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Iterator[Reference]:
+    """Train in float64, then in each other type among ``kinds`` to see how far its rounding leads away from that."""
+    init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    training, section = config.training, config.parallelism
-    micro_batch = training.micro_batch_size
-    ranks = section.data_parallel_replicate_degree * section.data_parallel_shard_degree
-    samples = training_samples(config, micro_batch, ranks)
-    if training.max_norm:
-        whole_norm = train(config, samples, 1, EXACT, training.global_batch_size, device).scalars[Key(1, record.NORM)]
-        max_norm = float(f"{_CLIPPED_SHARE * whole_norm:.3g}")
-        config = config.model_copy(update={"training": training.model_copy(update={"max_norm": max_norm})})
-    exact = train(config, samples, good_steps, EXACT, training.global_batch_size, device)
-    other = train(config, samples, good_steps, EXACT, micro_batch, device, is_reversed=True)
-    sizes = sizes_of(exact)
-    allowed = {EXACT: allowances(config, EXACT, sizes, exact, [other])}
+    batch, piece = config.training.global_batch_size, config.training.micro_batch_size
+    if config.training.max_norm:
+        whole_norm = train(replace(small, steps=1), EXACT, batch, device).scalars[Key(1, Row.NORM)]
+        config = edit(config, {"training.max_norm": float(f"{_CLIPPED_SHARE * whole_norm:.3g}")})
+        small = replace(small, config=config)
+    exact = train(small, EXACT, batch, device)
+    scalars, sizes, allowed = exact.scalars, sizes_of(exact), dict[str, dict[Key, float]]()
     stored = {str(key): tensor for key, tensor in exact.tensors.items()}
-    for dtype in dtypes:
-        # The same samples in another order and in smaller pieces. Types that round more than they add do it piece by
-        # piece as every layout does, since it is each piece's gradients that are rounded.
-        is_half = dtype in HALF
-        traces = [train(config, samples, good_steps, dtype, micro_batch, device, is_reversed=not is_half)]
+    for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
+        # The same samples in another order and in smaller pieces. Half types round more than they add: they do it piece
+        # by piece in the layout's order, since it is each piece's gradients that are rounded.
+        traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF)]
         if dtype == SINGLE:
-            traces.append(train(config, samples, good_steps, dtype, training.global_batch_size, device))
+            traces.append(train(small, dtype, batch, device))
         allowed[dtype] = allowances(config, dtype, sizes, exact, traces)
-        if is_half:
-            for name in exact.names:
-                key = Key(1, f"{record.SAME_TYPE} {dtype}", name)
-                stored[str(key)] = traces[0].tensors[Key(1, record.GRADIENT, name)]
-                sizes[key] = sizes[Key(1, record.GRADIENT, name)]
-                allowed[dtype][key] = SAME_TYPE_SHARE * EPS[dtype]
-    facts: dict[Key, object] = dict(exact.scalars)
-    consumed = 0
-    for step in range(1, num_steps(good_steps) + 1):
-        batch_size = batch_size_at(config, consumed)
-        consumed += batch_size
-        facts[Key(step, record.BATCH)] = (batch_size, consumed, consumed * training.seq_len)
-        facts[Key(step, record.LOSS_SCALE)] = FLOAT16_SCALE / 2 ** sum(bad < step for bad in bad_steps(good_steps))
-        rate, zeros = Key(step, record.RATE), Key(step, record.ZEROS)
-        facts[rate], sizes[rate] = learning_rate(config, step, training.steps or 0), config.optimizer.lr
-        for rows in allowed.values():
-            rows[rate] = 1e-9
-        if step not in bad_steps(good_steps):
-            facts[zeros], allowed[EXACT][zeros] = count_zeros(exact, other, step)
-            sizes[zeros] = 1.0
+        for key in [key._replace(row=Row.ZEROS) for key in scalars if key.row == Row.NORM and dtype == EXACT]:
+            scalars[key], allowed[EXACT][key] = count_zeros(exact, traces[0], key.step)
+            sizes[key] = 1.0
+        for name in exact.names if dtype in HALF else []:
+            key, of_gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
+            stored[str(key)], sizes[key] = traces[0].tensors[of_gradient], sizes[of_gradient]
     save_file(stored, file)
-    initial = {name: exact.tensors[Key(0, record.INITIAL, name)] for name in exact.names}
-    return Truth(
-        file=file,
-        names=exact.names,
-        alike=alike(initial),
-        max_norm=config.training.max_norm,
-        micro_batch_size=micro_batch,
-        data_parallel=ranks,
-        sizes=sizes,
-        allowed=allowed,
-        facts=facts,
-    )
-
-
-def alike(initial: Tensors) -> list[tuple[str, str]]:
-    """Pairs of matrices that begin with the same random numbers, up to their scale."""
-    names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
-    starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
-    starts /= starts.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    pairs = (starts @ starts.t()).triu(diagonal=1).gt(1 - 1e-6).nonzero().tolist()
-    return [(names[first], names[second]) for first, second in pairs]
+    yield Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
 
 
 def train(
-    config: JobConfig,
-    samples: Samples,
-    good_steps: int,
-    dtype: str,
-    piece: int,
-    device: torch.device,
-    is_reversed: bool = False,
-    watch: Watch | None = None,
-) -> Trace:
-    """Train, with at most ``piece`` samples in a forward pass; float64 ends with logits too large to exponentiate."""
-    compute_type, total = getattr(torch, dtype), num_steps(good_steps)
+    small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False,
+    outputs: tuple[int, Outputs] | None = None,
+) -> Trace:  # fmt: skip
+    """Train, with at most ``piece`` samples in a forward pass; float64 ends with logits too large to exponentiate.
+
+    With ``outputs`` it ends with the backward pass of one step, in which it notes what the model's modules compute.
+    """
+    compute_type, config, last = getattr(torch, dtype), small.config, small.num_steps
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.values()), config)
-    held_out = validation_samples(config).first(len(validation_samples(config))).to(device)
+    samples, validation = training_samples(config), validation_samples(config)
+    held_out = validation.first(len(validation)).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # as in the forward pass
-    trace.keep(0, record.INITIAL, parameters)
-
-    def validate(step: int, row: str, size: int) -> None:
-        trace.scalars[Key(step, row)] = mean_loss(model, held_out[:size], compute_type, piece)
-
-    def gradients_of(step: int, consumed: int, rows: tuple[str, str, str]) -> tuple[float, int]:
-        """Leave a step's gradients in the parameters, and keep them; their norm, and the samples consumed by then."""
-        if watch is not None:
-            watch(step, model)
-        batch_size = batch_size_at(config, consumed)
-        batch = samples.first(batch_size, start=consumed).to(device)
-        num_tokens = (batch[:, 1] != IGNORED).sum()
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        pieces = batch.split(piece)
-        for part in reversed(pieces) if is_reversed else pieces:
-            part_loss = summed_loss(model, part, compute_type) / num_tokens
-            (part_loss * scale).backward()
-            loss += part_loss.detach()
+    trace.keep(0, Row.INITIAL, parameters)
+    rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
+    for step, batch in batches(config, last + (dtype == EXACT)).items():
+        if step > last:
+            rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+            for parameter in model.norm.parameters():
+                parameter.data.mul_(LARGE)
+        if outputs is not None and step == outputs[0]:
+            outputs[1].follow(model)
+        pieces = samples.first(len(batch), start=batch.start).to(device).split(piece)
+        num_tokens = num_labels(pieces)
+        loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, num_tokens, compute_type, scale)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        for gradient in gradients.values():
-            gradient /= scale
+        torch._foreach_div_(list(gradients.values()), scale)
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
-        trace.scalars[Key(step, rows[0])] = loss.item()
-        if step not in bad_steps(good_steps):
-            trace.keep(step, rows[1], gradients)
-            trace.scalars[Key(step, rows[2])] = grad_norm
-        return grad_norm, consumed + batch_size
-
-    consumed = 0
-    for step in range(1, total + 1):
-        grad_norm, consumed = gradients_of(step, consumed, (record.LOSS, record.GRADIENT, record.NORM))
-        if step in bad_steps(good_steps):
+        if outputs is not None and step == outputs[0]:
+            return trace
+        trace.scalars[Key(step, rows[0])] = loss
+        if step in small.bad_steps:
             scale = scale / 2 if dtype == "float16" else scale
         else:
-            if config.training.max_norm:
-                factor = min(1.0, config.training.max_norm / (grad_norm + 1e-6))
-                for parameter in parameters.values():
-                    assert parameter.grad is not None
-                    parameter.grad.mul_(factor)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step, config.training.steps or 0)
+            trace.scalars[Key(step, rows[2])] = grad_norm
+            trace.keep(step, rows[1], gradients)
+            torch._foreach_mul_(list(gradients.values()), clip_factor(config.training.max_norm, grad_norm))
+            set_learning_rate(optimizer, config, step)
             optimizer.step()
         optimizer.zero_grad()
-        trace.keep(step, record.WEIGHT, parameters)
+        if step > last:
+            break
+        trace.keep(step, Row.WEIGHT, parameters)
         if step % config.evaluation.interval == 0:
-            validate(step, record.VALIDATION, config.evaluation.steps * config.training.global_batch_size)
-    validate(total, record.WHOLE_VALIDATION, len(held_out))
-    if dtype == EXACT:
-        with torch.no_grad():
-            for parameter in model.norm.parameters():
-                parameter.mul_(LARGE)
-        gradients_of(total + 1, consumed, (record.LARGE_LOSS, record.LARGE_GRADIENT, record.LARGE_NORM))
+            size = config.evaluation.steps * config.training.global_batch_size
+            trace.scalars[Key(step, Row.VALIDATION)] = mean_loss(model, held_out[:size], compute_type, piece)
+        if step == last:
+            trace.scalars[Key(last, Row.WHOLE_VALIDATION)] = mean_loss(model, held_out, compute_type, piece)
     return trace
+
+
+def num_labels(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tokens that carry a loss."""
+    return torch.stack([(piece[:, 1] != IGNORED).sum() for piece in pieces]).sum()
+
+
+def add_gradients(
+    model: Transformer, pieces: Sequence[torch.Tensor], num_tokens: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> float:
+    """Add the gradients of the pieces' part of a mean loss over tokens, times ``scale``, and return that part."""
+    total = 0.0
+    for piece in pieces:
+        loss = summed_loss(model, piece, dtype) / num_tokens
+        (loss * scale).backward()
+        total += loss.item()
+    return total
 
 
 def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> torch.Tensor:
@@ -225,12 +187,14 @@ def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype
     model.eval()
     total = sum(summed_loss(model, part, compute_type).double() for part in batch.split(piece))
     model.train()
-    return (total / (batch[:, 1] != IGNORED).sum()).item()
+    return (total / num_labels([batch])).item()
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> torch.optim.Optimizer:
-    """The update rule; weight decay for matrices alone."""
+    """The update rule; weight decay for matrices alone. A package's own optimizer is its own reference."""
     section = config.optimizer
+    if section.name not in RULES:
+        return optimizer.build_optimizer(parameters, section)
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     others = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -239,9 +203,20 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> 
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=False)
 
 
+def clip_factor(max_norm: float, grad_norm: float) -> float:
+    """What clipping multiplies gradients by; a ``max_norm`` of 0 does not clip."""
+    return min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step: int) -> None:
+    """Give an optimizer the rate of a step."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, step, config.training.steps or 0)
+
+
 def learning_rate(config: JobConfig, step: int, total: int) -> float:
     """The learning rate of a step, counted from 1, of a run of ``total`` steps."""
-    section: LRScheduler = config.lr_scheduler
+    section = config.lr_scheduler
     peak, floor, warmup = config.optimizer.lr, section.min_lr_ratio, section.warmup_steps
     if step <= warmup:
         return peak * step / warmup
@@ -258,14 +233,14 @@ def learning_rate(config: JobConfig, step: int, total: int) -> float:
     return peak * (floor + (1 - floor) * left)
 
 
-def batch_size_at(config: JobConfig, consumed: int) -> int:
-    """Samples of the step after so many samples."""
-    full, rampup = config.training.global_batch_size, config.training.batch_size_rampup
-    if rampup is None:
-        return full
-    start, increment, samples = rampup
-    steps_up = (full - start) // increment
-    return min(full, start + increment * (consumed * steps_up // samples))
+def alike(trace: Trace) -> list[tuple[str, str]]:
+    """Pairs of matrices that begin with the same random numbers, up to their scale."""
+    initial = {name: trace.tensors[Key(0, Row.INITIAL, name)] for name in trace.names}
+    names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
+    starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
+    starts /= starts.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    pairs = (starts @ starts.t()).triu(diagonal=1).gt(1 - 1e-6).nonzero().tolist()
+    return [(names[first], names[second]) for first, second in pairs]
 
 
 def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
@@ -275,18 +250,17 @@ def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
     """
     zeros = uncertain = 0
     for name in exact.names:
-        gradient, second = (trace.tensors[Key(step, record.GRADIENT, name)] for trace in (exact, other))
+        gradient, second = (trace.tensors[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
         small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
-        surely = (gradient == 0) & (second == 0)
         zeros += int((gradient == 0).sum())
-        uncertain += int((small & ~surely).sum())
+        uncertain += int((small & ((gradient != 0) | (second != 0))).sum())
     return float(zeros), 2.0 * uncertain
 
 
 def sizes_of(exact: Trace) -> dict[Key, float]:
     """What differences are relative to."""
     sizes = {key: abs(value) or 1.0 for key, value in exact.scalars.items()}
-    norms = {record.GRADIENT: record.NORM, record.LARGE_GRADIENT: record.LARGE_NORM}
+    norms = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}
     for key, tensor in exact.tensors.items():
         least = NEGLIGIBLE * exact.scalars[Key(key.step, norms[key.row])] if key.row in norms else 0.0
         sizes[key] = max(norm(tensor), least) or 1.0
@@ -297,18 +271,17 @@ def allowances(
     config: JobConfig, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
 ) -> dict[Key, float]:
     """How far a layout that computes in a type may be from the exact result, given runs of one process in that type."""
-    allowed = {}
-    tips = tipped(config, traces[0], exact)
+    allowed, tips = {}, tipped(config, traces[0], exact)
     for key in traces[0].scalars:
         error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
         allowed[key] = max(MARGIN * error, FLOOR[dtype], REPORTED if key.row in _LOSSES else 0.0)
     for key in traces[0].tensors:
-        if key.row == record.WEIGHT and dtype in HALF:
+        if key.row == Row.WEIGHT and dtype in HALF:
             continue  # rounding tips AdamW's steps too far: updates are compared with what gradients make them
-        error = max(norm(trace.tensors[key] - exact.tensors[key]) for trace in traces) / sizes[key]
+        error = max(distance(trace.tensors[key], exact.tensors[key]) for trace in traces) / sizes[key]
         allowed[key] = max(MARGIN * error, FLOOR[dtype])
-        if key.row == record.WEIGHT:
-            allowed[key] = max(allowed[key], WEIGHTS_FLOOR, tips[key] / sizes[key])
+        if key.row == Row.WEIGHT:
+            allowed[key] = max(allowed[key], WEIGHTS_FLOOR, tips.get(key, 0.0) / sizes[key])
     return allowed
 
 
@@ -318,23 +291,19 @@ def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
     It divides an element's gradient by that gradient's own size and its eps: what the rounding of a layout is of them
     is the share of two steps that it can move the weight by. All of it where rounding decides on the sign.
     """
-    distances = {key: 0.0 for key in exact.tensors if key.row == record.WEIGHT}
-    if config.optimizer.name == "sgd":
-        return distances
-    for name in exact.names:
-        share = torch.zeros_like(exact.tensors[Key(0, record.INITIAL, name)])
-        moved = 0.0
-        for step in range(1, max(key.step for key in distances) + 1):
-            key = Key(step, record.GRADIENT, name)
+    distances: dict[Key, float] = {}
+    for name in exact.names if config.optimizer.name != "sgd" else []:
+        share, moved = torch.zeros_like(exact.tensors[Key(0, Row.INITIAL, name)]), 0.0
+        for step in sorted(key.step for key in exact.tensors if key.row == Row.WEIGHT and key.name == name):
+            key = Key(step, Row.GRADIENT, name)
             if key in exact.tensors:
                 wanted, seen = exact.tensors[key], trace.tensors[key]
-                grad_norm = exact.scalars[Key(step, record.NORM)]
-                rounding = MARGIN * norm(seen - wanted) / math.sqrt(wanted.numel())
-                clipping = min(1.0, config.training.max_norm / grad_norm) if config.training.max_norm else 1.0
+                rounding = MARGIN * distance(seen, wanted) / math.sqrt(wanted.numel())
+                clipping = clip_factor(config.training.max_norm, exact.scalars[Key(step, Row.NORM)])
                 of_size = rounding * clipping / (wanted.abs() * clipping + config.optimizer.eps)
                 share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
                 moved += 2 * learning_rate(config, step, config.training.steps or 0)
-            distances[Key(step, record.WEIGHT, name)] = moved * norm(share)
+            distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
     return distances
 
 

@@ -48,9 +48,7 @@ class Samples(Dataset[torch.Tensor]):
         return torch.stack((inputs, labels))
 
     def _is_empty(self, index: int) -> bool:
-        if self.empty is None:
-            return False
-        first, end, micro_batch, ranks = self.empty
+        first, end, micro_batch, ranks = self.empty or (0, 0, 1, 1)
         return first <= index < end and index // micro_batch % ranks == ranks - 1
 
     @property
@@ -63,12 +61,27 @@ class Samples(Dataset[torch.Tensor]):
         return torch.stack([self[index] for index in range(start, start + count)])
 
 
-def training_samples(config: JobConfig, micro_batch: int, data_parallel: int) -> Samples:
-    """The endless training stream, for a layout of so many data-parallel ranks."""
-    batch = config.training.global_batch_size
-    empty = (_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch, micro_batch, data_parallel)
+def batches(config: JobConfig, last: int) -> dict[int, range]:
+    """Step → the samples that it takes; the batch grows in equal pieces during a ramp-up."""
+    full, rampup = config.training.global_batch_size, config.training.batch_size_rampup
+    taken, consumed = {}, 0
+    for step in range(1, last + 1):
+        size = full
+        if rampup is not None:
+            start, increment, samples = rampup
+            size = min(full, start + increment * (consumed * ((full - start) // increment) // samples))
+        taken[step] = range(consumed, consumed + size)
+        consumed += size
+    return taken
+
+
+def training_samples(config: JobConfig) -> Samples:
+    """The endless training stream, in one batch without labels for the last data-parallel rank of this layout."""
+    batch, section = config.training.global_batch_size, config.parallelism
+    ranks = section.data_parallel_replicate_degree * section.data_parallel_shard_degree
+    empty = (_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch, config.training.micro_batch_size, ranks)
     vocab_size = model_config(config.model).vocab_size
-    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty if data_parallel > 1 else None)
+    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty if ranks > 1 else None)
 
 
 def validation_samples(config: JobConfig) -> Samples:
@@ -76,8 +89,3 @@ def validation_samples(config: JobConfig) -> Samples:
     batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
     size = batch + max(1, batch // 2 - 1)
     return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size)
-
-
-def sample_digest(sample: torch.Tensor) -> bytes:
-    """What tells a sample from all others."""
-    return sample.cpu().numpy().tobytes()

@@ -13,20 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
 from titan_like.train.rules import check_rules
-from titan_like.verify.record import num_steps
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
 _DEGREES = ("pipeline", "tensor", "shard", "replicate")  # those that keep more than 2 the longest come first
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next one
 _LEARNING_RATE = 1e-3
+_NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
+ONE_STAGE: dict[str, Any] = {
+    "parallelism.pipeline_schedule": "1f1b",
+    "parallelism.virtual_stages_per_rank": 1,
+    "parallelism.pipeline_layers": None,
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,20 @@ class Small:
     layouts: list[Layout]  # each of at most `MOST_PROCESSES`; together they are the layout that was asked for
     steps: int  # with an update
     dropout: float | None  # to use where dropout is looked at; None: the family has none
+
+    @property
+    def bad_steps(self) -> dict[int, bool]:
+        """Steps whose gradients are not finite, each between two good ones: step → whether it is the model's end.
+
+        In one the last element of the last matrix is infinite, in the other the first element of the first is NaN: what
+        one stage or shard alone can know, all must heed.
+        """
+        return {2: True} if self.steps < 3 else {2: True, 4: False}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run, bad ones included."""
+        return self.steps + len(self.bad_steps)
 
 
 def edit(config: JobConfig, values: dict[str, Any]) -> JobConfig:
@@ -63,12 +82,8 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     model, section = model_config(config.model), config.parallelism
     others = section.tensor_parallel_degree * section.pipeline_parallel_degree
     others *= section.data_parallel_replicate_degree
-    if processes is not None:
-        worlds = [processes]
-    elif section.data_parallel_shard_degree > 0:
-        worlds = [others * section.data_parallel_shard_degree]
-    else:
-        worlds = [others * shard for shard in (2, 1, 3, 4, 5, 6, 7, 8)]
+    shards = [section.data_parallel_shard_degree] if section.data_parallel_shard_degree > 0 else [2, 1, *range(3, 9)]
+    worlds = [others * shard for shard in shards] if processes is None else [processes]
     problems = []
     for world in worlds:
         try:
@@ -94,7 +109,8 @@ def shrink(
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
-        seq_len, micro_batch = sequence_length(degrees), min(micro_batch, 2)
+        micro_batch = min(micro_batch, 2)
+        seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens for each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
         fields["num_layers"] = sum(per_stage) if per_stage else stages + 1
@@ -102,7 +118,12 @@ def shrink(
     if dropout is not None:
         fields["dropout"] = 0.0
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
-    total = num_steps(steps) + 2  # a signal ends the run before
+    total = steps + 4  # more than the run has: a signal ends it before
+    warmup, decay_steps = min(config.lr_scheduler.warmup_steps, 2), config.lr_scheduler.decay_steps
+    if config.lr_scheduler.decay == "wsd":
+        decay_steps = total - 2  # the length of the decay
+    elif decay_steps is not None:
+        decay_steps = max(warmup + 1, total - 3)  # it ends before the run
     ramps = training.batch_size_rampup is not None
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
@@ -116,41 +137,25 @@ def shrink(
         "training.samples": None,
         "training.tokens": None,
         "optimizer.lr": _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE),
-        "lr_scheduler.warmup_steps": min(config.lr_scheduler.warmup_steps, 2),
-        "lr_scheduler.decay_steps": shrink_decay(config, total),
+        "lr_scheduler.warmup_steps": warmup,
+        "lr_scheduler.decay_steps": decay_steps,
         "parallelism.virtual_stages_per_rank": virtual,
         "parallelism.pipeline_layers": per_stage,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
-        "evaluation.interval": 2,
-        "evaluation.steps": 1,  # of the two that the held-out samples would fill
-        "checkpoint.enable": False,
-        "checkpoint.load_step": None,
-        "checkpoint.initial_load_path": None,
-        "checkpoint.folder": None,
-        "checkpoint.keep_latest": 0,
-        "metrics.log_interval": 1,
-        "metrics.tensorboard": False,
-        "metrics.wandb": False,
-        "health.skip_nonfinite": True,
-        "health.loss_spike_factor": 0.0,
-        "health.max_consecutive_skips": 100,
-        "profiling.timeline_steps": [],
-        "profiling.timeline_interval": 0,
-        "profiling.trace_steps": [],
-        "job.deterministic": False,
-        "cluster.gpu": None,
+    }
+    sections = {
+        "job": Job(seed=config.job.seed),
+        "evaluation": Evaluation(interval=2, steps=1),  # of the two that the held-out samples would fill
+        "checkpoint": config.checkpoint.model_copy(update=_NO_CHECKPOINTS),
+        "metrics": Metrics(log_interval=1),
+        "health": Health(),
+        "profiling": Profiling(),
+        "cluster": Cluster(),
     }
     layouts = [degrees] if keep_layout else parts(degrees)
-    return Small(config, in_layout(edit(config, values), layouts[0]), layouts, steps, dropout)
-
-
-def shrink_decay(config: JobConfig, total: int) -> int | None:
-    """Where the decay ends: before the end of the run if it was set at all; for wsd, its length."""
-    section = config.lr_scheduler
-    if section.decay == "wsd":
-        return total - 2
-    return None if section.decay_steps is None else max(min(section.warmup_steps, 2) + 1, total - 3)
+    small = edit(config.model_copy(update=sections), values)
+    return Small(config, in_layout(small, layouts[0]), layouts, steps, dropout)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
@@ -163,67 +168,63 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     }
     if layout.tensor == 1:
         values["parallelism.sequence_parallel"] = False
-    if layout.pipeline == 1:
-        values |= {
-            "parallelism.pipeline_schedule": "1f1b",
-            "parallelism.virtual_stages_per_rank": 1,
-            "parallelism.pipeline_layers": None,
-        }
-    return edit(config, values)
+    return edit(config, values | (ONE_STAGE if layout.pipeline == 1 else {}))
 
 
-def shrink_degrees(layout: Layout, most: int = MOST_PROCESSES) -> Layout:
+def layout_of(config: JobConfig) -> Layout:
+    """The layout of a configuration whose degrees are all given."""
+    section = config.parallelism
+    return Layout(
+        section.pipeline_parallel_degree, section.data_parallel_replicate_degree, section.data_parallel_shard_degree,
+        section.context_parallel_degree, section.tensor_parallel_degree,
+    )  # fmt: skip
+
+
+def shrink_degrees(layout: Layout) -> Layout:
     """Degrees of which any that was above 1 still is.
 
-    Each becomes its largest divisor up to 4. While more than ``most`` processes would be needed, the last in the order
+    Each becomes its largest divisor up to 4. While more than `MOST_PROCESSES` would be needed, the last in the order
     pipeline, tensor, shard, replicate that is above its smallest becomes that: a pipeline of 2 has no stage in
     the middle, while groups of 2 show most bugs of the others. More than three degrees above 1 need more processes
     even so; see `parts`.
     """
-    smallest = {name: min((d for d in (2, 3, 4) if getattr(layout, name) % d == 0), default=2) for name in _DEGREES}
-    degrees = {}
-    for name in _DEGREES:
-        given = getattr(layout, name)
-        fitting = [d for d in (2, 3, 4) if given % d == 0]
-        degrees[name] = 1 if given == 1 else max(fitting, default=2)
+    divisors = {name: [d for d in (2, 3, 4) if getattr(layout, name) % d == 0] or [2] for name in _DEGREES}
+    degrees = {name: divisors[name][-1] if getattr(layout, name) > 1 else 1 for name in _DEGREES}
     for name in reversed(_DEGREES):
-        if math.prod(degrees.values()) > most and degrees[name] > 1:
-            degrees[name] = smallest[name]
+        if math.prod(degrees.values()) > MOST_PROCESSES and degrees[name] > 1:
+            degrees[name] = divisors[name][0]
     return Layout(**degrees, context=1)
 
 
-def parts(layout: Layout, most: int = MOST_PROCESSES) -> list[Layout]:
+def parts(layout: Layout) -> list[Layout]:
     """The layout itself where it needs few enough processes, else several that together have every two axes at once.
 
     Each part has 1 for the degrees that it leaves out.
     """
     axes = [name for name in _DEGREES if getattr(layout, name) > 1]
-    choices = [
-        kept
-        for size in range(len(axes), 0, -1)
-        for kept in itertools.combinations(axes, size)
-        if math.prod(getattr(layout, name) for name in kept) <= most
-    ]
-    if not axes or choices[0] == tuple(axes):
+    if layout.num_processes <= MOST_PROCESSES or len(axes) < 2:
         return [layout]
-    pairs = set(itertools.combinations(axes, 2))
-    found = []
+    choices = [
+        Layout(**{name: getattr(layout, name) if name in kept else 1 for name in _DEGREES}, context=1)
+        for size in range(len(axes) - 1, 0, -1)
+        for kept in itertools.combinations(axes, size)
+    ]
+    choices = [choice for choice in choices if choice.num_processes <= MOST_PROCESSES]
+    pairs, found = set(itertools.combinations(axes, 2)), []
     while pairs:
-        best = max(choices, key=lambda kept: len(pairs & set(itertools.combinations(kept, 2))))
-        pairs -= set(itertools.combinations(best, 2))
-        found.append(Layout(**{name: getattr(layout, name) if name in best else 1 for name in _DEGREES}, context=1))
+        found.append(max(choices, key=lambda choice: len(pairs & _pairs(choice))))
+        pairs -= _pairs(found[-1])
     return found
+
+
+def _pairs(layout: Layout) -> set[tuple[str, str]]:
+    return set(itertools.combinations([name for name in _DEGREES if getattr(layout, name) > 1], 2))
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
     """Layers per stage: 2 where the original has more than its least, else 1; stages are picked evenly."""
     picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
     return [2 if count > min(counts) else 1 for count in picked]
-
-
-def sequence_length(layout: Layout) -> int:
-    """Tokens per sample: several for each process that holds a part of the sequence."""
-    return layout.tensor * max(4, 16 // layout.tensor)
 
 
 def small_fields(

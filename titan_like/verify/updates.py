@@ -1,7 +1,7 @@
 """Whether the optimizer does to the weights what its gradients, the learning rate and the weight decay ask for.
 
-The rule is computed again in float64 from the gradients that the optimizer was given on this very process, so that
-rounding in the gradients plays no part: a rate, decay or type that is wrong shows in half types as in float64.
+The reference's optimizer repeats each update in float64 from the gradients that the trainer's was given on this very
+process, so that rounding in the gradients plays no part: a wrong rate, decay or type shows in half types as in float64.
 """
 
 from __future__ import annotations
@@ -10,117 +10,76 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_like.models.layers.init import local_part
 from titan_like.train.trainer import Trainer
-from titan_like.verify import record
-from titan_like.verify.record import Key, Measure, Seen
-from titan_like.verify.reference import EPS, learning_rate
+from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
+from titan_like.verify.reference import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
 
 # Of the learning rate: what float32 may lose of AdamW's moments and of what their bias is divided by.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
 _WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
 
-Moments = tuple[torch.Tensor, torch.Tensor, int]  # first and second moment, updates so far
 
+class UpdateCheck:
+    """Repeats a trainer's updates, from the state that its optimizer has when this is made."""
 
-class UpdateWatch:
-    """Hooks into a trainer's optimizer and compares every update. Its trainer is not yet trained."""
-
-    def __init__(self, trainer: Trainer, seen: Seen) -> None:
-        self.trainer, self.seen = trainer, seen
-        self.updated = False  # whether the optimizer has worked since `begin`
+    def __init__(self, trainer: Trainer, report: Report) -> None:
+        self.trainer, self.report = trainer, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
-        self._unclipped: dict[int, torch.Tensor] = {}
-        self._moments: dict[int, Moments] = {}
-        self._expected: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor] = {}
-        trainer.optimizer.register_step_pre_hook(self._before_step)
-        trainer.optimizer.register_step_post_hook(self._after_step)
+        self.parameters = list(trainer.model.named_parameters())
+        self.copies = [nn.Parameter(_double(parameter)) for _, parameter in self.parameters]
+        self.optimizer = build_optimizer(self.copies, trainer.config)
+        for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
+            for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a run that is resumed
+                self.optimizer.state[copy][what] = value.cpu().clone() if what == "step" else _double(value)
+        trainer.optimizer.register_step_pre_hook(self._keep_gradients)
+
+    def _keep_gradients(self, *hooked: Any) -> None:
+        """The optimizer begins its work: repeat it on the gradients that it has."""
+        for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
+            copy.grad = None if parameter.grad is None else _double(parameter.grad)
 
     def begin(self) -> None:
         """A step begins."""
-        self.updated = False
+        for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
+            copy.data, copy.grad = _double(parameter), None
 
-    def unclipped(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note this process's part of a gradient before clipping, without the loss scale."""
-        self._unclipped[id(parameter)] = gradient
-
-    def clipped_at(self, grad_norm: float) -> None:
-        """Note the norm that gradients are clipped by, without the loss scale."""
-        self.norm = grad_norm
-        most = self.trainer.config.training.max_norm
-        self._factor = min(1.0, most / (grad_norm + 1e-6)) if most else 1.0
-
-    def end(self, step: int, is_good: bool, grad_norm: float) -> None:
+    @torch.no_grad()
+    def end(self, step: int, is_good: bool, grad_norm: float, gradients: list[tuple[str, torch.Tensor]]) -> None:
         """A step has ended: good ones update every parameter, others none. Clipping must go by the norm reported."""
-        if is_good and self.updated:
-            told = f"it goes by a norm of {self.norm:.9g}, and {grad_norm:.9g} is reported"
-            self.seen.wrong(Key(step, record.CLIPPED), None if self.norm == grad_norm else told)
-        for name, _ in self.trainer.model.named_parameters():
-            problem = None if self.updated == is_good else "it is not updated" if is_good else "it is updated"
-            self.seen.wrong(Key(step, record.UPDATE if is_good else record.SKIPPED, name), problem)
-
-    @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.updated = True
-        config = self.trainer.config
-        rate = learning_rate(config, self.trainer.step + 1, self.trainer.run.total_steps)
-        for name, parameter in self.trainer.model.named_parameters():
-            if parameter.grad is None:
+        config, unclipped = self.trainer.config, iter(gradients)
+        before = [copy.detach().clone() for copy in self.copies]
+        if is_good:
+            set_learning_rate(self.optimizer, config, step)
+            self.optimizer.step()
+        for (name, parameter), copy, old in zip(self.parameters, self.copies, before, strict=True):
+            key, new = Key(step, Row.UPDATE, name), _double(parameter)
+            if not is_good:
+                self.report.exact(Key(step, Row.SKIPPED, name), None if torch.equal(new, old) else "it is updated")
                 continue
-            weight = local_part(parameter)[0].double().clone()
-            gradient = local_part(parameter.grad)[0].double()
-            self._compare_clipping(name, parameter, gradient)
-            self._before[id(parameter)] = weight
-            decay = config.optimizer.weight_decay if parameter.ndim > 1 else 0.0
-            if config.optimizer.name == "sgd":
-                self._expected[id(parameter)] = weight - rate * (gradient + decay * weight)
+            self.report.exact(key, "it is not updated" if copy.grad is None else None)
+            if copy.grad is None:
                 continue
-            first, second, updates = self._moments.get(id(parameter)) or known_moments(optimizer, parameter)
-            beta1, beta2 = config.optimizer.betas
-            first = beta1 * first + (1 - beta1) * gradient
-            second = beta2 * second + (1 - beta2) * gradient**2
-            updates += 1
-            self._moments[id(parameter)] = first, second, updates
-            size = (second / (1 - beta2**updates)).sqrt() + config.optimizer.eps
-            step = first / (1 - beta1**updates) / size
-            self._expected[id(parameter)] = weight * (1 - rate * decay) - rate * step
-
-    def _compare_clipping(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        wanted = self._unclipped[id(parameter)].double() * self._factor
-        size = wanted.norm().item()
-        difference = (gradient - wanted).norm().item()
-        # Elements below the smallest normal number lose digits when they are divided by a scale.
-        allowed = 8 * EPS[record.SINGLE] + math.sqrt(wanted.numel()) * 1e-37 / (size or 1.0)
-        key = Key(self.trainer.step + 1, record.CLIPPED, name)
-        self.seen.add(key, Measure(difference / (size or 1.0), allowed))
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        rate = learning_rate(self.trainer.config, self.trainer.step + 1, self.trainer.run.total_steps)
-        for name, parameter in self.trainer.model.named_parameters():
-            expected = self._expected.pop(id(parameter), None)
-            if expected is None:
-                continue
-            before = self._before.pop(id(parameter))
-            rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * before.norm().item()
-            lost = _LOST[self.master] * rate * math.sqrt(expected.numel())
-            size = max((expected - before).norm().item(), rounding, 1e-30)
-            difference = (local_part(parameter)[0].double() - expected).norm().item()
-            key = Key(self.trainer.step + 1, record.UPDATE, name)
-            self.seen.add(key, Measure(difference / size, (rounding + lost) / size))
-            held = {value.dtype for what, value in optimizer.state[parameter].items() if what != "step"}
-            types = sorted(map(str, held | {parameter.dtype}))
-            problem = None if types == [str(self.master)] else f"{' and '.join(types)}, not {self.master}"
-            self.seen.wrong(Key(self.trainer.step + 1, record.TYPES, name), problem)
+            gradient = _double(next(unclipped)[1]) * clip_factor(config.training.max_norm, grad_norm)
+            size = norm(gradient) or 1.0
+            # Elements below the smallest normal number lose digits when they are divided by a scale.
+            allowed = 8 * EPS[SINGLE] + math.sqrt(gradient.numel()) * 1e-37 / size
+            self.report.add(Key(step, Row.CLIPPED, name), distance(copy.grad, gradient) / size, allowed)
+            rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * norm(old)
+            rate = learning_rate(config, step, self.trainer.run.total_steps)
+            lost = _LOST[self.master] * rate * math.sqrt(copy.numel())
+            size = max(distance(copy, old), rounding, 1e-30)
+            self.report.add(key, distance(new, copy) / size, (rounding + lost) / size)
+            state = self.trainer.optimizer.state[parameter]
+            types = sorted(
+                {str(value.dtype) for what, value in state.items() if what != "step"} | {str(parameter.dtype)}
+            )
+            told = None if types == [str(self.master)] else f"{' and '.join(types)}, not {self.master}"
+            self.report.exact(Key(step, Row.TYPES, name), told)
 
 
-def known_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Moments:
-    """AdamW's state before an update: zeros, or what a resumed run has loaded."""
-    state = optimizer.state.get(parameter)
-    if not state:
-        nothing = torch.zeros_like(local_part(parameter)[0], dtype=torch.float64)
-        return nothing, nothing.clone(), 0
-    first, second = (local_part(state[name])[0].double() for name in ("exp_avg", "exp_avg_sq"))
-    return first, second, int(state["step"])
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64 of this process's part."""
+    return local_part(tensor)[0].to(torch.float64, copy=True)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.collectives import Group
+from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
 
 
@@ -89,4 +90,12 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
         return kept * (1 - p) if is_split[0] and training else kept
 
     with patch.object(apply, "apply_tensor_parallel", note), patch.object(F, "dropout", without_scale):
+        yield
+
+
+@contextmanager
+def validation_in_training_mode() -> Iterator[None]:
+    """Validation drops activations."""
+    original = ParallelModel.train
+    with patch.object(ParallelModel, "train", lambda self, mode=True: original(self, True)):
         yield

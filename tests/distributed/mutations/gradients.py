@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.optim.grad_norm import local_gradients
-from titan_like.parallel import data
+from titan_like.parallel import activation_checkpoint, data
 from titan_like.parallel.collectives import Enter
+from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage
+from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
 
@@ -197,4 +199,60 @@ def all_gathers_gradient_not_summed() -> Iterator[None]:
         return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
 
     with patch.object(Enter, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def last_unit_not_all_reduced() -> Iterator[None]:
+    """Without ZeRO the gradients outside the layers stay those of each process."""
+    original = data.GradientAllReduce
+    with patch.object(data, "GradientAllReduce", lambda units, group: original(units[:-1], group)):
+        yield
+
+
+@contextmanager
+def norm_of_one_shard() -> Iterator[None]:
+    """Under ZeRO each process clips at the norm of its own shards."""
+    original = trainer.global_grad_norm
+
+    def of_this_shard(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
+        with patch.object(dist, "all_reduce", _unless_group(mesh["dp_shard"].get_group())):
+            return original(parameters, mesh)
+
+    with patch.object(trainer, "global_grad_norm", of_this_shard):
+        yield
+
+
+@contextmanager
+def tied_table_counted_twice() -> Iterator[None]:
+    """The gradient norm has both copies of a tied table."""
+    with patch.object(ParallelModel, "counted_parameters", ParallelModel.parameters):
+        yield
+
+
+@contextmanager
+def recomputation_rounds() -> Iterator[None]:
+    """What is recomputed is not quite what the forward pass computed."""
+    original = activation_checkpoint.checkpoint
+
+    def checkpoint(function: Any, *args: Any, **options: Any) -> Any:
+        def changed(*inputs: Any) -> Any:
+            x, *others = inputs
+            return function(x * 1.001 if is_in_backward_pass() else x, *others)
+
+        return original(changed, *args, **options)
+
+    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+        yield
+
+
+@contextmanager
+def gradients_summed_in_bfloat16() -> Iterator[None]:
+    """Gradients are summed over processes in the model's type, whatever `training.reduce_dtype` says."""
+    original = data.MixedPrecisionPolicy
+
+    def policy(**options: Any) -> Any:
+        return original(**options | {"reduce_dtype": options["param_dtype"]})
+
+    with patch.object(data, "MixedPrecisionPolicy", policy):
         yield

@@ -181,3 +181,19 @@ def cursor_goes_back_after_a_skipped_step() -> Iterator[None]:
 
     with patch.object(Trainer, "save", save):
         yield
+
+
+@contextmanager
+def replicas_draw_the_same_samples() -> Iterator[None]:
+    """Replicas of HSDP do not know of one another when they take samples."""
+    original = Trainer._load_data
+
+    def load_data(self: Trainer) -> Any:
+        rank = self.dp_rank
+        self.dp_rank = self.mesh["dp_shard"].get_local_rank()
+        data = original(self)
+        self.dp_rank = rank
+        return data
+
+    with patch.object(Trainer, "_load_data", load_data):
+        yield

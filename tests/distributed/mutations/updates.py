@@ -156,3 +156,31 @@ def loss_scale_begins_at_1() -> Iterator[None]:
     """float16 begins without a loss scale."""
     with patch.object(training_state, "LossScaler", lambda device: LossScaler(device, scale=1.0)):
         yield
+
+
+@contextmanager
+def weights_rounded_to_bfloat16() -> Iterator[None]:
+    """Master weights lose what bfloat16 does not hold."""
+
+    def change(self: Trainer) -> None:
+        def round_weights(*_: Any) -> None:
+            for parameter in self.model.parameters():
+                parameter.data.copy_(parameter.data.bfloat16())
+
+        if self.config.training.dtype == "bfloat16":
+            self.optimizer.register_step_post_hook(round_weights)
+
+    with _after_init(change):
+        yield
+
+
+@contextmanager
+def betas_swapped() -> Iterator[None]:
+    """AdamW takes each of its betas for the other."""
+
+    def change(self: Trainer) -> None:
+        for group in self.optimizer.param_groups:
+            group["betas"] = group["betas"][::-1]
+
+    with _after_init(change):
+        yield

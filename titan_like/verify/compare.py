@@ -1,0 +1,262 @@
+"""The comparison: what each process reports, against which reference, and the table that all reports make together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from titan_like.verify.samples import batches
+from titan_like.verify.shrink import Small
+
+EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, besides the half types
+HALF = ("bfloat16", "float16")
+
+
+class Row(StrEnum):
+    """Rows of the table, in the order in which things happen within a step."""
+
+    INITIAL = "initial weights"
+    REPLICAS = "copies equal on all ranks"
+    SCHEDULE = "length and learning rates of the whole run"
+    SAMPLES = "samples, each exactly once"
+    BATCH = "batch size, samples and tokens"
+    RATE = "learning rate"
+    LOSS_SCALE = "loss scale"
+    LOSS = "loss"
+    SKIPPED = "steps that are not finite are skipped on all ranks"
+    MISSING = "missing gradients"
+    GRADIENT = "gradients"
+    SAME_TYPE = "gradients of one process in this type"
+    NORM = "gradient norm"
+    EQUAL = "losses and norms equal on all ranks"
+    ZEROS = "gradient elements that are zero"
+    CLIPPED = "gradients after clipping"
+    TYPES = "types of weights and optimizer state"
+    UPDATE = "updates from these gradients"
+    WEIGHT = "weights"
+    VALIDATION = "validation loss"
+    WHOLE_VALIDATION = "validation loss on the whole split"
+    LARGE_LOSS = "loss with large logits"
+    LARGE_NORM = "gradient norm with large logits"
+    LARGE_GRADIENT = "gradients with large logits"
+    MASKS_EVERYWHERE = "dropout in every layer and microbatch"
+    KEPT = "share that dropout keeps"
+    MASKS_DIFFER = "dropout different where activations are"
+    MASKS_AGAIN = "dropout drawn again in recomputation"
+    DROPOUT_LOSS = "loss of one process with these masks"
+    DROPOUT_GRADIENT = "gradients of one process with these masks"
+    DROPOUT_VALIDATION = "no dropout in validation"
+    DROPOUT_RESUMED = "a resumed run draws the same dropout"
+    RUNS = "the layout runs"
+    ENDS = "the layout ends"
+
+
+# Every number of the reference in these rows must be reported by some process.
+_COVERED = (Row.INITIAL, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+_AT_THE_END = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
+_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.SAME_TYPE)  # rows whose first parameter is the last one
+
+
+def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """L2 norm of the difference, in float64; NaN where either has one."""
+    return (value.detach().double() - expected.detach().double()).norm().item()
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """`distance` as a share of the expected tensor's norm."""
+    return distance(value, expected) / expected.double().norm().item()
+
+
+def worst(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest `relative` distance of two sets of tensors with the same names, and the name that has it."""
+    assert values.keys() == expected.keys()
+    return max((relative(values[name], expected[name]), name) for name in expected)
+
+
+class Key(NamedTuple):
+    """What is compared."""
+
+    step: int  # from 1; 0 is before the first
+    row: Row
+    name: str = ""  # a parameter, where there is one number for each
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One number on one process, or the one that stands for its whole row in a step."""
+
+    kind: str  # of the run: a type, dropout, resume
+    step: int
+    row: Row
+    parameter: str
+    worst: float  # relative difference, or how many things are wrong
+    allowed: float = 0.0  # 0: must be equal
+    detail: str = ""  # of a difference, a clause that says what was seen
+    rank: int | None = None  # None: of all processes together
+
+    @property
+    def ok(self) -> bool:
+        """NaN is not."""
+        return self.worst <= self.allowed
+
+    @property
+    def nearness(self) -> float:
+        """Sorts checks by how near they are to a difference: above 1 (or any, where nothing is allowed) is wrong."""
+        if self.allowed and not math.isnan(self.worst):
+            return self.worst / self.allowed
+        return math.inf if self.worst else 0.0
+
+    @property
+    def title(self) -> str:
+        """What differs, when and in which run."""
+        return f"{self.row}{f' in step {self.step}' if self.step else ''} ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The training that every layout has to reproduce. Its tensors are in a file that the processes share."""
+
+    small: Small  # clips gradients in every step, if the configuration does
+    file: Path
+    names: list[str]  # of all parameters, in the model's order
+    alike: list[tuple[str, str]]  # parameters that begin with the same random numbers
+    scalars: dict[Key, float]
+    sizes: dict[Key, float]  # L2 norm that a difference is relative to
+    allowed: dict[str, dict[Key, float]]  # relative difference, by type
+
+    def part(self, key: Key, offset: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
+        """Part of a tensor, float64, on the CPU."""
+        file = _opened(self.file)
+        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        return file.get_slice(str(key))[slices] if shape else file.get_tensor(str(key))
+
+
+@cache
+def _opened(file: Path) -> Any:
+    return safe_open(file, framework="pt")
+
+
+@dataclass
+class Report:
+    """What one process of a layout found in one kind of run."""
+
+    kind: str
+    rank: int
+    data_rank: tuple[int, ...] = ()  # the same for processes that see the same samples
+    checks: dict[Key, Check] = field(default_factory=dict)
+    samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → of each microbatch, index of each sample
+    shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
+
+    def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
+        """Keep the worse of two measurements: a process may hold a tied table twice."""
+        check = Check(self.kind, *key, difference, allowed, detail, self.rank)
+        if key not in self.checks or check.nearness > self.checks[key].nearness:
+            self.checks[key] = check
+
+    def exact(self, key: Key, problem: str | None) -> None:
+        """Something that must hold exactly, and what is wrong with it (None: nothing)."""
+        self.add(key, float(problem is not None), 0.0, problem or "")
+
+    def equal(self, key: Key, found: object, wanted: object) -> None:
+        """Two things that must be equal."""
+        self.exact(key, None if found == wanted else f"{found}, not {wanted}")
+
+    def share(self, key: Key, value: str) -> None:
+        """Note what other processes must have too. Two copies on this process must be equal as well."""
+        if self.shared.setdefault(key, value) != value:
+            self.exact(key, "two copies on one process differ")
+
+    def scalar(self, reference: Reference, dtype: str, key: Key, value: float) -> None:
+        """Compare a number with the reference's, as far as rounding in ``dtype`` allows."""
+        expected = reference.scalars[key]
+        self.share(Key(key.step, Row.EQUAL, key.row), repr(value))
+        relative_to, allowed = reference.sizes[key], reference.allowed[dtype][key]
+        self.add(key, abs(value - expected) / relative_to, allowed, f"{value:.9g}, not {expected:.9g}")
+
+    def tensor(
+        self, reference: Reference, key: Key, local: torch.Tensor, offset: tuple[int, ...], allowed: float
+    ) -> None:
+        """Compare the part of a tensor that is here: its distance counts against the whole tensor's size."""
+        if local.numel():
+            expected = reference.part(key, offset, local.shape).to(local.device)
+            self.add(key, distance(local, expected) / reference.sizes[key], allowed)
+
+
+def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
+    """A check for each step and row of one kind of run, in the order in which things happen.
+
+    Each group has the reports of processes that ran at the same time: there are several where a run was resumed.
+    """
+    checks = [check for group in groups for report in group for check in report.checks.values()]
+    if groups[0][0].kind != DROPOUT:
+        checks += _of_all_ranks(reference, groups, {Key(check.step, check.row, check.parameter) for check in checks})
+    rows, names = list(Row), {name: position for position, name in enumerate(reference.names)}
+
+    def order(check: Check) -> tuple[int, int, int]:
+        backward = -1 if check.row in _BACKWARD else 1
+        return check.step, rows.index(check.row), backward * names.get(check.parameter, -1)
+
+    checks.sort(key=order)
+    return [_of_row(list(some)) for _, some in groupby(checks, key=lambda check: (check.step, check.row))]
+
+
+def _of_row(checks: list[Check]) -> Check:
+    """The first parameter that is wrong, where it is worst, and how many others are; or what is nearest to that."""
+    wrong = {check.parameter: check for check in checks if not check.ok}
+    first = next(iter(wrong), None)
+    worst = max((c for c in checks if first is None or c.parameter == first), key=lambda check: check.nearness)
+    if worst.ok:
+        return replace(worst, detail="")
+    where = "" if worst.rank is None else f" on rank {worst.rank}"
+    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return replace(worst, detail=f"{worst.detail or f'differs by {worst.worst:.3g}'}{where}{others}")
+
+
+def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: set[Key]) -> Iterator[Check]:
+    """What no process can see alone."""
+    kind = groups[0][0].kind
+    rows = _COVERED[1:] if kind == RESUME else _COVERED if kind in HALF else _COVERED + _AT_THE_END
+    for key in reference.allowed[EXACT if kind == RESUME else kind]:
+        if key.row in rows and key not in reported:
+            yield Check(kind, *key, 1, detail="no process has it")
+    if kind == EXACT:
+        for first, second in reference.alike:
+            yield Check(kind, 0, Row.INITIAL, second, 1, detail=f"it begins with the random numbers of {first}")
+    for group in groups:
+        known: dict[Key, tuple[str, int]] = {}
+        for report in group:
+            for key, value in report.shared.items():
+                other, rank = known.setdefault(key, (value, report.rank))
+                told = f"{other} on rank {rank} and {value} on rank {report.rank}"
+                yield Check(kind, key.step, key.row, key.name.split(" @ ")[0], float(value != other), detail=told)
+        due = batches(reference.small.config, reference.small.num_steps)
+        for step in group[0].samples:
+            problem = _sample_problem(list(due[step]), step, group)
+            yield Check(kind, step, Row.SAMPLES, "", float(problem is not None), detail=problem or "")
+
+
+def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
+    """Data-parallel processes share each step's samples out, and all that hold a part of the model see the same."""
+    by_data_rank: dict[tuple[int, ...], list[list[int]]] = {}
+    for report in group:
+        drawn = report.samples.get(step, [])
+        if by_data_rank.setdefault(report.data_rank, drawn) != drawn:
+            return f"rank {report.rank} takes other samples than the processes that share its part of the batch"
+    taken = Counter(index for drawn in by_data_rank.values() for microbatch in drawn for index in microbatch)
+    missing, surplus = sorted(set(wanted) - set(taken)), sorted((taken - Counter(wanted)).elements())
+    if not missing and not surplus:
+        return None
+    return f"samples {missing[:4]} are not taken, and {surplus[:4]} (-1: of no step) are taken twice or out of turn"

@@ -1,0 +1,68 @@
+"""A trainer that keeps what goes into its steps, and digests by which to tell what is equal to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+
+from titan_like.data.loader import BackgroundLoader
+from titan_like.metrics.record import StepRecord
+from titan_like.train.issued_step import IssuedStep
+from titan_like.train.setup import Run
+from titan_like.train.trainer import Trainer
+
+
+class WatchedTrainer(Trainer):
+    """Keeps what went into its latest step: which samples, and the gradients before clipping."""
+
+    def __init__(self, run: Run, known_samples: int = 0) -> None:
+        """The first ``known_samples`` of the run are told apart; all others are -1."""
+        super().__init__(run)
+        samples = run.datasets["train"]
+        self.known = {digest(samples[index]): index for index in range(known_samples)}
+        self.drawn: list[list[int]] = []  # of each microbatch of this process, index of each sample
+        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process's stages, DTensors if sharded
+
+    def _load_data(self) -> BackgroundLoader:
+        return cast(BackgroundLoader, _WatchedLoader(super()._load_data(), self))
+
+    def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
+        """One step."""
+        self.drawn = []
+        return super().train_step(data)
+
+    def _complete_gradients(self) -> None:
+        super()._complete_gradients()
+        named = [(name, parameter.grad) for name, parameter in self.model.named_parameters()]
+        self.gradients = [(name, grad.detach().clone()) for name, grad in named if grad is not None]
+
+    def steps_alone(self, steps: int) -> list[StepRecord]:
+        """Take some steps without the rest of the loop."""
+        data = self._load_data()
+        records = [self.read_step(self.train_step(data)) for _ in range(steps)]
+        data.close()
+        return records
+
+
+class _WatchedLoader:
+    """Passes a trainer's microbatches on and notes in ``drawn`` which samples they have."""
+
+    def __init__(self, loader: BackgroundLoader, trainer: WatchedTrainer) -> None:
+        self.loader, self.trainer, self.close = loader, trainer, loader.close
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        batch = next(self.loader)
+        self.trainer.drawn.append([self.trainer.known.get(digest(sample), -1) for sample in batch])
+        return batch
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Equal for tensors that are equal to the bit."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
