@@ -22,10 +22,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
 from titan_like.models.layers import init
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
+from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
@@ -193,11 +195,11 @@ def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype
 def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> torch.optim.Optimizer:
     """The update rule; weight decay for matrices alone. A package's own optimizer is its own reference."""
     section = config.optimizer
-    if section.name not in RULES:
-        return optimizer.build_optimizer(parameters, section)
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     others = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if section.name not in RULES:
+        return load_entry("optimizer.name", find_rule(section))(groups, section)
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, foreach=False)
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=False)
