@@ -171,14 +171,11 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     parts, hidden = description(model), model.hidden_size
     outside = t if work.sequence_parallel else 1
     stream = (2 * len(parts.norms) * e * hidden + (len(parts.regions) * hidden if work.dropout else 0)) / outside
-    # Of each region the results of its first products and the input of its last; a compiler makes what is computed
-    # from several results, such as the product of a gated MLP, again.
-    inside = sum(
-        e * (region.columns + (0 if work.compiled and region.columns > region.rows else region.rows)) / t
-        if not region.cores
-        else e * (region.columns + region.rows) / t
-        for region in parts.regions
-    )
+    inside = 0.0  # of each region the results of its first products and the input of its last
+    for region in parts.regions:
+        # A compiler makes what is computed from several results, such as the product of a gated MLP, again.
+        is_made_again = work.compiled and not region.cores and region.columns > region.rows
+        inside += e * (region.columns + (0 if is_made_again else region.rows)) / t
     heads = model.num_attention_heads / t
     core = 4 * heads if work.flash else heads * work.seq_len * (e + (e + 1 if work.dropout else 0))
     whole = tokens * (stream + inside + core)
