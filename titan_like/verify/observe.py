@@ -105,7 +105,8 @@ class ObservedTrainer(WatchedTrainer):
     def _complete_gradients(self) -> None:
         self._spoil()
         super()._complete_gradients()
-        self.gradients = [(name, gradient / self.loss_scale) for name, gradient in self.gradients]
+        if self.scaler is not None:  # operations on DTensors take time
+            self.gradients = [(name, gradient / self.loss_scale) for name, gradient in self.gradients]
         step, held = self.step + 1, {name for name, _ in self.gradients}
         if step in self.bad_steps:
             return

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_like.models.layers.init import local_part
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
+from titan_like.verify.places import local
 from titan_like.verify.reference import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
 
 # Of the learning rate: what float32 may lose of AdamW's moments and of what their bias is divided by.
@@ -82,4 +82,4 @@ class UpdateCheck:
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in float64 of this process's part."""
-    return local_part(tensor)[0].to(torch.float64, copy=True)
+    return local(tensor).double()
