@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train
 from titan_like.checkpoint import loader
 from titan_like.config.load import run_command
-from titan_like.parallel import pipeline
+from titan_like.parallel.whole_model import WholeModel
 from titan_like.train import job
 
-forward_backward = pipeline.Pipeline.forward_backward
+forward_backward = WholeModel.forward_backward
 calls = 0
 
 
-def disturbed_step(self: pipeline.Pipeline, *args: object) -> None:
+def disturbed_step(self: WholeModel, *args: object) -> None:
     """The third step's passes go well, the fourth's do not."""
     global calls
     calls += 1
@@ -38,5 +38,5 @@ sys.argv = [argument for argument in sys.argv if not argument.startswith("--dist
 if "--disturb=impatient" in ARGUMENTS:
     loader.hold = partial(loader.hold, patience=1.0)
     job.hold_dump_folder = partial(job.hold_dump_folder, patience=1.0)
-pipeline.Pipeline.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
+WholeModel.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
 run_command(train.main)

@@ -165,8 +165,8 @@ def test_the_rank_that_the_others_wait_for_is_named(
     start: Callable[..., TorchrunJob], tmp_path: Path, how: str
 ) -> None:
     dump, timeout = tmp_path / "out", f"--health.hang_timeout_seconds={TIMEOUT}"
-    arguments = {"sleeps": ["sleep"], "fails": ["fail"]}.get(how, [])
-    with start(timeout, *(f"--disturb={word}" for word in arguments), script=DISTURBED, processes=3) as job:
+    arguments = [f"--disturb={word}" for word in {"sleeps": ["sleep"], "fails": ["fail"]}.get(how, [])]
+    with start(timeout, "--metrics.log_interval=1", *arguments, script=DISTURBED, processes=3) as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
         began = time.monotonic()
         if how == "is stopped":
@@ -186,7 +186,8 @@ def test_the_rank_that_the_others_wait_for_is_named(
         assert "titan_like/train/trainer.py" in line and "after step 3," in line
         assert "disturbed_train.py" in line and "in disturbed_step" in line
     elif how == "fails":
-        assert line.startswith("error: rank 1 failed after step 3,")
+        assert line.startswith("error: rank 1 failed after step 3, at titan_like/train/trainer.py:")
+        assert "in train_step (disturbed_train.py:" in line
         assert line.endswith("ZeroDivisionError: the test divides by zero")
     else:
         assert line.startswith(f"error: rank 1 died or was stopped after step {last},")

@@ -51,14 +51,20 @@ def _state_per_element(section: str) -> float:
 
 
 @torch.no_grad()
-def update(optimizer: torch.optim.Optimizer, lr: float, factor: torch.Tensor | None, skip: torch.Tensor) -> None:
+def update(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[torch.nn.Parameter],
+    lr: float,
+    factor: torch.Tensor | None,
+    skip: torch.Tensor,
+) -> None:
     """One update at a learning rate, unless ``skip``, a bool scalar on the device; gradients are spent afterwards.
 
-    Gradients are multiplied by ``factor``, a float64 scalar, first. Fused kernels look at ``skip`` themselves. Others
-    cannot, and the host waits for it.
+    The parameters' gradients are multiplied by ``factor``, a float64 scalar, first. Fused kernels look at ``skip``
+    themselves. Others cannot, and the host waits for it.
     """
     if factor is not None:
-        gradients = local_gradients(p for group in optimizer.param_groups for p in group["params"])
+        gradients = local_gradients(parameters)
         multiply_all_(gradients, factor.to(gradients[0].dtype))
     for group in optimizer.param_groups:
         group["lr"] = lr

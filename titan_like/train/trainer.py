@@ -154,7 +154,7 @@ class Trainer(TrainingState):
         if max_norm or self.scaler is not None:
             clip = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(grad_norm)
             factor = clip / self.loss_scale
-        update(self.optimizer, lr, factor, skip)
+        update(self.optimizer, self.model.parameters(), lr, factor, skip)
 
     def _values_to_read(self, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
         """`StepValues`, on their way to the host."""

@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -101,7 +102,7 @@ class Watchdog:
                 lost = lost if self._store.add("reporters", 1) == 1 else ""
             self._end_process(lost)
         with suppress(RuntimeError):  # the store may be gone
-            self._give_sign(f"{type(error).__name__}: {first_line(error)}")
+            self._give_sign(f"{type(error).__name__}: {first_line(error)}", failed_at(error))
 
     def _watch(self) -> None:
         while not self._ended.wait(self.seconds_between_signs):
@@ -114,13 +115,13 @@ class Watchdog:
             except Exception as error:
                 self._log_once("look after the others", error)
 
-    def _give_sign(self, failure: str | None = None) -> None:
+    def _give_sign(self, failure: str | None = None, failed_at: str = "") -> None:
         now = self._clock()
         progress = self._current_progress()
         if progress != self._seen:
             self._seen, self._since = progress, now
         self._number += 1
-        where, waits = self._current_position()
+        where, waits = (failed_at, False) if failure else self._current_position()
         sign = Sign(
             self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
         )  # fmt: skip
@@ -268,6 +269,16 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
     while frame is not None:
         stack.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
+    return _place(stack)
+
+
+def failed_at(error: BaseException) -> str:
+    """Where in the product's code an error came from, as text."""
+    return _place([(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1])[0]
+
+
+def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
+    """`position`, of a stack of code and lines, innermost first."""
     waits = False
     for code, line in stack:
         file = code.co_filename

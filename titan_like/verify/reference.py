@@ -132,7 +132,8 @@ def train(
         num_tokens = num_labels(pieces)
         loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, num_tokens, compute_type, scale)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        torch._foreach_div_(list(gradients.values()), scale)
+        for gradient in gradients.values():
+            gradient.div_(scale)
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
         if outputs is not None and step == outputs[0]:
             return trace
@@ -142,7 +143,9 @@ def train(
         else:
             trace.scalars[Key(step, rows[2])] = grad_norm
             trace.keep(step, rows[1], gradients)
-            torch._foreach_mul_(list(gradients.values()), clip_factor(config.training.max_norm, grad_norm))
+            factor = clip_factor(config.training.max_norm, grad_norm)
+            for gradient in gradients.values():
+                gradient.mul_(factor)
             set_learning_rate(optimizer, config, step)
             optimizer.step()
         optimizer.zero_grad()

@@ -18,6 +18,7 @@ from titan_like.parallel import activation_checkpoint, data
 from titan_like.parallel.collectives import Enter
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage
+from titan_like.parallel.whole_model import WholeModel
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
@@ -91,12 +92,12 @@ def last_microbatch_dropped() -> Iterator[None]:
 @contextmanager
 def loss_times_microbatches() -> Iterator[None]:
     """Gradients are those of the loss times the number of microbatches."""
-    original = Pipeline.forward_backward
+    original = WholeModel.forward_backward
 
-    def forward_backward(self: Pipeline, inputs: list[torch.Tensor], loss: Any) -> None:
+    def forward_backward(self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
         original(self, inputs, lambda logits, microbatch: loss(logits, microbatch) * len(inputs))
 
-    with patch.object(Pipeline, "forward_backward", forward_backward):
+    with patch.object(WholeModel, "forward_backward", forward_backward):
         yield
 
 
@@ -105,10 +106,10 @@ def last_stage_not_updated() -> Iterator[None]:
     """The last stage's optimizer does nothing."""
     original = Trainer._update
 
-    def update(self: Trainer, grad_norm: float, lr: float) -> None:
+    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         stage = self.mesh["pp"]
         if stage.size() == 1 or stage.get_local_rank() < stage.size() - 1:
-            original(self, grad_norm, lr)
+            original(self, grad_norm, lr, skip)
 
     with patch.object(Trainer, "_update", update):
         yield
