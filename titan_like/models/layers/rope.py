@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from titan_like.models.llama.config import RopeScaling
+from titan_like.models.rope_scaling import RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
