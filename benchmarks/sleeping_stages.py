@@ -47,11 +47,11 @@ class Times:
 
 
 class SleepingStage(nn.Module):
-    """x + weight, [batch, seq, hidden]. ``later`` collects deferred weight gradients, as in real layers."""
+    """x + weight, [batch, seq, hidden]. ``deferred`` collects deferred weight gradients, as in real layers."""
 
-    def __init__(self, times: Times, is_first: bool, is_last: bool, later: WeightGradients | None = None) -> None:
+    def __init__(self, times: Times, is_first: bool, is_last: bool, deferred: WeightGradients | None = None) -> None:
         super().__init__()
-        self.times, self.is_first, self.is_last, self.later = times, is_first, is_last, later
+        self.times, self.is_first, self.is_last, self.deferred = times, is_first, is_last, deferred
         self.weight = nn.Parameter(torch.zeros(1))
         if is_first:  # like an embedding table, so that later stages have gradients
             self.entry = nn.Parameter(torch.zeros(1))
@@ -61,7 +61,7 @@ class SleepingStage(nn.Module):
         if self.is_first:
             x = x + self.entry
         x = _Sleep.apply(x, self)
-        return x if self.later is not None else x + _SleepForWeight.apply(self.weight, self.times)
+        return x if self.deferred is not None else x + _SleepForWeight.apply(self.weight, self.times)
 
 
 class _Sleep(torch.autograd.Function):
@@ -76,8 +76,8 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.stage.times.input_gradient)
-        if ctx.stage.later is not None:
-            ctx.stage.later.put_off(ctx.stage.weight, x, gradient)
+        if ctx.stage.deferred is not None:
+            ctx.stage.deferred.defer(ctx.stage.weight, x, gradient)
         return gradient * 1, None
 
 
@@ -134,9 +134,9 @@ class OwnRuntime:
         splits = any(action.kind == "W" for action in table[0])
         stages = []
         for index in (stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()):
-            later = SleepingWeightGradients(times.weight_gradient) if splits else None
-            module = SleepingStage(times, index == 0, index == len(ranks) - 1, later)
-            stages.append(Stage(index, module, _NoDataParallel(), later))  # type: ignore[arg-type]
+            deferred = SleepingWeightGradients(times.weight_gradient) if splits else None
+            module = SleepingStage(times, index == 0, index == len(ranks) - 1, deferred)
+            stages.append(Stage(index, module, _NoDataParallel(), deferred))  # type: ignore[arg-type]
         group = dist.group.WORLD
         assert group is not None
         device = torch.device("cpu")

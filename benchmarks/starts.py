@@ -39,7 +39,7 @@ SETTINGS = [
 ]
 # Signs in the output that the watchdog ended a job, or failed itself.
 TRACES = {
-    "a rank was named": r"^error: ranks? [\d, ]+ (died|has hung|never came)",
+    "a rank was named": r"^error: ranks? [\d, ]+ (died|has hung|never sent)",
     "the store was called gone": r"^error: the process that the others meet at",
     "an exception in a thread": r"^Exception in thread",
     "the watchdog failed at something": r"^the watchdog of rank",
@@ -102,7 +102,7 @@ def give_signs(count: int) -> dict[str, float]:
             began = time.monotonic()
             for _ in range(count):
                 try:
-                    watchdog._give_sign()
+                    watchdog._send_heartbeat()
                     given += 1
                 except Exception as error:
                     failures.append(repr(error))

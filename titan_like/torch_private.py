@@ -7,7 +7,7 @@ The tests have run with 2.13; of other versions the sources were read.
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | which elements a rank holds | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
-| `distributed.distributed_c10d._get_default_store` | the watchdog's signs of life | all |
+| `distributed.distributed_c10d._get_default_store` | the watchdog's heartbeats | all |
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 below float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | gradients of backward passes in two parts | from 2.12 a list; from 2.15 autograd accumulates in the type of the sum |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |

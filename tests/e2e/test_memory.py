@@ -24,7 +24,7 @@ from train import main
 
 class Watchdog(watchdog.Watchdog):
     def __enter__(self):
-        self.period = self.seconds_between_signs = 0.02
+        self.period = self.seconds_between_heartbeats = 0.02
         return super().__enter__()
 
 watchdog.Watchdog = Watchdog

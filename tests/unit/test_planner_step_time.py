@@ -41,8 +41,8 @@ def test_dtensor_weights_take_the_host_s_time_under_tensor_parallelism_unless_co
         mb = microbatch_of(work._replace(tensor=tensor, compiled=compiled, sequence_parallel=False))
         found, plain = (layer_cost(work.model, mb, of) for of in (profile, SELENE))
         assert found.forward_host - plain.forward_host == pytest.approx(more, abs=1e-12)
-        again = more  # the forward pass is repeated
-        expected = again + (0.005 if more else 0.0)
+        recomputed = more  # the forward pass is repeated
+        expected = recomputed + (0.005 if more else 0.0)
         assert found.backward_host - plain.backward_host == pytest.approx(expected, abs=1e-12)
 
 

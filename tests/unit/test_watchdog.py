@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 import titan_like.train.watchdog as watchdog_module
-from titan_like.train.watchdog import Sign, Watchdog, find_fault, position
+from titan_like.train.watchdog import Heartbeat, Watchdog, find_fault, position
 
-SIGN = Sign(number=10, step=41, seconds=20.0, where="titan_like/x.py:1 in f", waits=True, host="node7", pid=99)
+SIGN = Heartbeat(number=10, step=41, seconds=20.0, where="titan_like/x.py:1 in f", waits=True, host="node7", pid=99)
 
 
-def signs(*changes: dict[str, object]) -> tuple[dict[int, Sign], dict[int, Sign]]:
+def signs(*changes: dict[str, object]) -> tuple[dict[int, Heartbeat], dict[int, Heartbeat]]:
     """Two looks: in between every rank gave two signs unless its number is changed."""
     after = {rank: replace(SIGN, **({"number": 12} | change)) for rank, change in enumerate(changes)}  # type: ignore[arg-type]
     return dict.fromkeys(after, SIGN), after
@@ -72,7 +72,7 @@ def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_that_all_do
 def test_ranks_that_never_gave_a_sign_are_named() -> None:
     before, after = signs({}, {}, {}, {})
     del before[1], after[1], before[3], after[3]
-    assert find_fault(4, before, after) == "ranks 1, 3 never came as far as the first sign of life"
+    assert find_fault(4, before, after) == "ranks 1, 3 never sent a first heartbeat"
 
 
 def test_one_process_alone() -> None:
@@ -183,7 +183,7 @@ def test_only_a_lost_connection_means_that_the_store_is_gone(
             watchdog._ended.set()
         raise error("something")
 
-    monkeypatch.setattr(watchdog, "_give_sign", fail)
+    monkeypatch.setattr(watchdog, "_send_heartbeat", fail)
     if ends:
         with pytest.raises(Ended, match="the process that the others meet at is gone"):
             watchdog._watch()
@@ -213,7 +213,7 @@ class Job:
                 since = 0.0 if other_steps else self.sign.seconds + 1
                 self.sign = replace(self.sign, number=self.sign.number + 1, seconds=since)
                 self.store.set("1", json.dumps(asdict(self.sign)))
-            self.watchdog._give_sign()
+            self.watchdog._send_heartbeat()
             self.watchdog._look_at_others()
 
 

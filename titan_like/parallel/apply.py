@@ -22,7 +22,7 @@ from titan_like.parallel.schedules.shape import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
-from titan_like.parallel.weight_gradients import put_off_weight_gradients
+from titan_like.parallel.weight_gradients import defer_weight_gradients
 from titan_like.parallel.whole_model import WholeModel
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def build_stage(
         apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
     # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
-    weight_gradients = put_off_weight_gradients(module) if splits_backward else None
+    weight_gradients = defer_weight_gradients(module) if splits_backward else None
     # Whole layers are recomputed around their compiled code: torch cannot compile recomputation and DTensors together.
     recomputes_whole_layers = config.activation_checkpoint.mode == "full"
     if not recomputes_whole_layers:

@@ -1,6 +1,6 @@
 """Collectives over the processes that share each layer, and the pair through which a layer enters and leaves them.
 
-`Enter` and `Leave` are conjugate: the forward pass of one is the backward pass of the other. They are f and g of
+The two regions are conjugate: the forward pass of one is the backward pass of the other. They are f and g of
 Megatron-LM (arXiv 1909.08053, section 3), and with sequence parallelism g and ḡ of arXiv 2205.05198, section 4.2.2.
 """
 
@@ -68,7 +68,7 @@ def _sum(x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor
     return reduce_scatter(x, _SEQUENCE, group) if sequence_parallel else all_reduce(x, group)
 
 
-class Enter(torch.autograd.Function):
+class CopyToTensorRegion(torch.autograd.Function):
     """Before matrices that are split by columns: every rank takes the whole activation."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class Enter(torch.autograd.Function):
         return _sum(gradient, ctx.sequence_parallel, ctx.group), None, None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTensorRegion(torch.autograd.Function):
     """After matrices that are split by rows: the ranks' partial sums are added up."""
 
     @staticmethod

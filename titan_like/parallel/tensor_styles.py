@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask
-from titan_like.parallel.collectives import Enter, Group, Leave
+from titan_like.parallel.collectives import CopyToTensorRegion, Group, ReduceFromTensorRegion
 from titan_like.parallel.weight_gradients import linear
 
 
@@ -35,8 +35,8 @@ class LocalStyle(ParallelStyle):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # where each rank has a part of the sequence
-    enters: ClassVar[bool] = False  # its input comes whole from between the layers: `Enter`
-    leaves: ClassVar[bool] = False  # its outputs are added up over the ranks: `Leave`
+    enters: ClassVar[bool] = False  # its input comes whole from between the layers: `CopyToTensorRegion`
+    leaves: ClassVar[bool] = False  # its outputs are added up over the ranks: `ReduceFromTensorRegion`
 
     def __init__(self, sequence_parallel: bool) -> None:
         self.sequence_parallel = sequence_parallel
@@ -64,7 +64,7 @@ class Region(LocalStyle):
 
     def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """The module's own pass over whole activations. x: what lies between layers."""
-        return forward(Enter.apply(x, self.sequence_parallel, group), *inputs)
+        return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs)
 
 
 class ColumnLinear(LocalStyle):
@@ -88,7 +88,7 @@ class RowLinear(LocalStyle):
     def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in of this rank] → what lies between layers."""
         product = linear(module, x, module.weight, local(module.weight), None)
-        x = Leave.apply(product, self.sequence_parallel, group)
+        x = ReduceFromTensorRegion.apply(product, self.sequence_parallel, group)
         return x if module.bias is None else x + local(module.bias)
 
 
@@ -124,7 +124,7 @@ class VocabularyEmbedding(LocalStyle):
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
         x = F.embedding(rows, local(module.weight)).masked_fill(elsewhere[..., None], 0)
-        return Leave.apply(x, self.sequence_parallel, group)
+        return ReduceFromTensorRegion.apply(x, self.sequence_parallel, group)
 
 
 class PositionEmbedding(LocalStyle):
@@ -150,7 +150,7 @@ class VocabularyOutput(LocalStyle):
         """What lies between layers → [batch, seq, tokens of this rank]."""
         weight = module.weight if table is None else table
         assert isinstance(weight, torch.Tensor)
-        return linear(module, Enter.apply(x, self.sequence_parallel, group), weight, local(weight), None)
+        return linear(module, CopyToTensorRegion.apply(x, self.sequence_parallel, group), weight, local(weight), None)
 
 
 class VocabularyMask(LocalStyle):

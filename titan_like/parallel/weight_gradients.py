@@ -48,7 +48,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self._products: list[Product] = []
 
-    def put_off(self, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    def defer(self, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note a product for later."""
         self._products.append(Product(weight, x, gradient))
 
@@ -58,18 +58,18 @@ class WeightGradients:
         return products
 
 
-def put_off_weight_gradients(model: Transformer) -> WeightGradients:
+def defer_weight_gradients(model: Transformer) -> WeightGradients:
     """From now on backward passes through the model's linear layers leave out the weights' gradients.
 
     Comes after tensor parallelism, whose layers ask `linear` for their products too.
     """
-    later = WeightGradients()
+    deferred = WeightGradients()
     for module in model.modules():
         if isinstance(module, nn.Linear | TiedOutput):
-            module.later = later  # type: ignore[assignment]
+            module.deferred = deferred  # type: ignore[assignment]
             if "forward" not in vars(module):  # tensor parallelism has one of its own
                 setattr(module, "forward", partial(_forward, module))  # noqa: B010
-    return later
+    return deferred
 
 
 def _forward(module: nn.Linear | TiedOutput, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,10 +83,10 @@ def linear(
     module: nn.Module, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x · partᵀ + bias, where ``part`` is what this process holds of ``weight``, itself if that is whole."""
-    later = getattr(module, "later", None)
-    if later is None:
+    deferred = getattr(module, "deferred", None)
+    if deferred is None:
         return F.linear(x, part, bias)
-    return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, later)
+    return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, deferred)
 
 
 class _LinearWithoutWeightGradient(torch.autograd.Function):
@@ -97,15 +97,15 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
         bias: torch.Tensor | None,
         part: torch.Tensor,
         weight: torch.Tensor,
-        later: WeightGradients,
+        deferred: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, part)
-        ctx.weight, ctx.later = weight, later
+        ctx.weight, ctx.deferred = weight, deferred
         return F.linear(x, part, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, part = ctx.saved_tensors
-        ctx.later.put_off(ctx.weight, x, gradient)
+        ctx.deferred.defer(ctx.weight, x, gradient)
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return gradient @ part, bias_gradient, None, None, None

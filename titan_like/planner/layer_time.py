@@ -34,10 +34,10 @@ class Cost(NamedTuple):
 
     forward: float  # computation
     backward: float
-    again: float  # forward computation that is repeated in the backward pass
+    recomputed: float  # forward computation that is repeated in the backward pass
     forward_tensor: float  # tensor- and context-parallel communication that computation waits for
     backward_tensor: float
-    again_tensor: float
+    recomputed_tensor: float
     forward_host: float  # the host's time to start the pass's operators
     backward_host: float  # with the repeated ones
 
@@ -166,12 +166,12 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     backward = backward + core_backward + backward_bytes / bandwidth
     backward += accumulation_time(model.layer_parameters, mb, profile)
 
-    again = 0.0
+    recomputed = 0.0
     if mb.recompute == "full":
-        again = forward - (0 if profile.recompute_whole else last_product)
+        recomputed = forward - (0 if profile.recompute_whole else last_product)
     elif mb.recompute == "selective" and not mb.flash:
-        again = core_forward
-    forward_tensor, backward_tensor, again_tensor = _layer_communication(model, mb, profile)
+        recomputed = core_forward
+    forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(model, mb, profile)
     operators_forward, operators_backward = profile.host_operators
     messages = parts.leaves if t > 1 else 0
     if not mb.flash and not softmax_is_fused(model, mb, profile):
@@ -184,7 +184,9 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
         host_backward += profile.tensor_host_backward
     if mb.recompute == "full":
         host_backward += host_forward
-    return Cost(forward, backward, again, forward_tensor, backward_tensor, again_tensor, host_forward, host_backward)
+    return Cost(
+        forward, backward, recomputed, forward_tensor, backward_tensor, recomputed_tensor, host_forward, host_backward
+    )
 
 
 def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:
@@ -199,7 +201,7 @@ def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Prof
         return 0.0, 0.0, 0.0
     tokens = mb.size * mb.seq_len / mb.context
     element = 4 if mb.dtype == "float32" else 2
-    forward = backward = again = 0.0
+    forward = backward = recomputed = 0.0
     if mb.tensor > 1:
         sums = description(model).leaves
         forward = sums * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
@@ -207,13 +209,13 @@ def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Prof
         if mb.recompute == "full":
             # All but the last sum, which with sequence parallelism is half of an all-reduce.
             last = 0 if profile.recompute_whole else 0.5 if mb.sequence_parallel else 1
-            again = forward * (1 - last / max(sums, 1))
+            recomputed = forward * (1 - last / max(sums, 1))
     if mb.context > 1:
         whole = 2 * mb.size * mb.seq_len * model.num_kv_heads * model.head_dim / mb.tensor * element
         ring = profile.links.all_gather(whole, mb.context, mb.tensor)
-        forward, backward, again = forward + ring, backward + 2 * ring, again + (ring if again else 0)
+        forward, backward, recomputed = forward + ring, backward + 2 * ring, recomputed + (ring if recomputed else 0)
     exposed = profile.tensor_exposed
-    return forward * exposed, backward * exposed, again * exposed
+    return forward * exposed, backward * exposed, recomputed * exposed
 
 
 @lru_cache(maxsize=65536)

@@ -24,20 +24,20 @@ from titan_like.train.loss import summed_cross_entropy
 _SMALL, _LARGE = 64, 512  # hidden sizes
 
 
-class Resident(NamedTuple):
+class Overhead(NamedTuple):
     """What the planner adds to tensors."""
 
     overhead_bytes: float  # interpreter, libraries, threads
     fragmentation: float  # of activations, logits and gathered weights
 
 
-def resident() -> Resident:
+def resident() -> Overhead:
     """Measure this process, which has called `keep_freed_memory` and not held much else; every rank calls it."""
     small, small_tensors = _train(_SMALL)
     large, large_tensors = _train(_LARGE)
     moving = large_tensors.activations + large_tensors.logits + large_tensors.gathered
     beyond = large - small - (large_tensors.total - small_tensors.total)
-    return Resident(small - small_tensors.total, max(0.0, beyond / moving))
+    return Overhead(small - small_tensors.total, max(0.0, beyond / moving))
 
 
 def _train(hidden_size: int) -> tuple[float, RankMemory]:

@@ -295,8 +295,8 @@ def least_group_time(group: Workload, profile: Profile) -> float:
     work = group._replace(zero_stage=_least_zero(group))
     cost = layer_cost(work.model, microbatch_of(work), profile)
     once = cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
-    again = (cost.again + cost.again_tensor) / work.recompute_every
-    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * (once + again)
+    recomputed = (cost.recomputed + cost.recomputed_tensor) / work.recompute_every
+    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * (once + recomputed)
 
 
 class PipelineBounds:

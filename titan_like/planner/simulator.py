@@ -85,9 +85,11 @@ def _passes_of(
         parameters += work.model.head_parameters
     forward = sum(n * cost.forward for cost, n, _ in parts)
     products = sum(n * cost.backward for cost, n, _ in parts)
-    repeated = sum(again * cost.again for cost, _, again in parts)
+    repeated = sum(recomputed * cost.recomputed for cost, _, recomputed in parts)
     tensor_forward = sum(n * cost.forward_tensor for cost, n, _ in parts)
-    tensor_backward = sum(n * cost.backward_tensor + again * cost.again_tensor for cost, n, again in parts)
+    tensor_backward = sum(
+        n * cost.backward_tensor + recomputed * cost.recomputed_tensor for cost, n, recomputed in parts
+    )
     host_forward = sum(n * cost.forward_host for cost, n, _ in parts)
     host_backward = sum(n * cost.backward_host for cost, n, _ in parts)
 

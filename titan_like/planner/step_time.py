@@ -37,7 +37,7 @@ class _Rank(NamedTuple):
     """One microbatch on the slowest rank. Seconds."""
 
     compute: float
-    again: float
+    recomputed: float
     tensor: float
     forward: float  # from the first operator to the last, the host's delays and all communication included
     backward: float
@@ -81,12 +81,12 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
 def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
     """`step_time`, where its passes are known."""
     gathered, elsewhere, data, update = sharding(work, profile, found)
-    compute, again, tensor, messages, bubble, other = found.parts
+    compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
     bubble += found.bubble * elsewhere
     total = found.seconds + found.bubble * elsewhere + data + update
     late = max(0.0, found.link + update + profile.step_time - total)
-    return StepTime(compute, again, tensor, messages + late, bubble, data, update, other, total + late)
+    return StepTime(compute, recomputed, tensor, messages + late, bubble, data, update, other, total + late)
 
 
 def passes(work: Workload, profile: Profile) -> Passes:
@@ -103,26 +103,26 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     m, p, split = work.microbatches, work.pipeline, work.schedule in SPLIT_BACKWARD
     rank = _slowest_rank(counts, work.model, p, microbatch_of(work), work.recompute_every, split, profile)
     overhead = microbatch_overhead(work, profile)
-    waits = rank.forward + rank.backward - rank.compute - rank.again - rank.tensor + overhead
-    bubble = messages = again = link = 0.0
+    waits = rank.forward + rank.backward - rank.compute - rank.recomputed - rank.tensor + overhead
+    bubble = messages = recomputed = link = 0.0
     if p > 1:
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        again = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
-        bubble = again * (rank.others + overhead)
+        recomputed = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
+        bubble = recomputed * (rank.others + overhead)
         if split:
             others = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
             bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in others])
-            again = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
+            recomputed = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
         hops = p - 1 if m >= p else stages * p - 1
         bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
         link = 2 * m * stages * message
     other = m * waits + profile.step_time
-    parts = (m * rank.compute, m * rank.again, m * rank.tensor, messages, bubble, other)
+    parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     parameters = most_parameters(work.model, counts) / work.tensor
     elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
-    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, again, link)
+    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, recomputed, link)
 
 
 def _split_bubble(
@@ -210,7 +210,7 @@ class _Load(NamedTuple):
     host_forward: float
     host_backward: float
     compute: float
-    again: float
+    recomputed: float
     tensor: float
 
     def seconds(self, profile: Profile) -> tuple[float, float]:
@@ -230,16 +230,16 @@ class _Load(NamedTuple):
 
 def _load(cost: Cost, recompute_every: int) -> _Load:
     """Of one layer, in the mean of those that are recomputed and those that are not; or of an end of the model."""
-    again, again_tensor = cost.again / recompute_every, cost.again_tensor / recompute_every
+    recomputed, recomputed_tensor = cost.recomputed / recompute_every, cost.recomputed_tensor / recompute_every
     return _Load(
         cost.forward + cost.forward_tensor,
-        cost.backward + cost.backward_tensor + again + again_tensor,
+        cost.backward + cost.backward_tensor + recomputed + recomputed_tensor,
         cost.backward / 2,
         cost.forward_host,
         cost.backward_host,
         cost.forward + cost.backward,
-        again,
-        cost.forward_tensor + cost.backward_tensor + again_tensor,
+        recomputed,
+        cost.forward_tensor + cost.backward_tensor + recomputed_tensor,
     )
 
 
@@ -291,7 +291,7 @@ def _slowest_rank(
         others += others_forward
         if split and not mb.compiled:  # where layers are compiled the trainer does not
             weights = mean.late(profile)
-    return _Rank(slowest.compute, slowest.again, slowest.tensor, *passes, others, others_forward, weights)
+    return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights)
 
 
 def message_time(work: Workload, profile: Profile) -> float:

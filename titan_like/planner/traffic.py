@@ -179,10 +179,10 @@ def _padded(unit: Unit, storage: Storage, shards: int) -> int:
 def _tensor_parallel_calls(
     config: JobConfig, model: TransformerConfig, stage: StageTraffic, passes: Sequence[str], degree: int
 ) -> Iterator[_Call]:
-    """Entering and leaving every attention, MLP, vocabulary. See `titan_like.parallel.collectives.Enter`, `Leave`.
+    """Collectives at both ends of every attention, MLP and vocabulary, as in `titan_like.parallel.collectives`.
 
-    A recomputed layer communicates again but for its last sum, which nothing of its backward pass needs, and with
-    selective recomputation but for all sums.
+    A recomputed layer repeats them except its last sum, which its backward pass does not need. Selective recomputation
+    repeats no sums.
     """
     whole, training = hidden_bytes(config, model), config.training
     layers, section = len(stage.layers.layers), config.activation_checkpoint

@@ -26,14 +26,14 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 # What a process calls where it waits for others: how the names begin.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
-_SIGNS_PER_SECOND = 2000  # of all ranks together, at most: one store takes them
+_HEARTBEATS_PER_SECOND = 2000  # of all ranks together, at most: one store takes them
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A rank's sign of life."""
+class Heartbeat:
+    """What a rank tells of itself several times a second."""
 
-    number: int  # of signs so far
+    number: int  # of heartbeats so far
     step: int  # optimizer steps done
     seconds: float  # since it last got on
     where: str  # the product's source line that its main thread is at
@@ -62,7 +62,7 @@ class Watchdog:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout
         self.period = min(2.0, timeout / 12)  # seconds
-        self.seconds_between_signs = min(self.period, max(0.25, self.size / _SIGNS_PER_SECOND))
+        self.seconds_between_heartbeats = min(self.period, max(0.25, self.size / _HEARTBEATS_PER_SECOND))
         # (optimizer steps done, a number that grows as work gets done); set by whoever works
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         # Until the first step is done little is counted: then a main thread that moves is one that gets on.
@@ -75,7 +75,7 @@ class Watchdog:
         self._seen: object = None
         self._since = 0.0  # on its own clock
         self._round, self._in_round_since = -1, 0.0
-        self._first_look: dict[int, Sign] | None = None
+        self._first_look: dict[int, Heartbeat] | None = None
         self._next_look = 0.0
         self._logged: set[str] = set()
         self._ended = threading.Event()
@@ -84,7 +84,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._is_on:
-            self._give_sign()
+            self._send_heartbeat()
             self._thread.start()
         return self
 
@@ -102,12 +102,12 @@ class Watchdog:
                 lost = lost if self._store.add("reporters", 1) == 1 else ""
             self._end_process(lost)
         with suppress(RuntimeError):  # the store may be gone
-            self._give_sign(f"{type(error).__name__}: {first_line(error)}", failed_at(error))
+            self._send_heartbeat(f"{type(error).__name__}: {first_line(error)}", failed_at(error))
 
     def _watch(self) -> None:
-        while not self._ended.wait(self.seconds_between_signs):
+        while not self._ended.wait(self.seconds_between_heartbeats):
             try:
-                self._give_sign()
+                self._send_heartbeat()
                 self._look_at_others()
             except dist.DistNetworkError:  # the store is gone, and with it the process that holds it
                 if not self._ended.wait(self.period):
@@ -115,17 +115,17 @@ class Watchdog:
             except Exception as error:
                 self._log_once("look after the others", error)
 
-    def _give_sign(self, failure: str | None = None, failed_at: str = "") -> None:
+    def _send_heartbeat(self, failure: str | None = None, failed_at: str = "") -> None:
         now = self._clock()
         progress = self._current_progress()
         if progress != self._seen:
             self._seen, self._since = progress, now
         self._number += 1
         where, waits = (failed_at, False) if failure else self._current_position()
-        sign = Sign(
+        heartbeat = Heartbeat(
             self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
         )  # fmt: skip
-        self._store.set(str(self.rank), json.dumps(asdict(sign)))
+        self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
 
     def _clock(self) -> float:
         """Seconds in which this thread could run: none pass while the process is suspended."""
@@ -178,7 +178,7 @@ class Watchdog:
         if self._first_look is None:
             self._stand_for_election(window)
         elif stuck > self.timeout - 3 * self.period:
-            report = find_fault(self.size, self._first_look, self._signs(), self.timeout - 4 * self.period)
+            report = find_fault(self.size, self._first_look, self._heartbeats(), self.timeout - 4 * self.period)
             if report is not None:
                 self._store.set("report", report)
                 self._end_process(report if self._store.add("reporters", 1) == 1 else "")
@@ -188,7 +188,7 @@ class Watchdog:
         if current != self._round:
             self._round, self._in_round_since = current, self._clock()
             if self._store.add(f"looks in round {current}", 1) == 1:
-                self._first_look = self._signs()
+                self._first_look = self._heartbeats()
         elif self._clock() > self._in_round_since + patience:
             self._leave_round()
 
@@ -196,24 +196,24 @@ class Watchdog:
         """Let another rank look, unless one does already."""
         self._store.compare_set("round", str(self._round), str(self._round + 1))
 
-    def _signs(self) -> dict[int, Sign]:
-        """The newest sign of each rank that has given one."""
+    def _heartbeats(self) -> dict[int, Heartbeat]:
+        """The newest heartbeat of each rank that has sent one."""
         known = [rank for rank in range(self.size) if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in known]) if known else []
-        return {rank: Sign(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
+        return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
 
     def _who_is_lost(self) -> str | None:
-        """Which rank ended the connections of this one: it has failed, or gives no sign any more."""
+        """Which rank ended the connections of this one: it has failed, or sends no heartbeat any more."""
         with suppress(RuntimeError):
-            before = after = self._signs()
+            before = after = self._heartbeats()
             deadline = time.monotonic() + 2.5 * self.period
             while time.monotonic() < deadline:
-                self._give_sign()
-                after = self._signs()
-                failed = {rank: sign for rank, sign in after.items() if sign.failure is not None}
+                self._send_heartbeat()
+                after = self._heartbeats()
+                failed = {rank: beat for rank, beat in after.items() if beat.failure is not None}
                 if failed:
-                    rank, sign = next(iter(failed.items()))
-                    return f"rank {rank} failed {sign.described()}: {sign.failure}"
+                    rank, beat = next(iter(failed.items()))
+                    return f"rank {rank} failed {beat.described()}: {beat.failure}"
                 time.sleep(self.period / 4)
             silent = [rank for rank in before if after[rank].number == before[rank].number]
             if silent:
@@ -234,29 +234,31 @@ class Watchdog:
         os._exit(1)  # the main thread may never come back
 
 
-def find_fault(size: int, before: dict[int, Sign], after: dict[int, Sign], patience: float = 0.0) -> str | None:
-    """Names the ranks at fault, from two looks at all ranks' signs between which each should have given one.
+def find_fault(
+    size: int, before: dict[int, Heartbeat], after: dict[int, Heartbeat], patience: float = 0.0
+) -> str | None:
+    """Names the ranks at fault, from two looks at all ranks' heartbeats between which each should have sent one.
 
     None where a rank for which the others may be waiting has got on within ``patience`` seconds.
     """
     unknown = [rank for rank in range(size) if rank not in after]
     if unknown:
-        return f"{_ranks(unknown)} never came as far as the first sign of life"
+        return f"{_ranks(unknown)} never sent a first heartbeat"
     silent = [rank for rank in after if rank in before and before[rank].number == after[rank].number]
     if silent:
-        # Its last sign may be some steps old; all ranks are in the same step, since every step ends with all of them.
-        step = max(sign.step for sign in after.values())
+        # Its last heartbeat may be some steps old. All ranks are in the same step, since every step needs all of them.
+        step = max(beat.step for beat in after.values())
         return f"{_ranks(silent)} died or was stopped {replace(after[silent[0]], step=step).described()}"
-    behind = min(sign.step for sign in after.values())
-    candidates = {rank: sign for rank, sign in after.items() if sign.step == behind}
-    if min(sign.seconds for sign in candidates.values()) < patience:
+    behind = min(beat.step for beat in after.values())
+    candidates = {rank: beat for rank, beat in after.items() if beat.step == behind}
+    if min(beat.seconds for beat in candidates.values()) < patience:
         return None
-    working = {rank: sign for rank, sign in candidates.items() if not sign.waits}
-    rank, sign = max((working or candidates).items(), key=lambda item: item[1].seconds)
+    working = {rank: beat for rank, beat in candidates.items() if not beat.waits}
+    rank, beat = max((working or candidates).items(), key=lambda item: item[1].seconds)
     others = "" if size == 1 else f"; the other {size - 1} wait for it"
     if not working and len(candidates) > 1:
         others = f"; {len(candidates)} ranks wait for one another"
-    return f"rank {rank} has hung for {sign.seconds:.0f} s {sign.described()}{others}"
+    return f"rank {rank} has hung for {beat.seconds:.0f} s {beat.described()}{others}"
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.optim.grad_norm import local_gradients
 from titan_like.parallel import activation_checkpoint, data
-from titan_like.parallel.collectives import Enter
+from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage
 from titan_like.parallel.whole_model import WholeModel
@@ -192,14 +192,14 @@ def gradient_never_sent() -> Iterator[None]:
 @contextmanager
 def all_gathers_gradient_not_summed() -> Iterator[None]:
     """Sequence parallelism gives each process its part of its own gradient, and not of the sum."""
-    original = Enter.backward
+    original = CopyToTensorRegion.backward
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if not ctx.sequence_parallel:
             return original(ctx, gradient)
         return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
 
-    with patch.object(Enter, "backward", staticmethod(backward)):
+    with patch.object(CopyToTensorRegion, "backward", staticmethod(backward)):
         yield
 
 
