@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model
@@ -93,7 +94,11 @@ def build_stage(
         module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
     if section.tensor_parallel_degree > 1:
-        apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
+        try:
+            apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
+        except ValueError as error:
+            problem = f"{error}; correct the family's sharding module"
+            raise ConfigError("model.family", config.model.family, problem) from None
     # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
