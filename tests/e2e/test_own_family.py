@@ -116,3 +116,19 @@ def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wa
     assert done.returncode == 2
     assert done.stderr.startswith(f'error: model.family = "{family}": {wanted}')
     assert done.stderr.count("\n") == 1
+
+
+def test_a_plan_that_leaves_a_module_out_is_one_sentence(home: Path) -> None:
+    sharding = home / "my_models" / "primer" / "sharding.py"
+    whole = sharding.read_text()
+    lines = whole.splitlines(keepends=True)
+    (norm,) = [line for line in lines if line.lstrip().startswith('"norm"')]
+    try:
+        sharding.write_text("".join(line for line in lines if line != norm))
+        settings = ["--job.dry_run=true", "--parallelism.tensor_parallel_degree=2"]
+        done = run(home, "train.py", "--job.config_file=primer.toml", *SMALL, *settings)
+    finally:
+        sharding.write_text(whole)
+    assert done.returncode == 2
+    assert done.stderr.startswith('error: model.family = "primer": the tensor-parallel plan of Primer leaves out the')
+    assert done.stderr.count("\n") == 1 and "norm.weight; correct the family's sharding module" in done.stderr
