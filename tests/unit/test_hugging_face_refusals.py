@@ -333,7 +333,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "another family in run.json": (
         lambda p, m: edit(p / "run.json", lambda run: run["config"]["model"].update(family="../gpt")),
-        'model.family = "../gpt": unknown family',
+        'model.family = "../gpt": unknown name',
     ),
 }
 

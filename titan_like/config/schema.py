@@ -110,7 +110,7 @@ class Model(Section):
 
 
 class Data(Section):
-    """What to train on."""
+    """The dataset, its tokenizer and its splits."""
 
     dataset: Text = Field(
         "stdlib",
@@ -279,7 +279,7 @@ class Checkpoint(Section):
 
 
 class Metrics(Section):
-    """What is logged, and where."""
+    """The log line's interval and the writers of metrics."""
 
     log_interval: int = Field(
         10, gt=0, le=_MOST_STEPS, description="steps between console lines; metrics.jsonl has every step"

@@ -70,7 +70,7 @@ class PackedDataset(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the token stream."""
+        """Digest of the split's tokens."""
         return token_fingerprint(self.tokens)
 
 

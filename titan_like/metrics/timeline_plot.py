@@ -26,7 +26,7 @@ _ROW, _GAP = 0.38, 0.75  # inches of a rank's row, and between two steps
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Tell whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
-from titan_like.models.registry import config_class, families
+from titan_like.models.registry import config_class, family_names
 
 # name of a tensor, a slice for each of its dimensions → that part of it
 ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
@@ -90,7 +90,7 @@ def family_of(config: TransformerConfig) -> Family:
 def families_by_model_type() -> dict[str, str]:
     """What config.json calls each family → its name here, of families that can be imported and have this module."""
     found: dict[str, str] = {}
-    for family in families():
+    for family in family_names():
         with suppress(ConfigError):
             found.setdefault(family_module(family).MODEL_TYPE, family)
     return found

@@ -10,11 +10,12 @@ import difflib
 import tomllib
 from functools import cache
 from importlib import resources
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from titan_like.config.entry_points import find_entry, load_entry
 from titan_like.config.errors import ConfigError, all_of, first_line, problem_of
 from titan_like.config.schema import Model as ModelSection
 from titan_like.models.config import TransformerConfig
@@ -41,11 +42,9 @@ _MOST = {
 }
 
 
-@cache
-def families() -> dict[str, EntryPoint]:
-    """Every family by its name: those of this package, then those of others."""
-    own = {name: EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()}
-    return own | {point.name: point for point in entry_points(group=GROUP) if point.name not in own}
+def family_names() -> list[str]:
+    """Every family: those of this package, then those of others."""
+    return list(dict.fromkeys([*_BUILT_IN, *sorted(entry_points(group=GROUP).names)]))
 
 
 @cache
@@ -55,18 +54,8 @@ def config_class(family: str) -> type[TransformerConfig]:
     Raises:
         ConfigError: there is no such family, or its entry point names no class that can be imported.
     """
-    if family in _BUILT_IN:
-        return EntryPoint(family, _BUILT_IN[family], GROUP).load()
-    point = families().get(family)
-    if point is None:
-        near = difflib.get_close_matches(family, families(), n=1, cutoff=0.4)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError("model.family", family, f"unknown family; {guess}there are {', '.join(families())}")
-    try:
-        found = point.load()
-    except Exception as error:  # whatever the package raises as it is imported
-        problem = f"its entry point, {point.value}, cannot be imported ({first_line(error)}); correct the package"
-        raise ConfigError("model.family", family, problem) from error
+    point = find_entry("model.family", family, GROUP, _BUILT_IN)
+    found = load_entry("model.family", point)
     if not (isinstance(found, type) and issubclass(found, TransformerConfig) and "." in found.__module__):
         wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
         raise ConfigError(

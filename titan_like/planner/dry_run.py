@@ -26,7 +26,7 @@ from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.packed import split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.text import cache_name, corpus_files
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
@@ -39,7 +39,7 @@ from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
-from titan_like.train.setup import check_folders, check_settings, check_tokenizer, open_data
+from titan_like.train.setup import check_folders, check_settings, open_data
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         absent += [name for name in section.paths if not os.path.lexists(name) and not glob(name, recursive=True)]
     if absent:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
-    check_tokenizer(config, build_tokenizer(section.tokenizer), model)
+    check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
     files = corpus_files(section)
     cache = Path(config.job.dump_folder) / "data_cache" / cache_name(section, files)
     if not cache.exists():

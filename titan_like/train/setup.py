@@ -16,7 +16,6 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.source import DataRequest, Source, open_source
-from titan_like.data.tokenizer import Tokenizer, check_vocabulary
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -174,15 +173,6 @@ def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> N
     if free < needed:
         problem = f"a checkpoint takes {needed / 2**30:.3g} GiB and the disk has {free / 2**30:.3g} GiB left"
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
-
-
-def check_tokenizer(config: JobConfig, tokenizer: Tokenizer, model: TransformerConfig) -> None:
-    """Whether the model has an embedding for every token.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
-    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
 
 
 def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:

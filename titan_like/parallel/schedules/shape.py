@@ -24,7 +24,7 @@ class PipelineShape:
         return stage_ranks(self.schedule, self.degree, self.virtual_stages)
 
     def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Step]:
-        """What one rank does for one batch."""
+        """List the passes and messages of one rank for one batch, in order."""
         table = schedule_table if backward else forward_table
         actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
         return add_communication(actions, self.ranks)[rank]
