@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset, TextSource, split_bounds, split_weights, token_fingerprint
 from titan_like.data.registry import DATASETS, find_dataset
 from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source, open_source
+from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
 
@@ -134,7 +136,20 @@ def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
     section = Data(dataset="text", paths=[str(tmp_path / "a.txt")])
     large = open_corpus(section, LargeTokenizer(), tmp_path / "other_cache")
     assert large.tokens.dtype == np.uint32
-    assert large.tokens[-1] == 99_999
+    assert large.tokens[-1:].tolist() == [99_999]
+
+
+def test_stored_tokens_are_read_like_an_array(tmp_path):
+    expected = np.arange(1000, dtype=np.uint16)
+    expected.tofile(tmp_path / "tokens.bin")
+    stored = StoredTokens(tmp_path / "tokens.bin", expected.dtype)
+    in_a_worker = pickle.loads(pickle.dumps(stored.part(100, 900)))
+    (tmp_path / "tokens.bin").unlink()  # as a cache may be, while a run goes on
+    assert len(stored) == 1000
+    for start, stop in [(0, 1000), (3, 700), (999, 2000), (5, 5)]:
+        assert np.array_equal(stored[start:stop], expected[start:stop])
+    assert len(in_a_worker) == 800
+    assert np.array_equal(in_a_worker[10:900], expected[100:900][10:900])
 
 
 def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.source import SPLITS, DataRequest, Source
+from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 
@@ -53,8 +54,8 @@ def split_bounds(document_ends: np.ndarray, weights: tuple[float, float, float])
 class PackedDataset(Source):
     """Windows of seq_len + 1 tokens over one long stream: inputs and labels are the same window shifted by one."""
 
-    def __init__(self, request: DataRequest, tokens: np.ndarray) -> None:
-        """``tokens``, integers [total], are those of the split alone, and may be memory-mapped."""
+    def __init__(self, request: DataRequest, tokens: np.ndarray | StoredTokens) -> None:
+        """``tokens``, integers [total], are those of the split alone."""
         super().__init__(request)
         self.tokens = tokens
 
@@ -90,13 +91,13 @@ class TextSource(PackedDataset):
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         corpus = open_corpus(section, tokenizer, request.cache_folder)
         bounds, number = split_bounds(corpus.document_ends, weights), SPLITS.index(request.split)
-        super().__init__(request, corpus.tokens[bounds[number] : bounds[number + 1]])
+        super().__init__(request, corpus.tokens.part(bounds[number], bounds[number + 1]))
         if request.split == "train" and len(self) == 0:
             problem = f"the training split has {len(self.tokens)} tokens, fewer than seq_len + 1; add text or lower it"
             raise ConfigError("training.seq_len", request.seq_len, problem)
 
 
-def token_fingerprint(tokens: np.ndarray) -> str:
+def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
     """Tells a token stream from others: its length, and pieces from all over it, since it may be of any size."""
     starts = np.linspace(0, max(0, len(tokens) - _PIECE), _PIECES).astype(np.int64)
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)

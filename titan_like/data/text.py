@@ -1,7 +1,7 @@
 """Text files → one token file on disk, each document followed by the end-of-document token.
 
 The token file is built once per corpus and tokenizer, by the first process of the node that gets the lock, and is
-memory-mapped by all.
+read by all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import codecs
 import glob
 import hashlib
 import json
-import mmap
 import os
 import sys
 import sysconfig
@@ -25,6 +24,7 @@ from filelock import FileLock
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data
+from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.tokenizer import Tokenizer, tokenizer_files
 from titan_like.data.unfinished import removed_unless_renamed
 
@@ -33,9 +33,9 @@ _FORMAT = 2  # raise when the token file's content would change for the same inp
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A tokenized corpus: all tokens in one array, and where each document ends in it."""
+    """A tokenized corpus: all its tokens, and where each document ends in them."""
 
-    tokens: np.ndarray  # [total tokens], uint16 or uint32, memory-mapped
+    tokens: StoredTokens  # uint16 or uint32
     document_ends: np.ndarray  # [documents], int64, exclusive, end-of-document token included
 
 
@@ -61,9 +61,7 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
         )
         raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
     dtype = np.dtype(json.loads((folder / "info.json").read_text())["dtype"])
-    tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
-    if hasattr(mmap, "MADV_RANDOM"):  # samples are drawn at random: pages beside them would only fill memory
-        tokens._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    tokens = StoredTokens(folder / "tokens.bin", dtype)
     return TokenFile(tokens, np.load(folder / "document_ends.npy"))
 
 

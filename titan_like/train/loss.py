@@ -47,26 +47,27 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """logits [positions, vocab], labels [positions]."""
-        wide = _accumulator(logits)
-        valid = labels != IGNORED_LABEL
-        columns = labels.masked_fill(~valid, 0)[:, None]
-        rows = _rows(logits)
-        denominator = torch.cat([block.to(wide).logsumexp(1) for block in logits.split(rows)])
-        target = logits.gather(1, columns)[:, 0].to(wide)
-        ctx.save_for_backward(logits, columns, valid, denominator)
-        return (denominator - target).masked_fill(~valid, 0).sum()
+        ctx.save_for_backward(logits, labels)
+        blocks = zip(logits.split(_rows(logits)), labels.split(_rows(logits)), strict=True)
+        losses = [
+            F.cross_entropy(block.to(_accumulator(logits)), label, ignore_index=IGNORED_LABEL, reduction="none")
+            for block, label in blocks
+        ]
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Probability, less one at the label."""
-        logits, columns, valid, denominator = ctx.saved_tensors
-        parts = (logits, columns, denominator[:, None], (gradient * valid)[:, None])
-        for block, column, logarithm, scale in zip(*(part.split(_rows(logits)) for part in parts), strict=True):
-            is_wide = block.dtype == logarithm.dtype
-            probability = block.sub_(logarithm) if is_wide else block - logarithm
-            probability.exp_().scatter_add_(1, column, torch.full_like(logarithm, -1)).mul_(scale)
-            if not is_wide:
-                block.copy_(probability)
+        logits, labels = ctx.saved_tensors
+        valid = labels != IGNORED_LABEL
+        columns = labels.masked_fill(~valid, 0)[:, None]
+        scales = (gradient * valid)[:, None]
+        for block, column, scale in zip(
+            *(part.split(_rows(logits)) for part in (logits, columns, scales)), strict=True
+        ):
+            probability = block.softmax(1, dtype=scale.dtype)
+            probability.scatter_add_(1, column, torch.full_like(scale, -1))
+            torch.mul(probability, scale, out=block)
         return logits, None
 
 
