@@ -95,10 +95,10 @@ def kept(
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
     logits = model.padded_vocab_size / t
-    if t == 1 and device.is_cpu:  # logits, which become their gradient, and per token a label, whether it counts, a sum
-        block = min(4 * logits, _LOSS_BLOCK / tokens)  # in float32, which narrower logits have copies in
+    if t == 1 and device.is_cpu:  # logits, which become their gradient, and per token a label
+        block = min(4 * logits, _LOSS_BLOCK / tokens)  # of probabilities in float32; narrower logits are copied, too
         # Or, after the loss, the gradients of the head's input and weight, before that is added to what there is.
-        loss, loss_work = e * logits + 13, max((e < 4) * block, e * h * (1 + logits / tokens))
+        loss, loss_work = e * logits + 8, max((1 + (e < 4)) * block, e * h * (1 + logits / tokens))
     elif t == 1:  # log-softmax; backward two gradients of it
         loss, loss_work = 4 * logits, 8 * logits
     else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
