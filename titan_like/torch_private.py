@@ -1,22 +1,22 @@
-"""Every private name of torch that this project uses, in one place, with what was seen of it in torch 2.11 to 2.15.
+"""The private names of torch that this project depends on, in one place, checked against torch 2.11 to 2.15.
 
-The tests have run with 2.13; of other versions the sources were read.
+The tests run on 2.13. For the other versions the sources were read.
 
-| name | for | versions |
+| name | used for | versions |
 |---|---|---|
-| `distributed.tensor._utils.compute_local_shape_and_global_offset` | which elements a rank holds | all |
+| `distributed.tensor._utils.compute_local_shape_and_global_offset` | finding which elements a rank holds | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
 | `distributed.distributed_c10d._get_default_store` | the watchdog's heartbeats | all |
-| `distributed._composable.replicate_with_fsdp` | ZeRO 0 below float32 | all |
-| `FSDPState._fsdp_param_groups` and its groups' parameters | gradients of backward passes in two parts | from 2.12 a list; from 2.15 autograd accumulates in the type of the sum |
+| `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
+| `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
-| `_C._current_graph_task_id` | whether a forward pass is a recomputation | all |
-| `testing._internal.distributed.fake_pg` | one process of many that do not exist | all |
-| `distributed.checkpoint.filesystem._StorageInfo` | where a checkpoint's tensors lie | all |
+| `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
+| `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
+| `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
 | `_foreach_mul_`, `_foreach_norm` | all gradients in one kernel | all |
 
-Names load when they are asked for: what only trains must not be loaded to plan.
+Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,39 +39,42 @@ functional_collectives = torch.ops._c10d_functional
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Scale tensors in place by a scalar of their type."""
+    """Multiply tensors in place by ``factor``, a scalar tensor of their dtype."""
     torch._foreach_mul_(tensors, factor)
 
 
 def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm of each tensor."""
+    """Euclidean norm of each tensor, as scalar tensors."""
     return list(torch._foreach_norm(tensors))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:
-    """Within it collectives of the group become one; asynchronous ones are waited for by what it gives."""
+    """Merge the group's collectives issued inside this context into one.
+
+    With ``asynchronous``, call `wait` on the object that the context yields.
+    """
     return dist._coalescing_manager(group, async_ops=asynchronous)
 
 
 def default_store() -> Any:
-    """What the default process group's processes met at."""
+    """The store through which the default process group was set up."""
     return dist.distributed_c10d._get_default_store()
 
 
 def fake_store() -> dist.Store:
-    """For the backend "fake", which importing it makes known."""
+    """A store for the backend "fake". Importing its module registers that backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def is_in_backward_pass() -> bool:
-    """Whether autograd goes back at the moment: a forward pass is then a recomputation."""
+    """Whether autograd is running a backward pass, so that a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def overlap_tensor_parallelism(group_name: Any) -> None:
-    """Let the compiler overlap matrix products with the collectives of a group beside them. CUDA only."""
+    """Let the compiler overlap matrix products with a group's adjacent collectives. CUDA only."""
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -80,10 +83,10 @@ def overlap_tensor_parallelism(group_name: Any) -> None:
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
-    """What FSDP2 does at the end of a backward pass, done later: sum the gradients that earlier passes have left.
+    """Run FSDP2's end of a backward pass by hand: reduce the gradients that earlier passes have accumulated.
 
-    ``module`` is the root of what FSDP2 has wrapped; what is summed and freed is what `set_requires_gradient_sync` and
-    its like say. With ``every_parameter`` those without a gradient take part with zeros.
+    ``module`` is FSDP2's root module. Its flags (`set_requires_gradient_sync` and the like) say what is reduced and
+    freed. With ``every_parameter``, parameters without a gradient contribute zeros.
     """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
     from torch.distributed.fsdp import fully_shard
@@ -101,30 +104,31 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Keep a module's weights whole on every rank as FSDP2 keeps shards: master weights, and a copy to compute with."""
+    """Keep a module's full weights on every rank, as FSDP2 does for shards: master weights and a compute-dtype copy."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicate(module, mesh=mesh, mp_policy=policy)
 
 
 def storage_info() -> type[Any]:
-    """The class of what torch.distributed.checkpoint knows of a stored tensor: file, offset, length."""
+    """The class in which torch.distributed.checkpoint records a stored tensor's file, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """The groups of one unit: torch 2.11 has at most one, later versions a list."""
+    """The parameter groups of one FSDP unit: at most one in torch 2.11, a list in later versions."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _fill_missing_gradient(parameter: Any) -> None:
-    """Let a unit's flat gradient have every parameter each time.
+    """Use zeros for a missing gradient, so that a unit's flat gradient covers the same parameters in every reduction.
 
-    Of several microbatches' first parts, which give the gradients of norms and biases, the first second part takes all.
+    The first part of a split backward pass computes the gradients of norms and biases. Several first parts may run
+    before a second part. The reduction after that second part takes all of them and leaves none for the next one.
     """
     whole = parameter.unsharded_param
     if parameter.unsharded_accumulated_grad is None and whole.grad is None:
@@ -132,10 +136,10 @@ def _fill_missing_gradient(parameter: Any) -> None:
 
 
 def _convert_fresh_gradient(parameter: Any) -> None:
-    """Let all of a unit's gradients have the type that they are summed in.
+    """Convert a gradient to the dtype in which its unit's gradients are summed.
 
-    FSDP2 has converted those of a split pass's first part, since it did not reduce them then. From 2.15 on autograd
-    does so itself.
+    FSDP2 has already converted the gradients of a split pass's first part, because it did not reduce them then. From
+    torch 2.15 on, autograd converts all of them itself.
     """
     if hasattr(parameter, "to_accumulated_grad_if_needed") and parameter.unsharded_accumulated_grad is None:
         parameter.to_accumulated_grad_if_needed()

@@ -91,8 +91,8 @@ def test_forward_tables_take_any_number_of_microbatches(schedule):
 
 def test_what_can_not_run_is_said_with_what_can():
     assert check_schedule("interleaved_1f1b", 4, 2, 6) == (
-        "interleaved_1f1b needs microbatches in multiples of pipeline_parallel_degree (4), not the 6 per step that are "
-        "left for each data-parallel rank; use 4 or 8, or a schedule that takes any number, such as 1f1b"
+        "interleaved_1f1b needs microbatches in multiples of pipeline_parallel_degree (4), not the 6 that each "
+        "data-parallel rank has per step; use 4 or 8, or a schedule that takes any number, such as 1f1b"
     )
     assert "use 4, or" in check_schedule("interleaved_zero_bubble", 4, 2, 3)
     assert "use 1, or interleaved_1f1b" in check_schedule("1f1b", 4, 2, 8)

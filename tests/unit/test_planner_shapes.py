@@ -65,7 +65,7 @@ def test_torch_s_styles_say_what_they_split():
     linear = nn.Linear(2, 2, device="meta")
     assert kind_of(ColwiseParallel(), linear) == ({"weight": 0, "bias": 0}, (), True, False)
     assert kind_of(RowwiseParallel(), linear) == ({"weight": 1}, (), False, True)
-    with pytest.raises(ValueError, match="what PrepareModuleInput splits of a Linear is not known"):
+    with pytest.raises(ValueError, match="how PrepareModuleInput splits a Linear is not known"):
         kind_of(PrepareModuleInput(), linear)
 
 
@@ -93,7 +93,8 @@ def test_torch_s_styles_in_a_plan(monkeypatch):
 
 
 def test_wrong_plans_are_one_sentence(monkeypatch):
-    with pytest.raises(ConfigError, match=r'mlp has the style "regoin"; there are region, .*correct its sharding'):
+    wanted = r'mlp an unknown style "regoin"; use one of region, .*correct its sharding'
+    with pytest.raises(ConfigError, match=wanted):
         description(family(monkeypatch, TENSOR_PARALLEL_PLAN | {"layers.*.mlp": "regoin"}))
     with pytest.raises(ConfigError, match="the package has no module sharding"):
         description(family(monkeypatch, None))

@@ -1,1 +1,1 @@
-"""Layouts and how they are applied to a model."""
+"""Parallel layouts and how they are applied to a model."""

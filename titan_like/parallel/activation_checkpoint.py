@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute in the backward pass what the forward pass does not keep."""
+"""Activation checkpointing: the backward pass recomputes what the forward pass did not save."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
 from titan_like.torch_private import functional_collectives
 
-# Selective mode keeps the results of matrix products with weights and of their sums over tensor-parallel processes. It
-# recomputes all else: the attention core, norms, activation functions, dropout, and with sequence parallelism what is
-# gathered from other processes (arXiv 2205.05198).
+# Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
+# tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
+# and the all-gathers of sequence parallelism.
 _KEPT_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -25,14 +25,14 @@ _KEPT_OPERATIONS = {
 
 
 def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
-    """Change the forward pass of every n-th layer in place; parameters keep their names."""
+    """Wrap the forward pass of every n-th layer in place. Parameters keep their names."""
     if section.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if section.mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
     for name, layer in model.layers.items():
-        if int(name) % section.every_n_layers == 0:  # the model's number, the same in every pipeline stage
+        if int(name) % section.every_n_layers == 0:  # numbered over the whole model, so stages do not change the choice
             layer.forward = partial(checkpoint, layer.forward, **options)
 
 

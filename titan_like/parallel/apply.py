@@ -1,7 +1,7 @@
-"""One recipe from configuration to a model ready to train.
+"""The one recipe from a configuration to a model that is ready to train.
 
-In this order: cut into pipeline stages, split tensors, activation checkpointing, compile, data parallelism, allocate
-this process's part, initialise it.
+The steps, in order: split into pipeline stages, tensor parallelism, activation checkpointing, compilation, data
+parallelism, allocation of this process's part, initialisation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 def build_pipeline(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> Pipeline | WholeModel:
-    """This process's stages, initialised, and what runs batches through them."""
+    """Build and initialise this process's stages, and return what runs batches through them.
+
+    Raises:
+        ConfigError: the tensor-parallel plan does not fit the model.
+    """
     model = build_parallel_model(config, model_config, mesh, device)
     model.init_weights(config.job.seed)
     training = config.training
@@ -43,11 +47,11 @@ def build_pipeline(
 def run_batches(
     config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, batch: int, seq_len: int
 ) -> Pipeline | WholeModel:
-    """What runs microbatches of ``batch`` sequences through the stages."""
+    """Wrap a model in the object that runs microbatches of ``batch`` sequences through its stages."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return WholeModel(model)
-    from titan_like.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
+    from titan_like.parallel.pipeline import Pipeline  # importing torch's pipelining takes a second
 
     sequence_shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
     hidden_shape = batch, seq_len // sequence_shards, model.stages[0].module.config.hidden_size
@@ -56,7 +60,7 @@ def run_batches(
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """The schedule that a configuration asks for; one process runs each microbatch through at once."""
+    """The pipeline that a configuration asks for. Without pipelining it is 1F1B with a single stage."""
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
         return PipelineShape("1f1b", 1, 1)
@@ -66,7 +70,11 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> ParallelModel:
-    """This process's stages, allocated and not yet initialised."""
+    """Build this process's stages, allocated but not yet initialised.
+
+    Raises:
+        ConfigError: the tensor-parallel plan does not fit the model.
+    """
     ranks = pipeline_shape(config).ranks
     here = mesh["pp"].get_local_rank()
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
@@ -86,10 +94,14 @@ def build_stage(
     index: int,
     split: StageLayers,
 ) -> Stage:
-    """Build one stage on the meta device, apply every parallelism in order, allocate this process's part of it."""
+    """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
+
+    Raises:
+        ConfigError: the tensor-parallel plan does not fit the model.
+    """
     section = config.parallelism
     dtype = getattr(torch, config.training.dtype)
-    # Master weights are float32; float64 training, for exact comparisons, has them in float64.
+    # Master weights are float32. Only float64 training, which exists for exact comparisons, keeps them in float64.
     with torch.device("meta"):
         module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
@@ -99,10 +111,10 @@ def build_stage(
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
-    # A compiled layer's backward pass is one piece: there zero-bubble schedules run, and gain nothing.
+    # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
-    # Whole layers are recomputed around their compiled code: torch cannot compile recomputation and DTensors together.
+    # Full recomputation wraps the compiled layer: torch cannot compile recomputation and DTensors together.
     recomputes_whole_layers = config.activation_checkpoint.mode == "full"
     if not recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
@@ -112,16 +124,16 @@ def build_stage(
             enable_async_tensor_parallel(mesh["tp"])
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
-    if section.zero_stage == 0:  # hooks on parameters: those must exist
+    if section.zero_stage == 0:  # its hooks need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
     data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
-    if section.zero_stage > 0:  # only this process's shards are ever allocated
+    if section.zero_stage > 0:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     return Stage(index, module, data_parallel, weight_gradients)
 
 
 def compile_layers(module: Transformer) -> None:
-    """Compile whole layers: communication hooks of data parallelism stay outside the graph."""
+    """Compile each layer as one graph. Data parallelism's communication hooks stay outside it."""
     for layer in module.layers.values():
         layer.forward = torch.compile(layer.forward, fullgraph=True)

@@ -1,10 +1,10 @@
-"""Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054), for the most part from FSDP2.
+"""Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054), mostly by FSDP2.
 
-Each transformer layer is one unit of communication; what is outside the layers belongs to the root.
+Each transformer layer is one unit of communication. Parameters outside the layers belong to the root unit.
 
 | stage | a rank keeps | per microbatch | per step |
 |---|---|---|---|
-| 0 | everything | | all-reduce gradients (in place in float32; through `replicate` below, which keeps a master copy) |
+| 0 | everything | | all-reduce gradients (float32: in place; lower precision: `replicate`, which keeps a master copy) |
 | 1 | shards of parameters and optimizer state | | all-gather parameters, reduce-scatter gradients |
 | 2 | the same | reduce-scatter gradients | all-gather parameters |
 | 3 | the same | all-gather parameters twice, reduce-scatter gradients | |
@@ -24,10 +24,10 @@ from titan_like.torch_private import reduce_fsdp_gradients, replicate_module
 
 
 class DataParallel:
-    """A model, or one stage of it, whose gradients become sums over data-parallel ranks. Changes the model in place.
+    """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
-    With more than one rank or a compute type below float32, master weights stay float32 and gradients are summed in
-    ``reduce_dtype``. One process in float32 (or float64) needs nothing and is left as it is.
+    In a lower precision than float32, master weights stay float32 and gradients are summed in ``reduce_dtype``. A
+    single process in float32 or float64 needs nothing, so its model stays as it is.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DataParallel:
     ) -> None:
         self.model = model
         self.zero_stage = zero_stage
-        # FSDP2 keeps the sum of several microbatches' gradients flat until replicas add theirs.
+        # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduce: GradientAllReduce | None = None
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
@@ -44,7 +44,7 @@ class DataParallel:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
                 reduce_dtype=None if full_precision else reduce_dtype,
-                cast_forward_inputs=False,  # a rotary table or a mask is float32 on purpose
+                cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
             _wrap(model, mesh, zero_stage, policy)
         elif size > 1:
@@ -55,7 +55,7 @@ class DataParallel:
             self._all_reduce = GradientAllReduce(units, data_parallel_mesh(mesh).get_group())
 
     def before_backward(self, is_last: bool) -> None:
-        """Say, before a microbatch's backward pass, what it communicates and frees; ``is_last`` of the step."""
+        """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
         if self._all_reduce is not None:
             self._all_reduce.enabled = is_last
         self._set(
@@ -65,13 +65,13 @@ class DataParallel:
         )
 
     def before_split_backward(self) -> None:
-        """Before a backward pass that puts off weights' gradients: sum nothing, as FSDP2 would at its end."""
+        """Keep FSDP2 from reducing at the end of a backward pass that defers the weights' gradients."""
         if self._all_reduce is not None:
             self._all_reduce.enabled = False
         self._set(is_last=False, reduces=False, frees=self.zero_stage == 3)
 
     def reduce_gradients(self, is_last: bool) -> None:
-        """After the part of a split backward pass that completes the weights' gradients; ``is_last`` of the step."""
+        """Reduce gradients once the second part of a split backward pass has completed them. ``is_last`` as above."""
         if self._all_reduce is not None and is_last:
             self._all_reduce.start_all()
         if not isinstance(self.model, FSDPModule):
@@ -80,12 +80,12 @@ class DataParallel:
         reduce_fsdp_gradients(self.model, every_parameter=self._keeps_flat_sums)
 
     def finish(self) -> None:
-        """After the last backward pass of a step: gradients are complete when this returns."""
+        """Wait, after a step's last backward pass, until its gradients are complete."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
 
     def free_gathered_parameters(self) -> None:
-        """After forward passes that no backward pass follows: keep only the shards."""
+        """Keep only the shards, after forward passes that no backward pass follows."""
         for module in sharded_modules(self.model):
             module.reshard()
 
@@ -93,7 +93,7 @@ class DataParallel:
         if isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(is_last)
             self.model.set_requires_gradient_sync(reduces)
-            self.model.set_requires_all_reduce(is_last)  # replicas are summed once per step
+            self.model.set_requires_all_reduce(is_last)  # the sum over replicas is needed only once per step
             self.model.set_reshard_after_backward(frees)
 
 
@@ -101,13 +101,14 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
     replicated = mesh["dp_replicate"].size() > 1
     shard_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
     units: list[nn.Module] = list(model.layers.values())
-    if model.is_first and not model.config.tied_embeddings:  # a table that only the first layer needs is freed after it
+    # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
+    if model.is_first and not model.config.tied_embeddings:
         units.insert(0, model.embedding)
     for unit in (*units, model):
         if zero_stage == 0:
             replicate_module(unit, data_parallel_mesh(mesh), policy)
         else:
-            # The root's parameters are needed first in the backward pass: never free them in between.
+            # The backward pass needs the root's parameters first, so freeing them after the forward pass gains nothing.
             reshard = zero_stage == 3 and unit is not model
             fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in sharded_modules(model):
@@ -117,5 +118,5 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The units of communication of a wrapped model, root first."""
+    """The FSDP units of a wrapped model, root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,4 +1,4 @@
-"""How many processes each kind of parallelism takes. Pure numbers, no torch."""
+"""The degree of each kind of parallelism. Pure numbers, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_like.config.schema import Parallelism
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees whose product is the number of processes."""
+    """Degrees of parallelism. Their product is the number of processes."""
 
     pipeline: int
     replicate: int
@@ -20,16 +20,16 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Processes that see different samples."""
+        """Number of ranks that see different samples."""
         return self.replicate * self.shard
 
     @property
     def num_processes(self) -> int:
-        """Processes of the job."""
+        """World size of the job."""
         return self.pipeline * self.data_parallel * self.context * self.tensor
 
     def described(self) -> str:
-        """Its degrees above 1, for people."""
+        """The degrees above 1 as text, such as "pipeline 2 × data 4"."""
         degrees = {
             "pipeline": self.pipeline,
             "replicas": self.replicate,
@@ -41,7 +41,7 @@ class Layout:
 
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
-    """The degrees for this many processes; a shard degree of -1 becomes what the others leave.
+    """Work out the layout of ``world_size`` processes. A shard degree of -1 takes what the other degrees leave.
 
     Raises:
         ConfigError: the degrees do not multiply to the number of processes.

@@ -1,4 +1,4 @@
-"""The device mesh: which processes form which groups."""
+"""The device mesh, which says how ranks form process groups."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Mesh with the dimensions `DIMENSIONS`.
+    """Arrange all ranks in a mesh with the dimensions `DIMENSIONS`.
 
-    Neighbouring ranks, on one node, share tensors: tensor parallelism talks most. Pipeline stages talk least and are
-    farthest apart (arXiv 2104.04473, takeaway 1).
+    Tensor parallelism communicates most, so its groups are neighbouring ranks on one node. Pipeline stages communicate
+    least, so they are the farthest apart (arXiv 2104.04473, takeaway 1).
     """
     sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
     return init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One dimension over the processes that see different samples and hold the same stage and shard of tensors."""
+    """One-dimensional mesh of the ranks that hold the same part of the model and see different samples."""
     if mesh["dp_replicate"].size() == 1:
         return mesh["dp_shard"]
     return mesh["dp_replicate", "dp_shard"]._flatten("dp")

@@ -1,11 +1,11 @@
 """Pipeline parallelism: microbatches pass through stages on different processes (arXiv 2104.04473, section 2.2).
 
-A stage is a `torch.distributed.pipelining.PipelineStage`, so torch's schedules can run it. `TableSchedule` is one of
-ours: it follows the tables of `titan_like.parallel.schedules`. torch's own runtime allocates a receive buffer for every
-microbatch at the start of a step, so interleaved stages hold the activations of all microbatches at once. Here memory
-is that of the microbatches in flight (docs/pipeline_timeline.md has both, measured). torch's split of a backward pass
-also gives wrong gradients under ZeRO 3 and fails under selective recomputation; `titan_like.parallel.weight_gradients`
-is used in its place.
+A stage is a `torch.distributed.pipelining.PipelineStage`, so torch's schedules can run it. The trainer runs it with
+`TableSchedule`, which follows the tables of `titan_like.parallel.schedules`. torch's own runtime allocates a receive
+buffer for every microbatch at the start of a step, so interleaved stages hold the activations of all microbatches at
+once. `TableSchedule` only holds those of the microbatches in flight (docs/pipeline_timeline.md measures both). torch's
+split of a backward pass also gives wrong gradients under ZeRO 3 and fails under selective recomputation, so
+`titan_like.parallel.weight_gradients` replaces it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from titan_like.parallel.weight_gradients import Product
 
 
 class RunningStage(PipelineStage):
-    """A stage that holds what is in flight and nothing else.
+    """A stage that holds tensors only for the microbatches in flight.
 
-    Every method by which a schedule runs a stage is overridden; all of them are public. torch is told that what passes
-    between stages is empty, because it would otherwise allocate a receive buffer for every microbatch, and is given no
-    module, because it would otherwise gather and reduce FSDP2's parameters at times of its own.
+    It overrides every method through which a schedule runs a stage; all of them are public. The base class gets empty
+    example tensors, because it would otherwise allocate a receive buffer for every microbatch. It gets no module,
+    because it would otherwise gather and reduce FSDP2's parameters at times of its own choosing.
     """
 
     def __init__(
@@ -44,35 +44,40 @@ class RunningStage(PipelineStage):
         new_hidden: Callable[[], torch.Tensor],
         device: torch.device,
     ) -> None:
-        """``ranks`` are those of all stages; ``new_hidden`` allocates what passes between two of them."""
+        """``ranks`` has the rank of every stage. ``new_hidden`` allocates a tensor [batch, seq here, hidden]."""
         nothing = torch.empty(0)
         super().__init__(nn.Identity(), stage.index, len(ranks), device, nothing, nothing, group=group)
         self.stage, self.ranks, self.new_hidden = stage, ranks, new_hidden
-        self.timeline: Timeline | None = None  # receives the time of every pass while it is set
+        self.timeline: Timeline | None = None  # if set, receives the time of every pass
         self.num_actions = 0
         self.peak_in_flight = 0
         self._tokens: Sequence[torch.Tensor] = ()
         self._loss_function: LossFunction | None = None
         self._backwards_left = 0
-        # By microbatch: what has arrived for a forward (F) or backward (B) pass, and what such a pass has made.
+        # By pass (F or B) and microbatch: the input that has arrived for it, and the result that waits to be sent.
         self._arrived: dict[tuple[str, int], torch.Tensor] = {}
         self._made: dict[tuple[str, int], torch.Tensor] = {}
-        # The output's node, and not the output, whose memory is free once it is sent.
-        self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}  # stage input, output
-        self._products: dict[int, list[Product]] = {}  # of a split backward pass, between its parts
+        # By microbatch: the stage's input and the graph node of its output. Keeping the node instead of the output lets
+        # the output's memory be freed once it is sent.
+        self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
+        self._products: dict[int, list[Product]] = {}  # by microbatch, between the two parts of a backward pass
 
     def begin(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Before a batch. tokens: of each microbatch, [micro_batch, seq]; only the first stage looks at them."""
+        """Start a batch. tokens: [micro_batch, seq] for each microbatch; only the first stage reads them."""
         self._tokens, self._loss_function, self._backwards_left = tokens, loss_function, len(tokens)
 
     def end(self) -> None:
-        """After a batch."""
+        """Finish a batch, and check that no microbatch is left in flight."""
         unfinished = self._arrived or self._made or self._in_flight or self._products
         assert not unfinished, "the schedule left something unfinished"
         self._tokens, self._loss_function = (), None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        """One microbatch's forward pass: hidden states [batch, seq here, hidden], in the last stage the loss."""
+        """Run one microbatch's forward pass.
+
+        Returns:
+            Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
+        """
         step = Step("F", self.stage_index, fwd_chunk_id)
         x = self._tokens[fwd_chunk_id] if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
         self._start(step)
@@ -93,12 +98,12 @@ class RunningStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *_args: Any, full_backward: bool = True, **_kwargs: Any) -> None:
-        """One microbatch's backward pass, or only the part of it that the stage before waits for."""
+        """Run one microbatch's backward pass, or only the part of it that the previous stage waits for."""
         step = Step("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
         gradient = None if self.is_last else self._arrived.pop(("B", bwd_chunk_id))
         self._start(step)
         data_parallel, deferred = self.stage.data_parallel, self.stage.weight_gradients
-        if deferred is None:  # a pass that cannot be split is run whole where others wait for its first part
+        if deferred is None:  # a pass that cannot be split runs whole where the schedule asks for its first part
             data_parallel.before_backward(is_last=self._is_last_backward())
         else:
             data_parallel.before_split_backward()
@@ -114,7 +119,7 @@ class RunningStage(PipelineStage):
         self._stop(step)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> None:
-        """The second part of a split backward pass: the weights' gradients."""
+        """Run the second part of a split backward pass, which computes the weights' gradients."""
         step = Step("W", self.stage_index, bwd_chunk_id)
         self._start(step)
         if self.stage.weight_gradients is not None:
@@ -122,7 +127,7 @@ class RunningStage(PipelineStage):
         self._stop(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of a forward pass's input, into memory that is allocated now."""
+        """The receive of a forward pass's input, into a buffer that is allocated now."""
         return [] if self.is_first else [self._receive("F", fwd_chunk_id, self.stage_index - 1)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -138,15 +143,15 @@ class RunningStage(PipelineStage):
         return [] if self.is_first or not self.has_backward else [self._send("B", bwd_chunk_id, self.stage_index - 1)]
 
     def set_local_fwd_input(self, prev_stage_outputs: torch.Tensor, mb_index: int) -> None:
-        """Take the input from the stage before, where that is on this rank."""
+        """Take the input from the previous stage, if that is on this rank."""
         self._arrived["F", mb_index] = prev_stage_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor]:
-        """Give the gradient of the input to the stage before, where that is on this rank."""
+        """Hand the gradient of the input to the previous stage, if that is on this rank."""
         return (self._made.pop(("B", mb_index)),)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradient of the output from the next stage, where that is on this rank."""
+        """Take the gradient of the output from the next stage, if that is on this rank."""
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
         self._arrived["B", mb_index] = gradient
@@ -167,7 +172,7 @@ class RunningStage(PipelineStage):
         self.stage.data_parallel.reduce_gradients(is_last=self._is_last_backward())
 
     def _is_last_backward(self) -> bool:
-        """Count down the backward passes of a step."""
+        """Count down the step's backward passes; true for the last."""
         self._backwards_left -= 1
         return self._backwards_left == 0
 
@@ -192,7 +197,7 @@ class TableSchedule(PipelineScheduleMulti):
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Run one batch. What the stages work on they have been told in `RunningStage.begin`."""
+        """Run one batch, whose tokens and loss function the stages got from `RunningStage.begin`."""
         for step in self._table:
             stage = self._stage[step.stage]
             if step.kind == "RECV_F":
@@ -212,7 +217,7 @@ class TableSchedule(PipelineScheduleMulti):
         if kind == "F":
             self._wait_for_input("F", step, stage)
             output = stage.forward_one_chunk(microbatch)
-            if index + 1 in self._stage:
+            if index + 1 in self._stage:  # the next stage is on this rank too, so no message is sent
                 self._stage[index + 1].set_local_fwd_input(output, microbatch)
         elif kind == "W":
             stage.backward_weight_one_chunk(microbatch)
@@ -243,18 +248,18 @@ class TableSchedule(PipelineScheduleMulti):
         self._finish_sends(MAX_PENDING_SENDS)
 
     def _finish_sends(self, most: int) -> None:
-        """Let go of what has been sent; wait until at most so many messages are unfinished."""
+        """Release the tensors of finished sends, and wait until at most ``most`` sends are unfinished."""
         while self._sends and (len(self._sends) > most or self._sends[0][0].is_completed()):
             self._sends.popleft()[0].wait()
 
 
 def loss_of_last_stage(output: torch.Tensor, _target: object) -> torch.Tensor:
-    """The loss, for torch's schedules: the last stage's forward pass gives it already."""
+    """Loss function for torch's schedules. It passes the loss through, since the last stage has computed it already."""
     return output
 
 
 class Pipeline:
-    """Runs batches through the stages of this process, in step with the processes that hold the others."""
+    """Runs batches through this process's stages, together with the processes that hold the other stages."""
 
     def __init__(
         self,
@@ -265,7 +270,7 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``hidden_shape`` and ``dtype`` are those of the tensors between stages, [batch, seq on this rank, hidden]."""
+        """``hidden_shape``, [batch, seq on this rank, hidden], and ``dtype`` describe the tensors between stages."""
         self.model, self.shape, self.group = model, shape, group
 
         def new_hidden() -> torch.Tensor:
@@ -276,17 +281,17 @@ class Pipeline:
 
     @property
     def num_actions(self) -> int:
-        """Passes, sends and receives so far: it grows as long as the pipeline gets on."""
+        """Passes, sends and receives so far, which grow as long as the pipeline makes progress."""
         return sum(stage.num_actions for stage in self.stages)
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
-        """Most microbatches that each stage of this process has held at once."""
+        """For each stage of this process, the most microbatches that it has held at once."""
         return {stage.stage_index: stage.peak_in_flight for stage in self.stages}
 
     @property
     def timeline(self) -> Timeline | None:
-        """Receives the time of every pass while it is set."""
+        """If set, it receives the time of every pass."""
         return self.stages[0].timeline
 
     @timeline.setter
@@ -295,14 +300,14 @@ class Pipeline:
             stage.timeline = timeline
 
     def forward_backward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Add the gradients of all microbatches' losses to the parameters. tokens: each [micro_batch, seq]."""
+        """Accumulate the gradients of all microbatches' losses. tokens: [micro_batch, seq] for each microbatch."""
         self._run(tokens, loss_function, backward=True)
         for stage in self.model.stages:
             stage.data_parallel.finish()
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Only call ``loss_function`` with every microbatch's logits, where the last stage is."""
+        """Run forward passes only. The last stage calls ``loss_function`` with each microbatch's logits."""
         self._run(tokens, loss_function, backward=False)
 
     def _run(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction, backward: bool) -> None:

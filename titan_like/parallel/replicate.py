@@ -1,4 +1,4 @@
-"""ZeRO 0 in float32: full weights everywhere, gradients summed in place while the backward pass goes on."""
+"""ZeRO 0 in float32: full weights on every rank, gradients all-reduced in place during the backward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from titan_like.torch_private import coalesced
 
 
 class GradientAllReduce:
-    """Sums each unit's gradients over a group as soon as the last of them is there.
+    """Sums each unit's gradients over a group as soon as the last of them has been computed.
 
-    Nothing is copied: between and during steps a rank holds one copy of weights, gradients and optimizer state.
+    Nothing is copied: a rank holds one copy of weights, gradients and optimizer state at all times.
     """
 
     def __init__(self, units: list[list[nn.Parameter]], group: dist.ProcessGroup) -> None:
-        self.enabled = False  # true for the backward pass of a step's last microbatch
+        self.enabled = False  # true during the backward pass of a step's last microbatch
         self._group = group
         self._units = units
         self._missing = [len(unit) for unit in units]
@@ -36,7 +36,7 @@ class GradientAllReduce:
             self._start(number)
 
     def start_all(self) -> None:
-        """Sum every unit now, where gradients did not come from a backward pass that runs hooks."""
+        """Start the sums of all units, for gradients that did not come from a backward pass and so ran no hooks."""
         for number in reversed(range(len(self._units))):
             self._missing[number] = 0
             self._start(number)
@@ -50,7 +50,7 @@ class GradientAllReduce:
         self._in_flight.append(unit_in_flight)
 
     def wait(self) -> None:
-        """After the last backward pass: the gradients are summed when this returns."""
+        """Wait, after the last backward pass, until all gradients are summed."""
         for work in self._in_flight:
             work.wait()
         unfinished = sum(self._missing)

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure functions."""
+"""The assignment of layers to pipeline stages. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_like.models.config import TransformerConfig
 
 @dataclass(frozen=True)
 class StageLayers:
-    """One stage: a run of layers, with the embedding before the first and the output after the last."""
+    """One stage: consecutive layers, plus the embedding in the first stage and the output matrix in the last."""
 
     layers: range
     is_first: bool
@@ -19,25 +19,25 @@ class StageLayers:
 
 
 def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: int) -> list[int]:
-    """Layers of every stage: as configured, else balanced."""
+    """Number of layers in each stage: `parallelism.pipeline_layers` if given, else balanced."""
     given = config.parallelism.pipeline_layers
     return given or balanced_layers(model.num_layers, num_stages, output_cost(model, config.training.seq_len))
 
 
 def output_cost(model: TransformerConfig, seq_len: int) -> float:
-    """Products of the output matrix in units of one layer's products.
+    """Multiplications of the output matrix per token, in units of one layer's.
 
-    The embedding is a lookup and costs none.
+    The embedding is a lookup and costs nothing.
     """
     layer = model.parts.matrices + model.parts.attention_cores * 2 * seq_len * model.hidden_size
     return model.padded_vocab_size * model.hidden_size / layer
 
 
 def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list[int]:
-    """Layers per stage such that the slowest stage is as fast as can be.
+    """Number of layers in each stage such that the slowest stage is as fast as possible.
 
-    Every layer costs 1 and the last stage ``last_extra`` more. Among stages that would be equally slow the middle of
-    the pipeline takes a layer first: the ends also embed, or hold the output matrix.
+    Every layer costs 1, and the last stage costs ``last_extra`` more. Of stages that would be equally slow, one in the
+    middle takes the next layer, because the ends also hold the embedding or the output matrix.
     """
     counts = [1] * num_stages
     extra = [0.0] * (num_stages - 1) + [last_extra]
@@ -55,7 +55,7 @@ def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list
 
 
 def split_layers(counts: list[int]) -> list[StageLayers]:
-    """Stages that hold so many layers each, in order."""
+    """Turn the number of layers in each stage into consecutive ranges of layers."""
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(StageLayers(range(first, first + count), index == 0, index == len(counts) - 1))

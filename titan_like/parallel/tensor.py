@@ -1,10 +1,10 @@
 """Tensor parallelism: several processes share each layer (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 
-Which modules are split, and how, is data beside each model: its family's module `sharding`.
+Each family's module `sharding` says, as plain data, which modules are split and how.
 
 | | between layers | forward, per layer | backward, per layer |
 |---|---|---|---|
-| | whole activations | 2 all-reduces | 2 all-reduces |
+| | full activations | 2 all-reduces | 2 all-reduces |
 | sequence parallelism | 1/tp of the sequence | 2 all-gathers, 2 reduce-scatters | 2 reduce-scatters, 2 all-gathers |
 """
 
@@ -24,32 +24,32 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
 from titan_like.torch_private import coalesced, overlap_tensor_parallelism
 
-Plan = Mapping[str, str | ParallelStyle]  # by module name; `*` stands for one part of it between dots
+Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
 
 
 def apply_tensor_parallel(
     model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, plan: Plan | None = None
 ) -> None:
-    """Split a model, or a pipeline stage of it, over a one-dimensional mesh, by its family's plan unless one is given.
+    """Split a model, or one pipeline stage, over a one-dimensional mesh, by ``plan`` or else its family's plan.
 
-    Every parameter becomes a DTensor. Comes before activation checkpointing, compilation and data parallelism, on the
-    meta device or with equal weights on all ranks. Logits are then DTensors split by the vocabulary.
+    Every parameter becomes a DTensor, and the logits become DTensors split over the vocabulary. Apply this before
+    activation checkpointing, compilation and data parallelism, on the meta device or with equal weights on all ranks.
 
     Raises:
-        ValueError: the plan and the model do not fit each other, or sizes do not divide.
+        ValueError: the plan does not fit the model, or the mesh's size does not divide the model's sizes.
     """
     config = model.config
     for name in ("num_kv_heads", "ffn_hidden_size"):
         if getattr(config, name) % mesh.size():
             raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Parallelize plan key")  # torch only warns of one that matches nothing
+        warnings.filterwarnings("error", message="Parallelize plan key")  # torch only warns if a key matches nothing
         try:
             styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
             parallelize_module(model, mesh, styles, src_data_rank=None)
         except UserWarning as warning:
             named = str(warning).partition(" in module ")[0]
-            raise ValueError(f"the tensor-parallel plan and {type(model).__name__} do not fit: {named}") from None
+            raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: {named}") from None
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out the parameter {name}")
@@ -57,15 +57,15 @@ def apply_tensor_parallel(
 
 
 def family_plan(model: Transformer) -> Plan:
-    """The plan beside the model."""
+    """The tensor-parallel plan in the `sharding` module of the model's family."""
     return model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
 
 
 def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
-    """What the family's plan says of each module that it names, as `parallelize_module` reads its patterns.
+    """Expand the family's plan: module name → what its style does. Patterns match as in `parallelize_module`.
 
     Raises:
-        ValueError: there is no style of a name.
+        ValueError: the plan names a style that does not exist or is not known here.
     """
     found: dict[str, StyleKind] = {}
     for pattern, style in styles_of(family_plan(model), model, sequence_parallel=False).items():
@@ -78,16 +78,16 @@ def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
 
 
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """The styles that a plan names, without those of modules that another pipeline stage has in this one's place.
+    """Turn a plan's names into styles, leaving out modules that are absent because another pipeline stage holds them.
 
     Raises:
-        ValueError: there is no style of a name.
+        ValueError: the plan names a style that does not exist.
     """
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
-                f'the tensor-parallel plan\'s {pattern} has the style "{style}"; there are {", ".join(STYLES)}'
+                f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
         if pattern not in absent_modules(model):
             styles[pattern] = STYLES[style](sequence_parallel) if isinstance(style, str) else style
@@ -95,7 +95,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
 
 
 def absent_modules(model: Transformer) -> set[str]:
-    """Modules that another pipeline stage has in this one's place."""
+    """Names of the modules that this pipeline stage lacks because another stage holds them."""
     absent = set() if model.is_first else set(model.entry)
     absent |= set() if model.is_last else {"norm", "output", "mask_padding"}
     return absent - {name for name, _ in model.named_children()}
@@ -103,10 +103,10 @@ def absent_modules(model: Transformer) -> set[str]:
 
 @torch.no_grad()
 def sum_partial_gradients(model: Transformer) -> None:
-    """Complete the gradients that sequence parallelism leaves partial: of norms, positions and biases after a sum.
+    """Sum over tensor-parallel ranks the gradients that sequence parallelism leaves partial.
 
-    After a step's last backward pass and before gradients are read. Sums commute: over data-parallel ranks they may
-    have been summed before.
+    These belong to norms, position embeddings, and biases that are added after a reduce-scatter. Call it after a step's
+    last backward pass and before gradients are read. Sums commute, so data parallelism may have summed them already.
     """
     gradients, group = [], None
     for module in model.modules():
@@ -124,9 +124,9 @@ def sum_partial_gradients(model: Transformer) -> None:
 
 
 def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:
-    """Logits [batch, positions, padded vocab] at some positions of the sequence, whole on every rank.
+    """Gather logits at some positions: [batch, seq, padded vocab] → [batch, positions, padded vocab] on every rank.
 
-    For generation: training never has them. Without tensor parallelism this only takes the positions.
+    Only generation needs this; training never gathers logits. Without tensor parallelism it only selects positions.
     """
     if not isinstance(logits, DTensor):
         return logits[:, positions]
@@ -139,12 +139,12 @@ def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler overlap matrix products with the collectives beside them, piece by piece. CUDA only.
+    """Let the compiler split matrix products into pieces that overlap with the adjacent collectives. CUDA only.
 
-    Takes effect with sequence parallelism, where the pairs are all-gather then product, product then reduce-scatter.
+    It takes effect with sequence parallelism, which has an all-gather before or a reduce-scatter after a product.
     """
     if mesh.device_type != "cuda":
         return
-    with warnings.catch_warnings():  # later versions call it deprecated, and their compiler asks for it still
+    with warnings.catch_warnings():  # later versions deprecate it, although their compiler still requires it
         warnings.simplefilter("ignore", FutureWarning)
         overlap_tensor_parallelism(mesh.get_group().group_name)

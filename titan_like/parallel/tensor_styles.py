@@ -1,13 +1,12 @@
-"""How single modules are split over the processes of a tensor-parallel group: `ParallelStyle`s for torch's
-`parallelize_module`, which a family's plan names by the keys of `STYLES`.
+"""How tensor parallelism splits each kind of module: `ParallelStyle`s for torch's `parallelize_module`.
 
-Each style makes the module's own parameters DTensors, of which a rank holds a shard or a copy, and replaces its forward
-pass by one on plain local tensors: torch's own styles dispatch every operation on DTensors, which takes 1.2 to 1.6
-times the processor time of a step of a small model. They can stand in a plan beside these, where no "region" encloses
-them: both would sum a gradient.
+A family's plan names them by the keys of `STYLES`. Each style turns the module's own parameters into DTensors, of which
+a rank holds a shard or a copy, and replaces its forward pass by one on plain local tensors. torch's own styles dispatch
+every operation on DTensors, which takes 1.2 to 1.6 times the CPU time of a small model's step. A plan may also name
+torch's styles, except inside a "region", where both would sum the same gradient.
 
-Between layers activations are whole and equal on every rank, or with sequence parallelism each rank has a contiguous
-part of the sequence.
+Between layers, activations are [batch, seq, hidden] and equal on every rank. With sequence parallelism they are
+[batch, seq / ranks, hidden], and each rank has a contiguous part of the sequence.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from titan_like.parallel.weight_gradients import linear
 
 
 class LocalStyle(ParallelStyle):
-    """A style whose module computes on this rank's shards: `forward` in place of the module's own."""
+    """A style whose `forward` replaces the module's own and computes on this rank's shards."""
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
-    partial_gradients: ClassVar[tuple[str, ...]] = ()  # where each rank has a part of the sequence
-    enters: ClassVar[bool] = False  # its input comes whole from between the layers: `CopyToTensorRegion`
-    leaves: ClassVar[bool] = False  # its outputs are added up over the ranks: `ReduceFromTensorRegion`
+    partial_gradients: ClassVar[tuple[str, ...]] = ()  # parameters whose gradients sequence parallelism leaves partial
+    enters: ClassVar[bool] = False  # takes the activation between layers through `CopyToTensorRegion`
+    leaves: ClassVar[bool] = False  # sums its outputs over the ranks with `ReduceFromTensorRegion`
 
     def __init__(self, sequence_parallel: bool) -> None:
         self.sequence_parallel = sequence_parallel
@@ -49,12 +48,12 @@ class LocalStyle(ParallelStyle):
         return module
 
     def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """What the module computes from now on."""
+        """Compute the module's output from this rank's shards."""
         raise NotImplementedError
 
 
 class Region(LocalStyle):
-    """Attention or MLP: its first matrices are split by columns and its last by rows."""
+    """Attention or MLP: the first matrices are split by columns, the last by rows."""
 
     enters = True
 
@@ -63,12 +62,12 @@ class Region(LocalStyle):
         return module
 
     def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        """The module's own pass over whole activations. x: what lies between layers."""
+        """Run the module's own forward pass on full activations. x: activation between layers."""
         return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs)
 
 
 class ColumnLinear(LocalStyle):
-    """The output features are split; the input is whole."""
+    """Splits the output features of a linear layer. Every rank has the full input."""
 
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -79,47 +78,47 @@ class ColumnLinear(LocalStyle):
 
 
 class RowLinear(LocalStyle):
-    """The input features are split; the ranks' products are added up, and then the bias once."""
+    """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
 
     leaves = True
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
     partial_gradients = ("bias",)
 
     def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, in of this rank] → what lies between layers."""
+        """[batch, seq, in of this rank] → activation between layers."""
         product = linear(module, x, module.weight, local(module.weight), None)
         x = ReduceFromTensorRegion.apply(product, self.sequence_parallel, group)
         return x if module.bias is None else x + local(module.bias)
 
 
 class Norm(LocalStyle):
-    """Every rank has the weights; with sequence parallelism it normalises its part of the sequence."""
+    """Replicates the weights. With sequence parallelism each rank normalises its part of the sequence."""
 
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
     partial_gradients = ("weight", "bias")
 
     def forward(self, module: nn.LayerNorm | nn.RMSNorm, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """As the module does."""
+        """Normalise the activation between layers; x and the result have the same shape."""
         if isinstance(module, nn.LayerNorm):
             return F.layer_norm(x, module.normalized_shape, local(module.weight), local(module.bias), module.eps)
         return F.rms_norm(x, module.normalized_shape, local(module.weight), module.eps)
 
 
 class VocabularyEmbedding(LocalStyle):
-    """The rows of the table are split; tokens of other ranks' rows are zero here, and the ranks' results added up."""
+    """Splits the rows of the table. A rank gives zeros for tokens in other ranks' rows, and the results are summed."""
 
     leaves = True
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Embedding, group: Group, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → what lies between layers.
+        """tokens [batch, seq] → activation between layers.
 
         Raises:
-            ValueError: sequence parallelism cannot cut the sequence into equal parts.
+            ValueError: sequence parallelism cannot split the sequence into equal parts.
         """
         if self.sequence_parallel and tokens.shape[1] % group.size:
             length = f"a sequence of {tokens.shape[1]} tokens"
-            raise ValueError(f"{length} cannot be cut into {group.size} equal parts, as sequence parallelism does")
+            raise ValueError(f"{length} cannot be split into {group.size} equal parts for sequence parallelism")
         here = group.vocabulary(module.num_embeddings)
         elsewhere = (tokens < here.start) | (tokens >= here.stop)
         rows = (tokens - here.start).masked_fill(elsewhere, 0)
@@ -128,7 +127,7 @@ class VocabularyEmbedding(LocalStyle):
 
 
 class PositionEmbedding(LocalStyle):
-    """Every rank has the table; with sequence parallelism it looks up the positions of its part of the sequence."""
+    """Replicates the table. With sequence parallelism each rank looks up the positions of its part of the sequence."""
 
     placements: ClassVar = {"weight": Replicate()}
     partial_gradients = ("weight",)
@@ -141,20 +140,20 @@ class PositionEmbedding(LocalStyle):
 
 
 class VocabularyOutput(LocalStyle):
-    """The output matrix, or the use of the embedding table as such: each rank has the logits of its tokens."""
+    """Splits the rows of the output matrix or tied table. Each rank computes the logits of its own tokens."""
 
     enters = True
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Module, group: Group, x: torch.Tensor, table: DTensor | None = None) -> torch.Tensor:
-        """What lies between layers → [batch, seq, tokens of this rank]."""
+        """Activation between layers → [batch, seq, tokens of this rank]."""
         weight = module.weight if table is None else table
         assert isinstance(weight, torch.Tensor)
         return linear(module, CopyToTensorRegion.apply(x, self.sequence_parallel, group), weight, local(weight), None)
 
 
 class VocabularyMask(LocalStyle):
-    """Masks the padding among this rank's logits and gives them as a DTensor, split by its last dimension."""
+    """Masks the padding among this rank's logits and wraps them as a DTensor split over the vocabulary."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, PaddingMask)
@@ -172,7 +171,7 @@ class VocabularyMask(LocalStyle):
 
 
 class SplitHeads(LocalStyle):
-    """Each rank attends with its heads, so that dropout must differ where all else is drawn alike."""
+    """Gives each rank its own attention dropout, because it has its own heads. All other random numbers are shared."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, AttentionCore)
@@ -182,11 +181,11 @@ class SplitHeads(LocalStyle):
 
     @staticmethod
     def attend(module: AttentionCore, forward: Callable, group: Group, *inputs: torch.Tensor) -> torch.Tensor:
-        """The module's own pass, with a random stream of this rank's."""
+        """Run the module's own pass on [batch, heads here, seq, head_dim], with a random stream of this rank."""
         if not module.training:
             return forward(*inputs)
-        # All ranks draw one number, from the CPU's generator: no device is waited for, and where activation
-        # checkpointing puts the generators back the number is drawn again.
+        # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
+        # checkpointing restores that generator, so a recomputation draws the same number again.
         seed = int(torch.randint(2**48, ())) * group.size + group.rank
         generator = generator_of(inputs[0].device)
         state = generator.get_state()
@@ -211,19 +210,19 @@ STYLES: dict[str, type[LocalStyle]] = {
 
 
 class StyleKind(NamedTuple):
-    """What a style does to a module, as far as memory and traffic depend on it."""
+    """The properties of a style on which memory and traffic depend."""
 
-    split: dict[str, int]  # own parameter → the dimension that is split; those not named are whole on every rank
+    split: dict[str, int]  # own parameter → the dimension that is split; all others are replicated
     partial_gradients: tuple[str, ...]
     enters: bool
     leaves: bool
 
 
 def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
-    """What one of our styles, or of torch's for linear layers, does to a module.
+    """Describe what a style does to a module. It knows the styles here, and torch's for linear layers.
 
     Raises:
-        ValueError: another style, which does not say.
+        ValueError: it is another style.
     """
     if isinstance(style, LocalStyle):
         split = {name: at.dim for name, at in style.placements.items() if isinstance(at, Shard)}
@@ -233,37 +232,40 @@ def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
     if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
         return StyleKind({"weight": 1}, (), enters=False, leaves=True)
     known = "LocalStyle, or ColwiseParallel or RowwiseParallel for a linear layer"
-    raise ValueError(f"what {type(style).__name__} splits of a {type(module).__name__} is not known; use a {known}")
+    raise ValueError(f"how {type(style).__name__} splits a {type(module).__name__} is not known; use a {known}")
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    """From now on the module computes this; its hooks stay."""
+    """Replace a module's forward pass and keep its hooks."""
     setattr(module, "forward", forward)  # noqa: B010
 
 
 def mark_partial(module: nn.Module, *names: str) -> None:
-    """Note parameters whose gradient here is that of a part of the sequence alone.
+    """Mark parameters whose local gradient covers only this rank's part of the sequence.
 
-    Summing them as they appear would cost a small collective for each in every microbatch: see
-    `titan_like.parallel.tensor.sum_partial_gradients`.
+    `titan_like.parallel.tensor.sum_partial_gradients` sums them once per step. Summing them as they appear would cost a
+    small collective for each of them in every microbatch.
     """
     module.partial_gradients = names  # type: ignore[assignment]
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter; the shard's gradient becomes the parameter's, split alike."""
+    """This rank's shard of a parameter. Its gradient becomes the parameter's, with the same placement."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Make a module's own parameters DTensors. No communication: every rank has the whole value, or none as on meta.
+    """Turn a module's own parameters into DTensors.
+
+    This needs no communication, because every rank has the full value (or none, on the meta device).
 
     Raises:
-        ValueError: a process would have nothing of a parameter.
+        ValueError: a process would hold no element of a parameter.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(parameter.data, mesh, [placements[name]], src_data_rank=None)
         if distributed.to_local().numel() == 0:
-            raise ValueError(f"{tuple(parameter.shape)} cannot be split over {mesh.size()} processes: one has nothing")
+            size = f"{tuple(parameter.shape)} cannot be split over {mesh.size()} processes"
+            raise ValueError(f"{size}: one would hold nothing")
         module.register_parameter(name, nn.Parameter(distributed))

@@ -1,4 +1,4 @@
-"""Embedding tables that are also the output matrix, where a pipeline has them in its first and its last stage."""
+"""Tied embeddings under pipeline parallelism, where the first and the last stage each hold a copy of the table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from titan_like.parallel.model import ParallelModel, holds_tied_table
 
 @torch.no_grad()
 def sum_table_gradients(model: ParallelModel, group: dist.ProcessGroup, first_rank: int, last_rank: int) -> None:
-    """Make the gradients of the table's two copies their sum.
+    """Replace the gradients of the table's two copies by their sum.
 
-    ``group`` is the pipeline's, ``first_rank`` and ``last_rank`` hold its ends. Both copies are split alike over data
-    and tensor ranks, so each process sums its part with one other process. Addition commutes: the two stay equal to
-    the bit.
+    ``group`` is the pipeline's process group; ``first_rank`` and ``last_rank`` hold the two ends. Both copies are
+    sharded alike over data and tensor ranks, so each process exchanges its part with one other process. Addition
+    commutes, so the two sums are bitwise equal.
     """
     tables = [stage.module.embedding.weight for stage in model.stages if holds_tied_table(stage)]
     gradients = local_gradients(tables)

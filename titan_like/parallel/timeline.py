@@ -1,6 +1,6 @@
-"""When each pass of a step ran on this rank.
+"""The times at which each pass of a step ran on this rank.
 
-On a GPU nothing waits for the device during the step: CUDA events are recorded between its kernels, and read after it.
+On a GPU the host does not wait during the step: it records CUDA events between the kernels and reads them afterwards.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event
 
-_MEETINGS = 16  # collectives that make clocks of ranks comparable: the quickest counts
+_MEETINGS = 16  # collectives that align the ranks' clocks; the fastest one is used
 
 
 class Phase(NamedTuple):
-    """What a rank did after its last pass, with its times in seconds."""
+    """A part of the step after a rank's last pass, such as the optimizer. Times are in seconds."""
 
     rank: int
     name: str
@@ -30,11 +30,11 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank saw of a step, in seconds of its own clock.
+    """One rank's record of a step, in seconds of its own clock.
 
-    ``waits`` are times in which a pass could not start, under the name of the pass. ``meetings`` are times of going
-    into and coming out of collectives that all ranks took part in, which make clocks comparable. All else may be wrong
-    by ``error`` on the clock of ``meetings``.
+    ``waits`` are the times for which a pass waited for its input, each labelled with that pass. ``meetings`` are the
+    times at which the rank entered and left collectives of all ranks; they align the ranks' clocks. All other times
+    may be off by ``error`` on the clock of ``meetings``.
     """
 
     passes: list[Event]
@@ -48,38 +48,39 @@ class Timeline:
     """Receives the start and the end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Begin. All ranks of ``group`` do this together, directly before the step."""
+        """Start recording. All ranks of ``group`` do this together, directly before the step."""
         self._device = device
-        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # stamps as times
+        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # with stamps, not yet times
         self._waits_since: Any = None
         before = time.perf_counter()
-        self._began = self._last = self._zero = self._stamp()  # its host time is known, and gives that of later events
+        # The host times around this first event are known. They place all later events on the host's clock.
+        self._began = self._last = self._zero = self._stamp()
         self._synchronize()
         self._zero_bounds = before, time.perf_counter()
 
     def waiting(self, step: Step) -> None:
-        """A pass is next, and its input may not be there."""
+        """A pass is next, but its input may not have arrived yet."""
         self._waits_since = self._stamp()
 
     def start(self, step: Step) -> None:
-        """A pass begins: its input is there."""
+        """A pass begins, and its input has arrived."""
         self._began = self._stamp()
         if self._waits_since is not None:
             self._seen.waits.append(Event(0, Action(*step), self._waits_since, self._began))
             self._waits_since = None
 
     def stop(self, step: Step) -> None:
-        """A pass has been issued."""
+        """All work of a pass has been issued."""
         self._last = self._stamp()
         self._seen.passes.append(Event(0, Action(*step), self._began, self._last))
 
     def mark(self, phase: str) -> None:
-        """All since the last pass, or the last mark, was this phase."""
+        """Label the time since the last pass or mark as this phase."""
         since, self._last = self._last, self._stamp()
         self._seen.phases.append(Phase(0, phase, since, self._last))
 
     def finish(self) -> RankTimes:
-        """Wait for the device and read the times."""
+        """Wait for the device and return the recorded times."""
         if self._device.type == "cpu":
             return self._seen
         self._synchronize()
@@ -105,7 +106,7 @@ class Timeline:
             torch.cuda.synchronize(self._device)
 
     def _meet(self, group: dist.ProcessGroup) -> tuple[float, float]:
-        """Wait for the whole group: times of going in and of coming out."""
+        """Meet the whole group in a collective; the times of entering and leaving it."""
         entered = time.perf_counter()
         dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._synchronize()

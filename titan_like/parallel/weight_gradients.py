@@ -1,8 +1,8 @@
-"""A backward pass in two parts: gradients of activations first, of weight matrices when there is time.
+"""Split backward passes: the gradients of activations come first, those of weight matrices later.
 
-Zero-bubble schedules (arXiv 2401.10241) fill idle time with the second part, which no other process waits for. Here it
-is made of each linear layer's product of input and output gradient; what is small, biases and norms and lookups, stays
-in the first part. Activations are recomputed once, in the first part.
+Zero-bubble schedules (arXiv 2401.10241) fill idle time with the second part, because no other process waits for it. The
+second part consists of the products of each linear layer's input and output gradient. Small gradients (of biases, norms
+and embeddings) stay in the first part. Activations are recomputed only once, in the first part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titan_like.models.transformer import TiedOutput, Transformer
 
 @dataclass(frozen=True)
 class Product:
-    """A weight's gradient that is still to be multiplied out: its layer's input and its output's gradient."""
+    """A deferred weight gradient: the layer's input and the gradient of its output, yet to be multiplied."""
 
     weight: torch.Tensor  # the parameter
     x: torch.Tensor  # [..., input features here]
@@ -29,10 +29,10 @@ class Product:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add the product to the weight's gradient."""
+        """Compute gradientᵀ · x, [out here, in here], and add it to the weight's gradient."""
         value = self.gradient.flatten(0, -2).t() @ self.x.flatten(0, -2)
         weight = self.weight
-        summed_in = getattr(weight, "grad_dtype", None)  # from torch 2.15 on FSDP2 says so here
+        summed_in = getattr(weight, "grad_dtype", None)  # set by FSDP2 from torch 2.15 on
         value = value if summed_in is None else value.to(summed_in)
         if isinstance(weight.data, DTensor):
             placements, shape, stride = weight.data.placements, weight.shape, weight.stride()
@@ -43,31 +43,31 @@ class Product:
 
 
 class WeightGradients:
-    """The products that backward passes have put off."""
+    """Collects the products that backward passes have deferred."""
 
     def __init__(self) -> None:
         self._products: list[Product] = []
 
     def defer(self, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note a product for later."""
+        """Store a product for later. x: [..., in here]; gradient: [..., out here]."""
         self._products.append(Product(weight, x, gradient))
 
     def take(self) -> list[Product]:
-        """The products noted since the last call."""
+        """Return and forget the products deferred since the last call."""
         products, self._products = self._products, []
         return products
 
 
 def defer_weight_gradients(model: Transformer) -> WeightGradients:
-    """From now on backward passes through the model's linear layers leave out the weights' gradients.
+    """Make backward passes through the model's linear layers defer the weights' gradients. Changes it in place.
 
-    Comes after tensor parallelism, whose layers ask `linear` for their products too.
+    Apply it after tensor parallelism, whose layers also compute their products through `linear`.
     """
     deferred = WeightGradients()
     for module in model.modules():
         if isinstance(module, nn.Linear | TiedOutput):
             module.deferred = deferred  # type: ignore[assignment]
-            if "forward" not in vars(module):  # tensor parallelism has one of its own
+            if "forward" not in vars(module):  # else tensor parallelism has replaced it already
                 setattr(module, "forward", partial(_forward, module))  # noqa: B010
     return deferred
 
@@ -82,7 +82,7 @@ def _forward(module: nn.Linear | TiedOutput, x: torch.Tensor, table: torch.Tenso
 def linear(
     module: nn.Module, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x · partᵀ + bias, where ``part`` is what this process holds of ``weight``, itself if that is whole."""
+    """x · partᵀ + bias: [..., in here] → [..., out here]. ``part`` is what this process holds of ``weight``."""
     deferred = getattr(module, "deferred", None)
     if deferred is None:
         return F.linear(x, part, bias)

@@ -1,4 +1,4 @@
-"""Without pipelining: the whole model is on this process, or its shards are, and microbatches follow one another."""
+"""Training without pipelining: the process holds all layers, or shards of them, and runs one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from titan_like.parallel.timeline import Timeline
 
 
 class WholeModel:
-    """Runs batches as `titan_like.parallel.pipeline.Pipeline` does, one microbatch after the other."""
+    """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         (self.stage,) = model.stages
         self.shape = PipelineShape("1f1b", 1, 1)
-        self.num_actions = 0  # passes so far: it grows as long as training gets on
-        self.timeline: Timeline | None = None  # receives the time of every pass while it is set
+        self.num_actions = 0  # passes so far, which grows as long as training makes progress
+        self.timeline: Timeline | None = None  # if set, receives the time of every pass
 
     def forward_backward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Add the gradients of all microbatches' losses to the parameters. tokens: each [micro_batch, seq]."""
+        """Accumulate the gradients of all microbatches' losses. tokens: [micro_batch, seq] for each microbatch."""
         data_parallel = self.stage.data_parallel
         for microbatch, x in enumerate(tokens):
             self._start("F", microbatch)
@@ -37,7 +37,7 @@ class WholeModel:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Only call ``loss_function`` with every microbatch's logits."""
+        """Call ``loss_function`` with the logits [micro_batch, seq, vocab] of every microbatch; no gradients."""
         for microbatch, x in enumerate(tokens):
             loss_function(self.stage.module(x), microbatch)
             self.num_actions += 1

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure mathematics: who computes and sends what, in which order, and how long it takes."""
+"""Pipeline schedules as pure functions: the order of computations and messages on each rank, and how long they take."""
 
 from titan_like.parallel.schedules.actions import Action, Table
 from titan_like.parallel.schedules.communication import Step, add_communication

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of."""
+"""The elements of a pipeline schedule: actions, their inputs and their outcomes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 class Action(NamedTuple):
     """One computation of one stage.
 
-    ``kind`` is F (forward), B (whole backward), or B's two halves: I (gradient of the stage's input), which the stage
-    before waits for, and W (gradients of the weights), which nobody waits for and which can fill idle time.
+    ``kind`` is F (forward), B (whole backward), or one of B's two halves. I computes the gradient of the stage's input,
+    for which the previous stage waits. W computes the gradients of the weights; no stage waits for it, so it can fill
+    idle time.
     """
 
     kind: str
@@ -25,12 +26,12 @@ Table = list[list[Action]]
 
 
 def outcome(action: Action) -> Action:
-    """The action under whose name others wait for the result: B also gives what I gives."""
+    """The action under whose name others wait for the result: I for a B, because B also computes what I does."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def inputs(action: Action, num_stages: int) -> list[Action]:
-    """The actions whose outcome this one needs."""
+    """The actions whose outcomes this one needs before it can start."""
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("I", stage, microbatch)]

@@ -1,4 +1,4 @@
-"""Sends and receives between the computations of a pipeline schedule."""
+"""The sends and receives between the computations of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from titan_like.parallel.schedules.simulate import simulate, unit_time
 class Step(NamedTuple):
     """A computation (F, B, I, W) or one side of a message.
 
-    F messages carry a stage's output to the next stage, B messages the gradient of a stage's input to the stage before.
-    ``stage`` is the one that sends or receives: ``SEND_F`` of stage 2 meets ``RECV_F`` of stage 3.
+    F messages carry a stage's output to the next stage. B messages carry the gradient of a stage's input to the
+    previous stage. ``stage`` is the one that sends or receives: ``SEND_F`` of stage 2 pairs with ``RECV_F`` of stage 3.
     """
 
     kind: str
@@ -21,27 +21,28 @@ class Step(NamedTuple):
 
 
 def add_communication(table: Table, ranks: list[int]) -> list[list[Step]]:
-    """Insert the messages between stages of different ranks, so that posting them in order of the lists can not hang.
+    """Insert the messages between stages of different ranks, in an order that cannot deadlock.
 
-    NCCL runs the messages between two ranks, of both directions, one after the other as each rank posts them, and each
-    holds up the next until both sides are there. So both ranks must post them in the same order. All messages of the
-    step are put in one order here, by the time at which they are made in `simulate` with `unit_time` (lower rank first
-    where equal). A send follows the computation that makes it. Its receive comes before whatever the receiving rank is
-    busy with at that time, so that the transfer overlaps with it.
+    NCCL runs the messages between two ranks, in both directions, one after the other in the order in which each rank
+    posts them. A message blocks the next one until both sides have posted it, so both ranks must post in the same
+    order. This function puts all messages of the step in one global order: by the time at which `simulate` with
+    `unit_time` produces them, lower rank first on ties. A send follows the computation that produces it. Its receive
+    precedes the computation that the receiving rank is busy with at that time, so that the transfer overlaps with it.
 
-    This can not hang as long as posting a receive does not wait, even if sends do: before the first message in order
-    that is not through, either rank has only computations that ended by then, and so need only messages that are
-    through.
+    This order cannot deadlock as long as posting a receive does not block, even if sends block. Take the first message
+    in the order that is not complete. Both of its ranks have only computations before it that end by then, and these
+    need only messages that are complete.
 
     Args:
         table: per rank, its computations.
         ranks: the rank of each stage.
 
     Raises:
-        ValueError: ranks of the table wait for each other.
+        ValueError: the table deadlocks even without messages.
     """
     steps: list[list[Step]] = [[] for _ in table]
-    # At an action's end, the list of another rank holds what that rank has finished, not what it is busy with.
+    # When an action ends, another rank's list holds only what that rank has finished. Appending a receive there thus
+    # puts it before the computation that the rank is busy with.
     for event in sorted(simulate(table, ranks, unit_time), key=lambda event: (event.end, event.rank)):
         _, stage, microbatch = event.action
         steps[event.rank].append(Step(*event.action))
@@ -54,5 +55,5 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Step]]:
 
 
 def _target(action: Action) -> int | None:
-    """The stage that waits for the action's outcome, if there is one."""
+    """The stage that needs the action's outcome, if any; it may lie outside the pipeline."""
     return {"F": action.stage + 1, "I": action.stage - 1}.get(outcome(action).kind)

@@ -1,4 +1,4 @@
-"""What a run's pipeline is: its schedule, and where its stages lie."""
+"""The shape of a run's pipeline: its schedule and the placement of its stages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from titan_like.parallel.schedules.communication import Step, add_communication
 from titan_like.parallel.schedules.tables import forward_table, schedule_table, stage_ranks
 
-MAX_PENDING_SENDS = 2  # messages a rank leaves unfinished; gloo cannot tell whether one has arrived without waiting
+MAX_PENDING_SENDS = 2  # unfinished sends per rank; without waiting, gloo cannot tell whether one has finished
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How stages lie on processes, and the order in which they work."""
+    """A schedule with its pipeline degree and stages per rank."""
 
     schedule: str
     degree: int
@@ -24,7 +24,11 @@ class PipelineShape:
         return stage_ranks(self.schedule, self.degree, self.virtual_stages)
 
     def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Step]:
-        """List the passes and messages of one rank for one batch, in order."""
+        """List one rank's passes and messages for one batch, in order.
+
+        Raises:
+            ValueError: the schedule cannot run this number of microbatches.
+        """
         table = schedule_table if backward else forward_table
         actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
         return add_communication(actions, self.ranks)[rank]

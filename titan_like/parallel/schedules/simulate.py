@@ -1,4 +1,4 @@
-"""How long a pipeline schedule takes and how much it holds, found without running it."""
+"""The time and memory that a pipeline schedule takes, computed without running it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 
 
 class Event(NamedTuple):
-    """An action of a rank with its times, in the unit of the durations."""
+    """A rank's action with its start and end, in the unit of the durations."""
 
     rank: int
     action: Action
@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
 
 def unit_time(action: Action) -> float:
-    """The durations of the papers' figures: both halves of the backward pass take as long as the forward pass."""
+    """Durations as in the papers' figures: each half of the backward pass takes as long as the forward pass."""
     return 2.0 if action.kind == "B" else 1.0
 
 
@@ -33,16 +33,17 @@ def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float]
         transfer: time from an action's end until another rank has its result.
 
     Returns:
-        All actions by start, then rank.
+        All actions, sorted by start, then rank.
 
     Raises:
-        ValueError: ranks wait for each other or for an action that no list holds; names those that can not start.
+        ValueError: ranks wait for each other, or for an action that no list holds. The message names the stuck ones.
     """
     ends: dict[Action, float] = {}
     waiting: dict[Action, list[int]] = {}  # ranks whose next action needs an outcome
     position = [0] * len(table)
     free = [0.0] * len(table)
     events = []
+    # A rank that lacks an input is parked in `waiting` until that outcome exists, so no rank is ever polled.
     ready = list(range(len(table)))
     while ready:
         rank = ready.pop()
@@ -66,17 +67,17 @@ def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float]
         if done < len(actions)
     ]
     if stuck:
-        raise ValueError(f"the schedule can not go on: {'; '.join(stuck)}")
+        raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
     return sorted(events, key=lambda event: (event.start, event.rank))
 
 
 def step_time(events: list[Event]) -> float:
-    """When the last rank is done."""
+    """The time at which the last rank finishes."""
     return max(event.end for event in events)
 
 
 def bubble_fraction(events: list[Event], num_ranks: int) -> float:
-    """Idle time of the busiest rank over its compute time, as in arXiv 2104.04473."""
+    """Idle time of the busiest rank divided by its compute time, as in arXiv 2104.04473, section 2.2.1."""
     compute = [0.0] * num_ranks
     for event in events:
         compute[event.rank] += event.end - event.start
@@ -84,18 +85,18 @@ def bubble_fraction(events: list[Event], num_ranks: int) -> float:
 
 
 def ideal_bubble(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> float:
-    """The bubble fraction without transfer times, where F, I and W take equally long and B takes twice that.
+    """The bubble fraction without transfer times, if F, I and W take equally long and B takes twice that.
 
     With p ranks, v stages per rank and m microbatches:
 
     - gpipe, 1f1b: (p-1)/m, and interleaved_1f1b: (p-1)/vm (arXiv 2104.04473, sections 2.2.1 and 2.2.2).
-    - looped_bfs: (p-1)/vm (arXiv 2211.05953) for m of at least p. A smaller m does not fill the first v-1 rounds
-      through the ranks: (p-1 + (v-1)(p-m))/vm.
-    - The schedules with a split backward pass: a lower bound. Each rank has 3vm to do, and the last one starts after
-      p-1 forward passes: (p-1)/3vm. ZB-H1 of arXiv 2401.10241 has this bubble (v = 1). The paper's ZB-V has none, and
-      DeepSeek's DualPipeV (arXiv 2412.19437) another one, where ranks may end at different times; a step here ends for
-      all of them together. With m below p, the last stage can be the bound: it waits for the vp-1 others, does m F and
-      m I, and the last of these goes back through the others; with W of stage 0, that makes a step of 2m + 2vp - 1.
+    - looped_bfs: (p-1)/vm (arXiv 2211.05953) if m ≥ p. A smaller m does not fill the first v-1 rounds through the
+      ranks: (p-1 + (v-1)(p-m))/vm.
+    - Schedules with a split backward pass: a lower bound. Each rank has 3vm units of work, and the last rank starts
+      after p-1 forward passes: (p-1)/3vm. ZB-H1 of arXiv 2401.10241 has this bubble (v = 1). In the papers ranks may
+      end a step at different times, so there ZB-V has no bubble and DualPipeV (arXiv 2412.19437) a different one. Here
+      all ranks end a step together. If m < p, the last stage can be the bound: it waits for the vp-1 other stages, does
+      m F and m I, and the last I goes back through the others. With W of stage 0 the step takes 2m + 2vp - 1.
     """
     degree, stages = pipeline_degree, stages_per_rank(schedule, virtual_stages)
     chunks = stages * num_microbatches
@@ -109,11 +110,11 @@ def ideal_bubble(schedule: str, pipeline_degree: int, virtual_stages: int, num_m
 
 
 def max_in_flight(table: Table, size: Callable[[int], float] = lambda stage: 1) -> list[float]:
-    """Per rank, the most chunks (a microbatch in a stage) whose forward is done and whose B, or W, is not.
+    """Per rank, the most chunks that it holds at once. A chunk is a microbatch in a stage, held from F until B or W.
 
     Args:
         table: per rank, its actions.
-        size: what a chunk of a stage counts, such as the bytes of its activations.
+        size: the weight of a chunk in each stage, such as the bytes of its activations.
     """
     peaks = []
     for actions in table:

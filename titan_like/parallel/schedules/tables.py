@@ -3,7 +3,7 @@
 With p ranks, v stages on each, m microbatches, and times of 1 for F, I and W and 2 for B:
 
 =======================  =========  ==============  ============================================================
-schedule                 placement  idle / compute  chunks held by a rank at most (and never more than vm)
+schedule                 placement  idle / compute  most chunks that a rank holds (never more than vm)
 =======================  =========  ==============  ============================================================
 gpipe                    loop       (p-1)/m         m
 1f1b                     loop       (p-1)/m         p - rank
@@ -14,9 +14,9 @@ zbv_zero_bubble          V (v = 2)  (p-1)/6m        2p
 dualpipe_v               V (v = 2)  (p-1)/6m        2p + 1
 =======================  =========  ==============  ============================================================
 
-A chunk is one microbatch in one stage. It holds activations from F until B or W. With v stages per rank a stage is the
-v-th part of what it is with one, so v chunks take the memory of one chunk of 1f1b. `simulate.ideal_bubble` says where
-m is too small for these figures.
+A chunk is one microbatch in one stage, whose activations are held from F until B or W. With v stages per rank each
+stage has 1/v of the rank's layers, so v chunks take as much memory as one chunk of 1f1b. For the bubble of an m too
+small for these figures, see `simulate.ideal_bubble`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SCHEDULES = (
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")  # their tables hold I and W
 _SINGLE = ("gpipe", "1f1b")  # one stage per rank
 V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")  # two stages per rank
-_IN_GROUPS = ("interleaved_1f1b", "interleaved_zero_bubble")  # p microbatches pass a rank's stages together
+_IN_GROUPS = ("interleaved_1f1b", "interleaved_zero_bubble")  # microbatches go through a rank's stages in groups of p
 
 
 def stages_per_rank(schedule: str, virtual_stages: int) -> int:
-    """Stages on each rank: what the schedule prescribes, else ``virtual_stages``."""
+    """Number of stages on each rank: as the schedule prescribes, else ``virtual_stages``."""
     if schedule in _SINGLE:
         return 1
     return 2 if schedule in V_SHAPED else virtual_stages
 
 
 def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> list[int]:
-    """Rank of each stage: round and round, or to the last rank and back (V).
+    """Rank of each stage. Stages are dealt round-robin, or placed in a V: to the last rank and back.
 
-    In a V the last rank's two stages are neighbours, and rank 0 holds the first and the last stage.
+    In a V the last rank's two stages are neighbours, and rank 0 holds both the first and the last stage.
     """
     num_stages = pipeline_degree * stages_per_rank(schedule, virtual_stages)
     if schedule in V_SHAPED:
@@ -58,7 +58,7 @@ def stage_ranks(schedule: str, pipeline_degree: int, virtual_stages: int) -> lis
 
 
 def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> str | None:
-    """Why the schedule can not run, as one clause that says what would be valid; None if it can."""
+    """The reason why the schedule cannot run, as one clause that says what would be valid; None if it can run."""
     if schedule not in SCHEDULES:
         return f"{schedule} is not a pipeline schedule; use one of {', '.join(SCHEDULES)}"
     if num_microbatches < 1:
@@ -69,25 +69,25 @@ def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num
         return f"{schedule} has 2 stages per rank, not {virtual_stages}; use 2, or interleaved_zero_bubble"
     if virtual_stages < 1:
         return f"{schedule} needs at least 1 stage per rank, not {virtual_stages}"
-    # A last group that is not full would take as long as a full one.
+    # An incomplete last group would take as long as a full one, so incomplete groups are refused.
     if schedule in _IN_GROUPS and virtual_stages > 1 and num_microbatches % pipeline_degree:
         below = num_microbatches // pipeline_degree * pipeline_degree
         nearest = f"{below} or {below + pipeline_degree}" if below else f"{pipeline_degree}"
         return (
             f"{schedule} needs microbatches in multiples of pipeline_parallel_degree ({pipeline_degree}), not the "
-            f"{num_microbatches} per step that are left for each data-parallel rank; use {nearest}, or a schedule "
+            f"{num_microbatches} that each data-parallel rank has per step; use {nearest}, or a schedule "
             "that takes any number, such as 1f1b"
         )
     return None
 
 
 def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """What each rank computes in one step, in order.
+    """The actions of each rank in one step, in order.
 
-    A stage's forward passes visit the microbatches as 0, 1, 2, …, and so do its backward passes.
+    The forward passes of a stage visit the microbatches in the order 0, 1, 2, …, and so do its backward passes.
 
     Raises:
-        ValueError: the reason of `check_schedule`.
+        ValueError: `check_schedule` refuses; the message is its reason.
     """
     problem = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
     if problem is not None:
@@ -96,12 +96,13 @@ def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num
     if schedule in ("gpipe", "looped_bfs"):
         return _all_forward_all_backward(degree, stages, num_microbatches)
     if schedule in ("1f1b", "interleaved_1f1b"):
-        # With several stages, two forwards for each hop to the last rank: one on the way out, one on the way back.
+        # A rank's warm-up covers the time until its first backward arrives. With several stages, that is two forwards
+        # per hop to the last rank: one for the way there, one for the way back.
         hop = 2 if stages > 1 else 1
         return [_one_forward_one_backward(rank, degree, stages, num_microbatches, hop, "B") for rank in range(degree)]
     if schedule == "interleaved_zero_bubble":
-        # Only I is on the way back, so that one forward for each hop suffices. Rank r is r forwards late and can
-        # leave r weight gradients for the end: all ranks hold equally much, and all finish together.
+        # Only I is on the way back, so one forward per hop suffices. Rank r starts r forwards late and leaves r weight
+        # gradients for the end, so all ranks hold equally many chunks and finish together.
         table = [_one_forward_one_backward(rank, degree, stages, num_microbatches, 1, "I") for rank in range(degree)]
         return [with_delayed_weights(actions, delay=rank) for rank, actions in enumerate(table)]
     if schedule == "zbv_zero_bubble":
@@ -110,7 +111,11 @@ def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num
 
 
 def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """The forward passes of `schedule_table` alone, for validation; any number of microbatches will do."""
+    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches.
+
+    Raises:
+        ValueError: `check_schedule` refuses for another reason.
+    """
     padded = num_microbatches
     if schedule in _IN_GROUPS:
         padded += -num_microbatches % pipeline_degree
@@ -122,9 +127,9 @@ def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_
 
 
 def _all_forward_all_backward(degree: int, stages: int, num_microbatches: int) -> Table:
-    """GPipe (arXiv 1811.06965) and, with several stages per rank, breadth-first (arXiv 2211.05953).
+    """GPipe (arXiv 1811.06965) or, with several stages per rank, breadth-first scheduling (arXiv 2211.05953).
 
-    All microbatches pass one stage before the rank turns to its next, so that a stage's parameters are gathered, and
+    All microbatches go through one stage before the rank turns to its next. A stage's parameters are thus gathered, and
     its gradients reduced, only once per pass.
     """
     microbatches = range(num_microbatches)
@@ -140,11 +145,11 @@ def _all_forward_all_backward(degree: int, stages: int, num_microbatches: int) -
 def _one_forward_one_backward(
     rank: int, degree: int, stages: int, num_microbatches: int, forwards_per_hop: int, backward: str
 ) -> list[Action]:
-    """One rank's list: warm-up forwards, then a forward and a backward in turn, then the backwards that are left.
+    """One rank's actions: warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    From arXiv 2104.04473, section 2.2: microbatches go in groups of p through the rank's first stage, then through its
-    second, and so on; backwards the other way round. Before its first backward a rank does (v-1)p forwards for the
-    rounds of the first group, and ``forwards_per_hop`` for each hop to the last rank.
+    The order is that of arXiv 2104.04473, section 2.2. Microbatches go in groups of p through the rank's first stage,
+    then its second, and so on; backwards go through the stages in reverse. The warm-up has (v-1)p forwards for the
+    rounds of the first group, plus ``forwards_per_hop`` for each hop to the last rank.
     """
     local = range(rank, degree * stages, degree)
     forwards = _in_groups("F", local, degree, num_microbatches)

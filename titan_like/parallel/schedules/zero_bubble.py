@@ -1,8 +1,8 @@
 """Schedules that split the backward pass and fill idle time with weight gradients.
 
-Ranks start one after the other, as the first microbatch reaches them; from there on none needs to wait. The papers
-call this zero bubble and let ranks also end one after the other; here a step ends for all ranks together (gradients are
-clipped by one global norm), so that the p-1 forward passes before the last rank starts remain.
+Ranks start one after the other, as the first microbatch reaches them. From then on no rank needs to wait. The papers
+call this zero bubble, because their ranks also end a step one after the other. Here all ranks end a step together,
+since gradients are clipped by one global norm. So a bubble of p-1 forward passes remains, before the last rank starts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from titan_like.parallel.schedules.actions import Action, Table, inputs, outcome
 
 
 def with_delayed_weights(actions: list[Action], delay: int) -> list[Action]:
-    """After each I but the first ``delay`` ones, add the oldest W that is due; the rest at the end.
+    """Add the oldest pending W after each I except the first ``delay`` ones, and the remaining W at the end.
 
-    With one stage per rank this makes ZB-H1 of arXiv 2401.10241.
+    With one stage per rank this is ZB-H1 of arXiv 2401.10241.
     """
     table, due = [], deque[Action]()
     for action in actions:
@@ -28,12 +28,12 @@ def with_delayed_weights(actions: list[Action], delay: int) -> list[Action]:
 
 
 def zbv_zero_bubble(degree: int, num_microbatches: int) -> Table:
-    """ZB-V of arXiv 2401.10241 for equal times of F, I and W: at most 2p chunks are held on a rank.
+    """ZB-V of arXiv 2401.10241 for equal times of F, I and W. A rank holds at most 2p chunks.
 
-    The paper's order is for at least 2p-1 microbatches. Fewer keep its order of F and I, where the missing ones are
-    left out, and each W is placed by need: in unit time this is as fast as can be down to p microbatches.
+    The paper's order needs at least 2p-1 microbatches. With fewer, F and I keep that order without the missing
+    microbatches, and each W goes where it is needed. In unit time this is optimal down to p microbatches.
     """
-    # Each rank's stages are 0 and 1 here: F0 is a forward pass of its first.
+    # The digit numbers the rank's own two stages: F0 is a forward pass of its first stage.
     table = []
     for rank in range(degree):
         hops = degree - 1 - rank
@@ -55,9 +55,9 @@ def zbv_zero_bubble(degree: int, num_microbatches: int) -> Table:
 def dualpipe_v(degree: int, num_microbatches: int) -> Table:
     """DualPipeV: DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) with half of its ranks folded onto the others.
 
-    The eight phases of the published schedule. In its main phase, forward and backward passes of different microbatches
-    come in pairs whose communication and computation can overlap; here they run one after the other. At most 2p+1
-    chunks are held on a rank. Fewer than 2p microbatches leave no main phase: the order is then that of ZB-V.
+    The order has the eight phases of the published schedule. Its main phase pairs forward and backward passes of
+    different microbatches so that communication and computation can overlap; here the two run one after the other. A
+    rank holds at most 2p+1 chunks. Fewer than 2p microbatches leave no main phase, and the order is that of ZB-V.
     """
     if num_microbatches < 2 * degree:
         return zbv_zero_bubble(degree, num_microbatches)
@@ -72,7 +72,7 @@ def dualpipe_v(degree: int, num_microbatches: int) -> Table:
         backwards = ["1", "0"] * (rank + 1)
         whole, split = backwards[: rank + 1], backwards[rank + 1 :]
         order += [f"B{chunk}" for chunk in whole] + [f"I{chunk}" for chunk in split]
-        # The weight gradients of the split half, then those of this phase, each as late as its turn comes.
+        # Weight gradients go as late as their turn comes: those of the split half first, then those of this phase.
         late = [f"W{chunk}" for chunk in split] + ["W0"] * hops
         for weights in late[:hops]:
             order += [weights, "I0"]
@@ -82,9 +82,9 @@ def dualpipe_v(degree: int, num_microbatches: int) -> Table:
 
 
 def _numbered(order: list[str], first: int, second: int, num_microbatches: int) -> list[Action]:
-    """Turn kinds with 0 or 1, such as F0, into actions: each counts its microbatches up, those too many are left out.
+    """Turn entries such as F0 into actions, with microbatches numbered in order; surplus entries are dropped.
 
-    The order stays valid without a whole microbatch, as no microbatch waits for another.
+    Dropping a microbatch keeps the order valid, because no microbatch waits for another.
     """
     count: Counter[tuple[str, int]] = Counter()
     actions = []
@@ -99,9 +99,9 @@ def _numbered(order: list[str], first: int, second: int, num_microbatches: int) 
 
 
 def _with_weights_by_need(table: Table, most_held: int) -> Table:
-    """Keep each rank's order of F and I, and put a W where the rank would wait or holds too much for another F.
+    """Keep each rank's order of F and I, and insert a W where the rank would wait or has no room for another F.
 
-    Runs all ranks in time slots of one action each. The order of F and I alone must hold at most ``most_held``.
+    All ranks advance in time slots of one action each. F and I alone must never hold more than ``most_held`` chunks.
     """
     todo = [deque(action for action in actions if action.kind != "W") for actions in table]
     due = [deque[Action]() for _ in table]
