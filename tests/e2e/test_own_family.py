@@ -108,7 +108,7 @@ def test_it_is_planned_and_run_dry(home: Path) -> None:
     [
         ("primmer", "unknown name; did you mean primer? there are absent, function, gpt, llama, primer"),
         ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
-        ("function", "its entry point, my_models.primer.model:build, names no family; it must be a subclass of"),
+        ("function", "its entry point, my_models.primer.model:build, is not a family; it must be a subclass of"),
     ],
 )
 def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wanted: str) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of transformers: what a flavor is. Pure numbers; torch is imported only where parameters are counted."""
+"""The shape of a transformer, which a flavor describes. Pure numbers; only counting parameters imports torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class TransformerConfig(BaseModel):
-    """The fields every family has. A family's class lies in its package's `config` module.
+    """The fields that every family has. A family's own class is in its package's `config` module.
 
     Raises:
-        pydantic.ValidationError: unknown field, wrong type, or sizes that do not divide.
+        pydantic.ValidationError: a field is unknown or has the wrong type, or sizes do not divide.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields without meaning for given weights
+    not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
     num_layers: int = Field(gt=0, description="transformer layers")
     hidden_size: int = Field(gt=0, description="width of the residual stream")
@@ -36,7 +36,7 @@ class TransformerConfig(BaseModel):
     init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     tied_embeddings: bool = Field(True, description="the output matrix is the embedding table")
 
-    def __hash__(self) -> int:  # looked up a million times in a search; what mostly differs suffices
+    def __hash__(self) -> int:  # a search needs it a million times, and these two fields tell most shapes apart
         return hash((self.num_layers, self.hidden_size))
 
     @model_validator(mode="before")
@@ -71,15 +71,15 @@ class TransformerConfig(BaseModel):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table. Depends on the model alone, never on the layout."""
+        """Rows of the embedding table. They depend only on the model, never on the layout."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @classmethod
     def family_module(cls, name: str) -> Any:
-        """A module of the family's package: model, sharding or hugging_face.
+        """Import a module of the family's package: model, sharding or hugging_face.
 
         Raises:
-            ConfigError: the package has none of that name.
+            ConfigError: the package has no module of that name.
         """
         package = cls.__module__.rpartition(".")[0]
         try:
@@ -87,16 +87,16 @@ class TransformerConfig(BaseModel):
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
-            problem = f"the package has no module {name}, which this needs; add it"
+            problem = f"the package has no module {name}, which is needed here; add it"
             raise ConfigError("model.family", package, problem) from None
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Fields that a small copy of the model with such sequences needs changed, besides the common ones."""
+        """Family-specific fields to change in a small copy of the model with sequences of ``seq_len``."""
         return {}
 
     @property
     def parts(self) -> Parts:
-        """Sizes of one layer and of the ends, counted in the family's own modules."""
+        """Sizes of one layer and of the two ends, counted in the family's own modules."""
         from titan_like.models.parts import parts_of
 
         return parts_of(self)
@@ -108,16 +108,16 @@ class TransformerConfig(BaseModel):
 
     @property
     def entry_parameters(self) -> int:
-        """Parameters before the first layer that nothing after the layers shares."""
+        """Parameters before the first layer, without a table that is also the output matrix."""
         return self.parts.entry
 
     @property
     def head_parameters(self) -> int:
-        """Parameters after the last layer: final norm and output matrix, be it the embedding table."""
+        """Parameters after the last layer: final norm and output matrix, which may be the embedding table."""
         return self.parts.head
 
     def num_parameters(self, padded: bool = True) -> int:
-        """Trainable parameters, exact; ``padded=False`` counts the published model without vocabulary padding."""
+        """Exact number of trainable parameters. ``padded=False`` leaves out the padding of the vocabulary."""
         parts, tables = self.parts, 1 if self.tied_embeddings else 2
         padding = 0 if padded else tables * (self.padded_vocab_size - self.vocab_size) * self.hidden_size
         return parts.entry + self.num_layers * parts.layer + parts.head - padding

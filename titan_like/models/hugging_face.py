@@ -1,6 +1,6 @@
-"""How the parameters of a model lie in Hugging Face files: descriptions and mathematics, no files.
+"""The mapping between a model's parameters and the tensors of Hugging Face files. This module opens no files.
 
-Each family describes its own in its module `hugging_face`. Both directions follow from one description.
+Each family describes its parameters in its module `hugging_face`. Import and export follow from that one description.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import config_class, family_names
 
-# name of a tensor, a slice for each of its dimensions → that part of it
+# (name of a tensor, a slice for each of its dimensions) → that part of the tensor
 ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
 
 class RefusedError(ValueError):
-    """Something that one of the two sides cannot hold; the message is a clause of a sentence."""
+    """A model that one of the two sides cannot represent. The message is a clause of a sentence."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows of a parameter, and the tensor that has them, from its row ``offset`` on."""
+    """Rows [start, stop) of a parameter, which are stored in the tensor ``source`` from its row ``offset`` on."""
 
     start: int
     stop: int
@@ -39,56 +39,64 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stored:
-    """One parameter as Hugging Face's files keep it. Rows that are in no tensor only pad the vocabulary."""
+    """How Hugging Face's files store one parameter. Rows that no tensor has are padding of the vocabulary."""
 
-    name: str  # in the whole model
+    name: str  # in the full model
     shape: tuple[int, ...]
-    sources: dict[str, tuple[int, ...]]  # the tensors that hold it, and their shapes in the files
-    rows: Callable[[], Iterable[Rows]]  # a function, since shapes have to be checked before there is one for each head
-    is_transposed: bool = False  # its rows are the columns of the tensors
-    copy: str | None = None  # another tensor that files may hold, equal to the only source
+    sources: dict[str, tuple[int, ...]]  # the tensors that hold it → their shapes in the files
+    rows: Callable[[], Iterable[Rows]]  # lazy: shapes are checked before this makes entries for every head
+    is_transposed: bool = False  # the parameter's rows are columns in the files
+    copy: str | None = None  # a second tensor that may be in the files, equal to the only source
 
 
 class Family(Protocol):
-    """What a family's module `hugging_face` has."""
+    """The interface of a family's module `hugging_face`."""
 
-    MODEL_TYPE: str  # what config.json calls the family
+    MODEL_TYPE: str  # the family's name in config.json
     ARCHITECTURE: str  # the class in transformers
-    PREFIX: str  # of all names but the output matrix's; files saved from the class without an output lack it
+    PREFIX: str  # of all names except the output matrix's; files saved from the headless class lack it
 
     def stored_parameters(self, config: Any) -> Iterator[Stored]:
-        """Every parameter of the model."""
+        """Where each parameter of the model is stored."""
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of the files is a constant that older versions of transformers saved."""
+        """Whether a tensor in the files is a constant that older versions of transformers saved."""
 
     def to_fields(self, config: Any) -> dict[str, Any]:
-        """What config.json says of the shape.
+        """The shape as fields of config.json.
 
         Raises:
-            RefusedError: the class in transformers has no such shape.
+            RefusedError: the class in transformers cannot have this shape.
         """
 
     def from_fields(self, fields: Fields) -> TransformerConfig:
         """The shape that config.json describes.
 
         Raises:
-            RefusedError: the family has no such shape.
+            RefusedError: the family cannot have this shape, or a field is missing or invalid.
         """
 
 
 def family_module(family: str) -> Family:
-    """The module of a family."""
+    """The `hugging_face` module of the family with this name.
+
+    Raises:
+        ConfigError: there is no such family, or it has no such module.
+    """
     return config_class(family).family_module("hugging_face")
 
 
 def family_of(config: TransformerConfig) -> Family:
-    """The module of a model's family."""
+    """The `hugging_face` module of a model's family.
+
+    Raises:
+        ConfigError: the family has no such module.
+    """
     return config.family_module("hugging_face")
 
 
 def families_by_model_type() -> dict[str, str]:
-    """What config.json calls each family → its name here, of families that can be imported and have this module."""
+    """The model_type of config.json → the family's name here, for every family that has a `hugging_face` module."""
     found: dict[str, str] = {}
     for family in family_names():
         with suppress(ConfigError):
@@ -104,16 +112,16 @@ def whole(
     is_transposed: bool = False,
     copy: str | None = None,
 ) -> Stored:
-    """A parameter that one tensor holds, all of it or its first ``rows``."""
+    """A parameter that is stored in one tensor, completely or only its first ``rows``."""
     held = (shape[0] if rows is None else rows, *shape[1:])
     sources = {source: held[::-1] if is_transposed else held}
     return Stored(name, shape, sources, lambda: [Rows(0, held[0], source, 0)], is_transposed, copy)
 
 
 def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
-    """The rows of the fused projection, [kv_heads, queries per kv head + 2, head_dim].
+    """The rows of the fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
 
-    ``places`` are the tensor and its first row of all queries, of all keys and of all values.
+    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin.
     """
     queries = config.num_attention_heads // config.num_kv_heads
     start = 0
@@ -125,7 +133,7 @@ def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -
 
 
 def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, str, str]) -> Stored:
-    """The fused projection where queries, keys and values are three tensors."""
+    """The fused projection, if the files store queries, keys and values in three tensors."""
     key_rows = config.num_kv_heads * config.head_dim
     lengths = (config.hidden_size, key_rows, key_rows)
     shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
@@ -134,7 +142,7 @@ def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], source
 
 
 def fused_in_one(config: TransformerConfig, name: str, columns: tuple[int, ...], source: str) -> Stored:
-    """The fused projection where all queries, all keys and all values follow each other in one tensor, transposed."""
+    """The fused projection, if one tensor (transposed) stores all queries, then all keys, then all values."""
     key_rows = config.num_kv_heads * config.head_dim
     first_rows = (0, config.hidden_size, config.hidden_size + key_rows)
     shape = (config.hidden_size + 2 * key_rows, *columns)
@@ -145,7 +153,7 @@ def fused_in_one(config: TransformerConfig, name: str, columns: tuple[int, ...],
 
 @torch.no_grad()
 def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a whole parameter for the files, in the order of its sources."""
+    """Yield (name, tensor) for each source of a full parameter, as the files store it."""
     pieces: dict[str, list[Rows]] = {source: [] for source in stored.sources}
     for rows in stored.rows():
         pieces[rows.source].append(rows)
@@ -158,12 +166,12 @@ def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, t
 
 @torch.no_grad()
 def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read: ReadSlice) -> None:
-    """Write into ``part``, which lies at ``offsets`` in the whole parameter, what the files have of it.
+    """Read a shard from the files. ``part`` is the shard's tensor, ``offsets`` its position in the full parameter.
 
-    Padding rows become zero: their logits are masked, so they never matter.
+    Padding rows become zero. Their logits are masked, so their values never matter.
 
     Raises:
-        RefusedError: the files hold the parameter twice, and not the same.
+        RefusedError: the files hold the parameter twice, with different values.
     """
     part.zero_()
     first, last = offsets[0], offsets[0] + part.shape[0]
@@ -177,20 +185,24 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
         index = (*columns, there) if stored.is_transposed else (there, *columns)
         value = read(rows.source, index)
         if stored.copy is not None and not torch.equal(read(stored.copy, index), value):
-            problem = f"config.json ties {rows.source} and {stored.copy}, and the files hold two different ones"
+            problem = f"config.json ties {rows.source} and {stored.copy}, but the files hold different values for them"
             raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
         part[start - first : stop - first].copy_(value.t() if stored.is_transposed else value)
 
 
 class Fields:
-    """The fields of a config.json, read with types."""
+    """The fields of a config.json, with checks of their types.
+
+    The methods raise a `RefusedError`, which names the field and its value, if that is not as they say. A missing field
+    or null gives the default; without a default it is refused too.
+    """
 
     def __init__(self, values: dict[str, Any], place: str = "") -> None:
         self.values = values
-        self._place = place  # of a table in the file
+        self._place = place  # for messages: the table's path in the file, with a final dot
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Refuse, naming a field and its value.
+        """Refuse the file because of one field; the message names the field and its value.
 
         Raises:
             RefusedError: always.
@@ -202,7 +214,7 @@ class Fields:
         raise RefusedError(f"config.json has {self._place}{field} = {shown}, {problem}")
 
     def integer(self, field: str, default: int | None = None) -> int:
-        """A positive whole number; null is the default."""
+        """Read a positive integer."""
         value = self.values.get(field)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -210,7 +222,7 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A finite number; null is the default."""
+        """Read a finite number."""
         value = self.values.get(field)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
@@ -218,14 +230,14 @@ class Fields:
         return float(value)
 
     def flag(self, field: str, default: bool) -> bool:
-        """True or false."""
+        """Read a boolean. Here null is refused."""
         value = self.values.get(field, default)
         if not isinstance(value, bool):
             self.refuse(field, "which must be true or false")
         return value
 
     def table(self, field: str) -> Fields | None:
-        """A table, or None where there is none."""
+        """Read a table; None if the field is missing or null."""
         value = self.values.get(field)
         if value is None:
             return None
@@ -234,18 +246,18 @@ class Fields:
         return Fields(value, f"{self._place}{field}.")
 
     def must_be(self, field: str, *allowed: Any) -> None:
-        """Refuse any value but these; the first is that of a file without the field."""
+        """Refuse any other value. A file without the field counts as having the first of ``allowed``."""
         value = self.values.get(field, allowed[0])
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
             wanted = " or ".join(map(json.dumps, allowed))
-            self.refuse(field, f"which the models here do not have; only {wanted} can be read")
+            self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:
-    """A shape from values that a file gave.
+    """Build a shape from the values of a file.
 
     Raises:
-        RefusedError: they make no model of this family.
+        RefusedError: they do not describe a valid model of this family.
     """
     try:
         return kind.model_validate(values)
@@ -253,4 +265,5 @@ def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> Transfor
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
-        raise RefusedError(f"config.json describes no model ({field + ': ' if field else ''}{message})") from None
+        where = f"{field}: " if field else ""
+        raise RefusedError(f"config.json does not describe a valid model ({where}{message})") from None

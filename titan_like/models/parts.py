@@ -1,7 +1,7 @@
-"""What a model is made of, read from its own modules: the ends and one layer, on the meta device, once for each shape.
+"""Sizes of a model's parts, counted in its own modules: the two ends and one layer, built on the meta device.
 
-All layers of a model are alike, so that one tells of all. Importing this module imports torch; `TransformerConfig`
-does so only when something is counted.
+All layers of a model are alike, so counting one is enough. Each shape is built only once. Importing this module imports
+torch, so `TransformerConfig` imports it only when something is counted.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Parts(NamedTuple):
     """Numbers of elements."""
 
     layer: int  # parameters of one layer
-    matrices: int  # those of its matrices alone; each is multiplied once for a token
-    attention_cores: int  # of one layer
-    entry: int  # parameters before the layers that nothing after them shares
-    head: int  # parameters after the layers, with the embedding table where it is the output matrix
+    matrices: int  # of these, the elements of matrices, each of which is multiplied once per token
+    attention_cores: int  # attention cores in one layer
+    entry: int  # parameters before the layers, without a table that is also the output matrix
+    head: int  # parameters after the layers, with a table that is also the output matrix
 
 
 def one_layer(config: TransformerConfig) -> Transformer:
-    """The family's model with a single layer on the meta device, the same object for all depths. Not to be changed."""
+    """The family's model with one layer, on the meta device. All depths share this object, so do not change it."""
     return _shared(config.model_copy(update={"num_layers": 1}))
 
 
 def new_one_layer(config: TransformerConfig) -> Transformer:
-    """The same as a new object, which may be changed."""
+    """Like `one_layer`, but a new object that may be changed."""
     return _build_on_meta(config.model_copy(update={"num_layers": 1}))
 
 
@@ -51,7 +51,7 @@ def _build_on_meta(config: TransformerConfig) -> Transformer:
 
 @lru_cache(maxsize=4096)
 def parts_of(config: TransformerConfig) -> Parts:
-    """The sizes of a model's parts."""
+    """Count the sizes of a model's parts."""
     model = one_layer(config)
     layer = list(only_layer(model).parameters())
     return Parts(
@@ -64,19 +64,19 @@ def parts_of(config: TransformerConfig) -> Parts:
 
 
 def only_layer(model: Transformer) -> nn.Module:
-    """The layer of `one_layer`."""
+    """The single layer of a model from `one_layer`."""
     (layer,) = model.layers.values()
     return layer
 
 
 def entry_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of the modules before the layers, by name."""
+    """Names and parameters of the modules before the layers."""
     for name in model.entry:
         yield from model.get_submodule(name).named_parameters(prefix=name)
 
 
 def head_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of the modules after the layers, by name, with the embedding table where it is the output matrix."""
+    """Names and parameters of the modules after the layers, with the embedding table if it is the output matrix."""
     for name in ("norm", "output"):
         yield from model.get_submodule(name).named_parameters(prefix=name)
     if model.config.tied_embeddings:
@@ -84,12 +84,12 @@ def head_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter is the embedding table."""
+    """Whether this is the name of the embedding table."""
     return name == "embedding.weight"
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Leaves parameters as they are allocated: on the meta device drawing them only takes time."""
+    """Skips torch.nn.init, which does nothing on the meta device but take time."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":

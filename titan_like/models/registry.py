@@ -1,7 +1,7 @@
 """From (family, flavor, overrides) to a model configuration, and from that to a model.
 
-A family is a package with the modules `config`, `model`, `sharding` and `hugging_face` and the file `flavors.toml`;
-docs/families.md says what each holds. It is named by its configuration class.
+A family is a package with the modules `config`, `model`, `sharding` and `hugging_face` and the file `flavors.toml`.
+docs/families.md describes each of them. The registry refers to a family by its configuration class.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from titan_like.models.config import TransformerConfig
 if TYPE_CHECKING:
     from titan_like.models.transformer import Transformer
 
-GROUP = "titan_like.models"  # of entry points, by which installed packages name families of their own
+GROUP = "titan_like.models"  # entry points of this group add the families of other packages
 
 _BUILT_IN = {
     "gpt": "titan_like.models.gpt.config:GPTConfig",
     "llama": "titan_like.models.llama.config:LlamaConfig",
 }
 
-# Far above any model. Up to here each matrix's bytes are a number of 63 bits, and the layers can be built and counted
-# one by one.
+# Far above any real model. Up to these limits the size of each matrix in bytes fits into 63 bits, and the layers can be
+# built and counted one by one.
 _MOST = {
     "num_layers": 2048,
     "hidden_size": 2**20,
@@ -43,30 +43,30 @@ _MOST = {
 
 
 def family_names() -> list[str]:
-    """Every family: those of this package, then those of others."""
+    """The names of all families: built-in ones first, then those of other packages."""
     return list(dict.fromkeys([*_BUILT_IN, *sorted(entry_points(group=GROUP).names)]))
 
 
 @cache
 def config_class(family: str) -> type[TransformerConfig]:
-    """The class of a family's shapes. Families of other packages are looked for only if it is none of ours.
+    """Import a family's configuration class. Other packages are searched only if the name is not built in.
 
     Raises:
-        ConfigError: there is no such family, or its entry point names no class that can be imported.
+        ConfigError: there is no such family, or its entry point is not an importable configuration class.
     """
     point = find_entry("model.family", family, GROUP, _BUILT_IN)
     found = load_entry("model.family", point)
     if not (isinstance(found, type) and issubclass(found, TransformerConfig) and "." in found.__module__):
         wanted = "a subclass of TransformerConfig in a package, such as my_models.wide.config:WideConfig"
         raise ConfigError(
-            "model.family", family, f"its entry point, {point.value}, names no family; it must be {wanted}"
+            "model.family", family, f"its entry point, {point.value}, is not a family; it must be {wanted}"
         )
     return found
 
 
 @cache
 def flavors(family: str) -> dict[str, dict[str, Any]]:
-    """The family's flavors.toml: flavor name → fields.
+    """Read the family's flavors.toml: flavor name → fields.
 
     Raises:
         ConfigError: there is no such family, or its flavors.toml cannot be read.
@@ -80,10 +80,10 @@ def flavors(family: str) -> dict[str, dict[str, Any]]:
 
 
 def model_config(section: ModelSection) -> TransformerConfig:
-    """The shape that a run's [model] section names, its overrides applied.
+    """The shape that a run's [model] section names, with its overrides applied.
 
     Raises:
-        ConfigError: unknown family, flavor or fields, wrong types, sizes that do not divide: a line for each.
+        ConfigError: unknown family, flavor or fields, wrong types, or sizes that do not divide; one line for each.
     """
     known = flavors(section.family) | section.flavors
     if section.flavor not in known:
@@ -101,36 +101,42 @@ def model_config(section: ModelSection) -> TransformerConfig:
         model = config_class(section.family).model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        # A field that nobody gave is wrong only because of those that it follows from.
+        # A derived field is wrong only because of the given fields that it was derived from: report those alone.
         given = [d for d in details if not d["loc"] or d["loc"][0] in fields or d["type"] == "missing"]
         raise all_of([_field_error(section, detail) for detail in given or details]) from None
     large = [name for name, most in _MOST.items() if getattr(model, name) > most]
     if large:
         named = [name for name in large if name in fields] or large
-        problems = {name: f"no model is so large; use at most {_MOST[name]:,}" for name in named}
+        problems = {name: f"no model is that large; use at most {_MOST[name]:,}" for name in named}
         raise all_of([ConfigError(_key_of(section, name), getattr(model, name), problems[name]) for name in named])
     return model
 
 
 def _field_error(section: ModelSection, detail: Any) -> ConfigError:
-    """One of pydantic's ``errors()`` as a sentence."""
+    """Turn one of pydantic's ``errors()`` into a sentence."""
     field = ".".join(str(part) for part in detail["loc"])
     message = problem_of(detail)
     if detail["type"] == "extra_forbidden":
         known = list(config_class(section.family).model_fields)
         near = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
-        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; there are {', '.join(known)}"
-    if not field:  # a rule over several fields
+        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; use one of {', '.join(known)}"
+    if not field:  # a rule over several fields blames none of them
         return ConfigError("model.flavor", section.flavor, message)
     return ConfigError(_key_of(section, field), detail["input"] if detail["type"] != "missing" else None, message)
 
 
 def _key_of(section: ModelSection, field: str) -> str:
-    """The setting that a field's value comes from."""
+    """The setting that gave a field its value."""
     is_override = field.split(".")[0] in section.overrides
     return f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
 
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:
-    """The family's model on the current default device (use ``torch.device("meta")`` to count or to shard first)."""
+    """Build the family's model on the current default device, without initialising its weights.
+
+    Build on ``torch.device("meta")`` to count parameters, or to shard before allocating.
+
+    Raises:
+        ConfigError: there is no such family, or its package has no module `model`.
+    """
     return config_class(family).family_module("model").build(config)

@@ -1,4 +1,4 @@
-"""Settings of rotary positions (arXiv 2104.09864), without torch."""
+"""Settings of rotary position embeddings (arXiv 2104.09864). No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RopeScaling(BaseModel):
-    """Llama 3.1's stretching of the rotary frequencies to longer contexts."""
+    """Llama 3.1's scaling of the rotary frequencies to longer contexts; see `rope_frequencies` for the formula.
+
+    Raises:
+        pydantic.ValidationError: ``low_freq_factor`` is not below ``high_freq_factor``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a model."""
+"""The base class of all families, which is the only interface to a model that the rest of the project uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_like.models.layers.init import fill_normal
 
 
 class TiedOutput(nn.Module):
-    """The output matrix of a model whose embedding table it is."""
+    """The output matrix of a model with tied embeddings (arXiv 1608.05859). It has no parameters of its own."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
@@ -19,34 +19,34 @@ class TiedOutput(nn.Module):
 
 
 class PaddingMask(nn.Module):
-    """Logits of tokens that only pad the vocabulary become -inf."""
+    """Sets the logits of tokens that only pad the vocabulary to -inf."""
 
     def __init__(self, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.vocab_size, self.padded_vocab_size = vocab_size, padded_vocab_size
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, padded vocab], changed in place."""
-        # Written outside autograd: the gradient of a padding logit is its probability, which is then exactly zero.
+        """[batch, seq, padded vocab] → the same tensor, changed in place."""
+        # Autograd need not know: the gradient of a padding logit is its probability, which is now exactly zero.
         logits.detach()[..., self.vocab_size :] = float("-inf")
         return logits
 
 
 class Transformer(nn.Module):
-    """Base of the families: embedding → layers → norm → logits over the padded vocabulary.
+    """Base class of the families: embedding → layers → norm → logits over the padded vocabulary.
 
-    Layers live in a ModuleDict, so that a layer keeps its name whichever process holds it. `keep_stage` makes it one
-    stage of a pipeline.
+    The layers are in a ModuleDict, so that a layer keeps its name on whichever process holds it. `keep_stage` turns the
+    model into one stage of a pipeline.
     """
 
-    residual_outputs: tuple[str, ...]  # matrices that write to the residual stream, by the end of their names
+    residual_outputs: tuple[str, ...]  # name endings of the matrices that write to the residual stream
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.is_first = self.is_last = True  # whether this part takes tokens, and whether it gives logits
-        self.sequence_shards = 1  # equal parts in which sequences lie between layers, this process holding one
+        self.is_first = self.is_last = True  # whether this stage takes tokens, and whether it returns logits
+        self.sequence_shards = 1  # number of parts that sequence parallelism splits each sequence into between layers
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict()
         self.norm: nn.Module = nn.Identity()
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
         self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
-        """Drop what other stages of a pipeline hold. Both ends hold a tied embedding table."""
+        """Drop what other pipeline stages hold. Both the first and the last stage keep a tied embedding table."""
         self.is_first, self.is_last = is_first, is_last
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
@@ -74,13 +74,13 @@ class Transformer(nn.Module):
         raise NotImplementedError
 
     def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What every layer takes besides the hidden states."""
+        """Inputs that every layer takes in addition to the hidden states, such as rotary tables."""
         return ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → logits [batch, seq, padded vocab]; padding entries are -inf.
+        """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
 
-        A stage that is not first takes hidden states [batch, seq, hidden], one that is not last gives them.
+        A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         """
         if self.is_first:
             x = self.embed(x)
@@ -94,8 +94,11 @@ class Transformer(nn.Module):
         return self.mask_padding(logits)
 
     def init_weights(self, seed: int) -> None:
-        """N(0, init_std); matrices that write to the residual stream are scaled by 1/√(2·layers) (GPT-2);
-        biases 0, norms 1."""
+        """Draw matrices from N(0, init_std²); biases become 0, norm weights 1.
+
+        Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford et al. 2019,
+        section 2.3).
+        """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

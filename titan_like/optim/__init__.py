@@ -1,1 +1,1 @@
-"""Optimizer, learning rate, gradient norm, loss scale."""
+"""Optimizers, learning-rate schedule, gradient norm and loss scaling."""

@@ -1,4 +1,4 @@
-"""One gradient norm over all parameters and all ranks, each parameter counted once."""
+"""The gradient norm over all parameters and all ranks, with each parameter counted once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from titan_like.torch_private import norms_of
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of every gradient, as plain tensors that share its memory."""
+    """This rank's shard of every gradient, as plain tensors that share its memory."""
     gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def global_grad_norm(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
-    """Euclidean norm of all gradients, a scalar of their dtype that is equal on every rank of the ``mesh``.
+    """Euclidean norm of all gradients: a scalar of their dtype, equal on every rank of ``mesh``.
 
-    ``parameters`` of all its pipeline stages together have each parameter of the model once.
+    Over all pipeline stages together, ``parameters`` must contain each parameter of the model exactly once.
     """
     return _sum_over_shards(parameters, mesh, _sum_of_squares).sqrt()
 
 
 def count_zeros(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
-    """Number of gradient elements that are exactly zero, over all ranks."""
+    """Number of gradient elements that are exactly zero: an integer scalar, summed over all ranks of ``mesh``."""
 
     def zeros(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
@@ -44,11 +44,13 @@ def _sum_over_shards(
     mesh: DeviceMesh,
     reduce_local: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> torch.Tensor:
-    """Reduce the local gradients, sum over exactly those process groups that they are sharded over, then over stages.
+    """Reduce the local gradients, then sum over the process groups that they are sharded over, then over the stages.
 
-    They are summed in an order that is equal on all ranks. Groups are looked up in ``mesh`` by name: the tensors' own
-    meshes may be equal ones of an earlier model, since torch remembers results of operations on DTensors.
+    All ranks sum in the same order. Groups are looked up in ``mesh`` by name, because a gradient's own mesh may be an
+    equal one of an earlier model: torch caches the results of sharding propagation for DTensors.
     """
+    # A gradient that is replicated over a group must not be summed over it, so gradients are grouped by the mesh
+    # dimensions that shard them.
     by_dimensions: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

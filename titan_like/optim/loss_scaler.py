@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16 (arXiv 1710.03740)."""
+"""Dynamic loss scaling for float16 (arXiv 1710.03740, section 3.2)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 class LossScaler:
-    """Scales the loss so that small gradients survive float16; halves on overflow, doubles after a quiet interval.
+    """Keeps the factor that multiplies the loss so that small gradients do not underflow in float16.
 
-    Its state stays on the device, so that no step waits to learn how the one before it ended.
+    The factor halves on overflow and doubles after ``growth_interval`` steps without one. Its state stays on the
+    device, so that no step has to wait for the outcome of the previous one.
     """
 
     def __init__(
@@ -19,7 +20,7 @@ class LossScaler:
         self.growth_interval = growth_interval
 
     def update(self, overflowed: torch.Tensor) -> None:
-        """Adjust after a step; ``overflowed``, a bool scalar, means that its gradient norm was not finite."""
+        """Adjust the factor after a step. ``overflowed``, a bool scalar: the gradient norm was not finite."""
         good_steps = torch.where(overflowed, 0, self.good_steps + 1)
         grows = good_steps == self.growth_interval
         halved = (self.scale / 2).clamp(min=1.0)

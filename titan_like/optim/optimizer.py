@@ -1,4 +1,4 @@
-"""The update rule over a model's parameters."""
+"""Building an optimizer and applying its updates without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from titan_like.torch_private import multiply_all_
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` chooses; weight decay applies to matrices and embeddings alone.
+    """Build the optimizer that `optimizer.name` chooses. Weight decay applies only to matrices and embeddings.
 
     Raises:
-        ConfigError: there is no such optimizer.
+        ConfigError: there is no such optimizer, or its function does not return one.
     """
     parameters = list(parameters)
     groups = [
@@ -29,18 +29,23 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: Optimizer
     optimizer = load_entry("optimizer.name", find_rule(section))(groups, section)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            "optimizer.name", section.name, f"it gives a {type(optimizer).__name__}, no torch.optim.Optimizer"
+            "optimizer.name", section.name, f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     return optimizer
 
 
 def state_per_element(section: OptimizerSection) -> float:
-    """Numbers that the optimizer keeps for each element of a matrix, in its type: 2 for AdamW, 0 for plain SGD."""
+    """Values that the optimizer keeps per element of a matrix, in units of its dtype: 2 for AdamW, 0 for plain SGD.
+
+    Raises:
+        ConfigError: as `build_optimizer`.
+    """
     return _state_per_element(section.model_dump_json())
 
 
 @lru_cache(maxsize=64)
 def _state_per_element(section: str) -> float:
+    # Measured with one step on a small matrix, so that it also holds for optimizers of other packages.
     matrix = torch.nn.Parameter(torch.zeros(64, 64))
     optimizer = build_optimizer([matrix], OptimizerSection.model_validate_json(section))
     matrix.grad = torch.zeros_like(matrix)
@@ -58,10 +63,10 @@ def update(
     factor: torch.Tensor | None,
     skip: torch.Tensor,
 ) -> None:
-    """One update at a learning rate, unless ``skip``, a bool scalar on the device; gradients are spent afterwards.
+    """Apply one update at learning rate ``lr``, unless ``skip``. The gradients cannot be used afterwards.
 
-    The parameters' gradients are multiplied by ``factor``, a float64 scalar, first. Fused kernels look at ``skip``
-    themselves. Others cannot, and the host waits for it.
+    ``skip`` is a bool scalar on the device. Fused kernels read it themselves; for other implementations the host has to
+    wait for it. ``factor``, a float64 scalar, multiplies the gradients first.
     """
     if factor is not None:
         gradients = local_gradients(parameters)

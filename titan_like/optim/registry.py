@@ -1,4 +1,4 @@
-"""Names of update rules and where their functions are. Nothing is imported before it is used, torch included."""
+"""Names of update rules and the functions they refer to. Nothing is imported before it is used, torch included."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RULES = {"adamw": "titan_like.optim.rules:adamw", "sgd": "titan_like.optim.rules
 
 
 def find_rule(section: Optimizer) -> EntryPoint:
-    """Where the function of `optimizer.name` is.
+    """Find the function that `optimizer.name` refers to, without importing it.
 
     Raises:
-        ConfigError: there is none, or it is given options that it does not have.
+        ConfigError: there is no such rule, or `optimizer.options` are given to a built-in one, which has none.
     """
     entry = find_entry("optimizer.name", section.name, GROUP, RULES)
     if section.name in RULES and section.options:

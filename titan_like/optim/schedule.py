@@ -8,11 +8,14 @@ from titan_like.config.schema import LRScheduler
 
 
 def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step, counted from 1, of a run of ``total_steps``.
+    """Learning rate at a step, counted from 1, as a fraction of the peak.
 
-    Warm-up rises linearly and reaches 1 at ``warmup_steps``. Then cosine and linear fall to ``min_lr_ratio`` at
-    ``decay_steps``; inverse_sqrt falls as √(warmup/step); wsd stays at 1 and falls linearly over the last
-    ``decay_steps`` steps; constant stays.
+    Warm-up rises linearly and reaches 1 at ``warmup_steps``. Then:
+
+    - constant stays at 1.
+    - cosine (arXiv 1608.03983) and linear fall to ``min_lr_ratio`` at ``decay_steps``.
+    - inverse_sqrt falls as √(warmup/step) (arXiv 1706.03762, section 5.3), but not below ``min_lr_ratio``.
+    - wsd stays at 1 and falls linearly over the last ``decay_steps`` steps (arXiv 2404.06395, section 4).
     """
     warmup = section.warmup_steps
     if step <= warmup:
@@ -34,5 +37,5 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
 
 
 def wsd_decay_steps(section: LRScheduler, total_steps: int) -> int:
-    """Length of wsd's final decay: as set, or a tenth of the run."""
+    """Number of steps in wsd's final decay: as configured, or a tenth of the run."""
     return section.decay_steps or max(1, total_steps // 10)

@@ -1,1 +1,1 @@
-"""GPT family."""
+"""The GPT family."""

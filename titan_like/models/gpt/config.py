@@ -1,4 +1,4 @@
-"""Shape of a GPT: learned positions, LayerNorm, GELU, biases, dropout."""
+"""The shape of a GPT model: learned positions, LayerNorm, GELU, biases, dropout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_like.models.config import TransformerConfig
 
 
 class GPTConfig(TransformerConfig):
-    """GPT-2, GPT-3 and Megatron-LM's GPT models."""
+    """The shape of GPT-2, GPT-3 (arXiv 2005.14165) and Megatron-LM's GPT models."""
 
     not_in_weights: ClassVar = frozenset({"init_std", "dropout"})
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")

@@ -1,4 +1,4 @@
-"""GPT in Hugging Face's files: GPT2LMHeadModel."""
+"""The mapping between GPT and Hugging Face's GPT2LMHeadModel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
-    """Every parameter. GPT-2 keeps the matrices of its layers as [in, out], the transpose of ours."""
+    """Where each parameter is stored. GPT-2 stores the matrices of its layers as [in, out], the transpose of ours."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     table = (config.padded_vocab_size, hidden)
     head = "lm_head.weight"
@@ -44,20 +44,20 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
 
 
 def is_ignored(name: str) -> bool:
-    """Causal masks, that older versions saved as buffers."""
+    """Whether it is a buffer of the causal mask, which older versions of transformers saved."""
     return re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name) is not None
 
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:
-    """What config.json says of the shape.
+    """The shape as fields of config.json.
 
     Raises:
-        RefusedError: grouped-query attention, which GPT-2 lacks.
+        RefusedError: the model has grouped-query attention, which GPT-2 lacks.
     """
     if config.num_kv_heads != config.num_attention_heads:
         raise RefusedError(
             f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
-            f"and {ARCHITECTURE} has one for each"
+            f"but {ARCHITECTURE} has one for each"
         )
     return {
         "model_type": MODEL_TYPE,
@@ -79,7 +79,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes.
 
     Raises:
-        RefusedError: a GPT-2 with what this family lacks.
+        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
     """
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.must_be("scale_attn_weights", True)
@@ -88,7 +88,8 @@ def from_fields(fields: Fields) -> TransformerConfig:
     dropout = fields.number(_DROPOUTS[0], 0.1)
     for field in _DROPOUTS:
         if fields.number(field, 0.1) != dropout:
-            fields.refuse(field, f"and {_DROPOUTS[0]} = {dropout}; the models here have one, so make them equal")
+            problem = f"but {_DROPOUTS[0]} = {dropout}; the models here have one dropout rate, so make them equal"
+            fields.refuse(field, problem)
     hidden = fields.integer("n_embd")
     return validated(
         GPTConfig,

@@ -13,7 +13,7 @@ from titan_like.models.transformer import Transformer
 
 
 class GPTLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), with dropout on each branch."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GPTLayer(nn.Module):
 
 
 class GPT(Transformer):
-    """The GPT model."""
+    """GPT over token sequences [batch, seq]; see `Transformer.forward`."""
 
     residual_outputs = ("attention.proj", "mlp.fc2")
     entry = ("embedding", "position_embedding")
@@ -53,5 +53,5 @@ class GPT(Transformer):
 
 
 def build(config: GPTConfig) -> GPT:
-    """The model on the current default device, weights not yet initialised."""
+    """Build the model on the current default device, without initialising its weights."""
     return GPT(config)

@@ -1,11 +1,11 @@
-"""How a GPT is split over tensor-parallel processes, by the names of `titan_like.parallel.tensor_styles.STYLES`."""
+"""GPT's tensor-parallel plan: module name → name of a style in `titan_like.parallel.tensor_styles.STYLES`."""
 
 TENSOR_PARALLEL_PLAN = {
     "embedding": "vocabulary_embedding",
     "position_embedding": "position_embedding",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "region",
-    "layers.*.attention.qkv": "column_linear",  # whole heads, since its rows are ordered by them
+    "layers.*.attention.qkv": "column_linear",  # its rows are ordered by heads, so each rank gets whole heads
     "layers.*.attention.core": "split_heads",
     "layers.*.attention.proj": "row_linear",
     "layers.*.mlp_norm": "norm",

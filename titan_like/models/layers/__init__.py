@@ -1,1 +1,1 @@
-"""Layers that families share."""
+"""Layers and helpers that several families share."""

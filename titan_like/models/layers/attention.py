@@ -1,4 +1,4 @@
-"""Causal self-attention."""
+"""Causal self-attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from titan_like.models.layers.rope import apply_rope
 
 
 class AttentionCore(nn.Module):
-    """Causal softmax attention of given queries, keys and values; without parameters."""
+    """Causal softmax attention over given queries, keys and values. It has no parameters."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [batch, heads, seq, head_dim]; k and v have as many heads or a divisor of it. Like q."""
+        """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim] → shape of q."""
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -29,7 +29,7 @@ class AttentionCore(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head or grouped-query causal attention.
+    """Attention with fused projections for queries, keys and values.
 
     Rows of the fused projection are ordered by key-value head, [kv_heads, queries per kv head + 2, head_dim], so that
     a contiguous slice of whole groups is itself a smaller attention layer.
@@ -46,11 +46,11 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
-        """Attend over x [batch, seq, hidden]; ``rope`` is (cos, sin), each [seq, head_dim / 2]."""
+        """[batch, seq, hidden] → [batch, seq, hidden]; ``rope`` is (cos, sin), each [seq, head_dim / 2]."""
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
-        # One split, not three slices: its backward writes the gradient once.
+        # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)

@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name): the same in every layout and on every device."""
+"""Initial weights as a function of (seed, parameter name), equal in every layout and on every device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.torch_private import local_shape_and_offset
 
-# Elements drawn from one generator. A rank draws only the blocks that its shard touches.
+# Elements drawn from one generator. A rank draws only the blocks that overlap its shard.
 BLOCK_ELEMENTS = 1 << 20
 
 
 def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) of the parameter's N(0, std) initial value, float32 on the CPU."""
+    """Rows [start, stop) of a parameter's initial value, drawn from N(0, std²): float32 [rows, …] on the CPU."""
     columns = shape[1:].numel()
     rows_per_block = max(1, BLOCK_ELEMENTS // max(columns, 1))
     pieces = []
@@ -29,7 +29,7 @@ def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int,
 
 def _block_seed(seed: int, name: str, block: int) -> int:
     digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # generators take 63 bits
+    return int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float) -> No
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter, and where it lies in the whole. Writing to it writes to the parameter."""
+    """This rank's shard of a parameter and its offset in the full one. Writing to it writes to the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
     _, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)

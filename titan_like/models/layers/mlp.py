@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""The feed-forward networks of transformer layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class GeluMLP(nn.Module):
-    """fc2(gelu(fc1(x))) with biases and the tanh form of GELU, as in GPT-2."""
+    """fc2(gelu(fc1(x))) with biases and GELU's tanh approximation (arXiv 1606.08415), as in GPT-2."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which random numbers a device draws."""
+"""Access to each device's random generator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operations on this device draw from unless they are given another."""
+    """The default generator from which operations on this device draw."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.get_device_module(device).default_generators[device.index]

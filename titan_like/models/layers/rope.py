@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) with Llama 3.1's frequency scaling."""
+"""Rotary position embeddings (arXiv 2104.09864) with Llama 3.1's frequency scaling."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from titan_like.models.rope_scaling import RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, float32 [head_dim / 2].
+    """Angle per position of each pair of dimensions: float32 [head_dim / 2].
 
-    With scaling, wavelengths longer than the original context are stretched by ``factor``, short ones are kept, and
-    those between are blended.
+    With scaling (Llama 3.1), long wavelengths are stretched by ``factor``, short ones are kept, and those in between
+    are interpolated. `RopeScaling` defines long and short relative to the original context.
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is None:
@@ -32,7 +32,7 @@ def rope_cos_sin(seq_len: int, frequencies: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [batch, seq, heads, head_dim]; dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama."""
+    """Rotate x, [batch, seq, heads, head_dim]. Dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads; products are at least float32
+    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads; float32, so the products are at least float32
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

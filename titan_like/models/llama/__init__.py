@@ -1,1 +1,1 @@
-"""Llama family."""
+"""The Llama family."""

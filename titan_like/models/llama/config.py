@@ -1,4 +1,4 @@
-"""Shape of a Llama: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
+"""The shape of a Llama model: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from titan_like.models.rope_scaling import RopeScaling
 
 
 class LlamaConfig(TransformerConfig):
-    """Llama 2 and 3."""
+    """The shape of Llama 2 and 3 (arXiv 2307.09288, 2407.21783).
 
-    not_in_weights: ClassVar = frozenset({"init_std", "max_seq_len"})  # there is no table of positions
+    Raises:
+        pydantic.ValidationError: as for every `TransformerConfig`, or the heads have an odd dimension.
+    """
+
+    not_in_weights: ClassVar = frozenset({"init_std", "max_seq_len"})  # no position table depends on the length
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="frequency scaling of Llama 3.1 and later")
@@ -22,13 +26,13 @@ class LlamaConfig(TransformerConfig):
     def _check_head_dim(self) -> LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(
-                f"hidden_size / num_attention_heads = {self.head_dim} is odd, and rotary positions turn pairs; "
-                "choose sizes that make it even"
+                f"hidden_size / num_attention_heads = {self.head_dim} is odd, but rotary positions need pairs of "
+                "dimensions; choose sizes that make it even"
             )
         return self
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """Frequencies are still scaled: beyond half of the sequence."""
+        """Keep the frequency scaling in effect by setting the original context to half of the sequence."""
         scaling = self.rope_scaling
         if scaling is None:
             return {}

@@ -1,4 +1,4 @@
-"""Llama in Hugging Face's files: LlamaForCausalLM."""
+"""The mapping between Llama and Hugging Face's LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = "model."
 
 
 def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
-    """Every parameter."""
+    """Where each parameter of the model is stored."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     table = (config.padded_vocab_size, hidden)
     head = "lm_head.weight"
@@ -38,12 +38,12 @@ def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
 
 
 def is_ignored(name: str) -> bool:
-    """Rotary frequencies, that older versions saved as buffers."""
+    """Whether it is a buffer of rotary frequencies, which older versions of transformers saved."""
     return re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 
 def to_fields(config: LlamaConfig) -> dict[str, Any]:
-    """What config.json says of the shape, in the words that every version of transformers knows."""
+    """The shape as fields of config.json, under names that every version of transformers knows."""
     scaling = config.rope_scaling
     return {
         "model_type": MODEL_TYPE,
@@ -79,7 +79,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes.
 
     Raises:
-        RefusedError: a Llama with what this family lacks.
+        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
     """
     fields.must_be("hidden_act", "silu", "swish")
     fields.must_be("attention_bias", False)
@@ -90,7 +90,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if fields.values.get("head_dim") is not None:
         fields.must_be("head_dim", hidden // heads)
-    # From version 5 on, transformers has both in one table.
+    # transformers 5 keeps rope_theta and the scaling together in rope_parameters.
     rope = fields.table("rope_parameters") or fields.table("rope_scaling")
     theta = fields.number("rope_theta", 10_000.0)
     return validated(

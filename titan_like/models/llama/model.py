@@ -13,7 +13,7 @@ from titan_like.models.transformer import Transformer
 
 
 class LlamaLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(Transformer):
-    """The Llama model."""
+    """Llama over token sequences [batch, seq]; see `Transformer.forward`."""
 
     residual_outputs = ("attention.proj", "mlp.down")
     config: LlamaConfig
@@ -45,12 +45,12 @@ class Llama(Transformer):
         return self.embedding(tokens)
 
     def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The rotary (cos, sin), each [seq, head_dim / 2]."""
+        """The rotary (cos, sin), each [seq, head_dim / 2], computed once for all layers."""
         config = self.config
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, device)
         return rope_cos_sin(seq_len, frequencies)
 
 
 def build(config: LlamaConfig) -> Llama:
-    """The model on the current default device, weights not yet initialised."""
+    """Build the model on the current default device, without initialising its weights."""
     return Llama(config)

@@ -1,10 +1,10 @@
-"""How a Llama is split over tensor-parallel processes, by the names of `titan_like.parallel.tensor_styles.STYLES`."""
+"""Llama's tensor-parallel plan: module name → name of a style in `titan_like.parallel.tensor_styles.STYLES`."""
 
 TENSOR_PARALLEL_PLAN = {
     "embedding": "vocabulary_embedding",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "region",
-    "layers.*.attention.qkv": "column_linear",  # whole groups of heads, since its rows are ordered by them
+    "layers.*.attention.qkv": "column_linear",  # its rows are ordered by head groups, so each rank gets whole groups
     "layers.*.attention.core": "split_heads",
     "layers.*.attention.proj": "row_linear",
     "layers.*.mlp_norm": "norm",
