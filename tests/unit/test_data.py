@@ -323,8 +323,8 @@ def test_a_package_adds_a_dataset(packages, tmp_path):
     [
         ("no_such_module:Ones", ["no_such_module:Ones, cannot be imported", "No module named"]),
         (f"{__name__}:NoOnes", ["cannot be imported", "NoOnes"]),
-        (f"{__name__}:request_of", ["is no subclass of titan_like.data.source.Source"]),
-        (f"{__name__}:Path", ["is no subclass of titan_like.data.source.Source"]),
+        (f"{__name__}:request_of", ["is not a subclass of titan_like.data.source.Source"]),
+        (f"{__name__}:Path", ["is not a subclass of titan_like.data.source.Source"]),
         (f"{__name__}:ShortOnes", ["torch.int64 [2, 4], not torch.int64 [2, 5]"]),
         (f"{__name__}:FloatOnes", ["torch.float32 [2, 5], not torch.int64 [2, 5]"]),
         (f"{__name__}:ArrayOnes", ["ndarray, not torch.Tensor"]),

@@ -1,4 +1,4 @@
-"""The global batch size of each step and the number of steps of a run, as pure functions of consumed samples."""
+"""The global batch size of each step and the length of a run, as pure functions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from titan_like.config.schema import Training
 
 
 def global_batch_size_at(training: Training, consumed_samples: int) -> int:
-    """Samples in the step that starts after ``consumed_samples``.
+    """Number of samples in the step that starts after ``consumed_samples``.
 
-    With a ramp-up [start, increment, samples] the batch grows by ``increment`` at equal intervals until
-    ``global_batch_size`` (Megatron-LM's ``--rampup-batch-size``).
+    With a ramp-up [start, increment, samples], the batch grows by ``increment`` at equal intervals until it reaches
+    ``global_batch_size``, as with Megatron-LM's ``--rampup-batch-size``.
     """
     if training.batch_size_rampup is None:
         return training.global_batch_size
@@ -31,7 +31,7 @@ def rampup_batch_sizes(training: Training) -> list[int]:
 
 
 def batch_sizes_to_check(training: Training) -> list[int]:
-    """The first two batch sizes and the last: a number that divides these divides all of `rampup_batch_sizes`."""
+    """The first two batch sizes and the last. A number that divides these divides all of `rampup_batch_sizes`."""
     if training.batch_size_rampup is None:
         return [training.global_batch_size]
     start, increment, _ = training.batch_size_rampup
@@ -41,10 +41,10 @@ def batch_sizes_to_check(training: Training) -> list[int]:
 
 
 def _rampup(training: Training) -> Iterator[tuple[int, int]]:
-    """Each batch size of the ramp-up, ascending, with the number of steps that have it.
+    """Yield each batch size of the ramp-up, ascending, with the number of steps that have it.
 
-    The batch grows to start + k · increment when ⌈k · samples / increments⌉ samples are consumed. A step that begins
-    before that has the previous size, so the batch may skip a size.
+    The batch grows to start + k · increment once ⌈k · samples / increments⌉ samples are consumed. A step that begins
+    earlier still has the previous size, and may consume enough samples to skip a size.
     """
     if training.batch_size_rampup is None:
         return
@@ -61,7 +61,7 @@ def _rampup(training: Training) -> Iterator[tuple[int, int]]:
 
 
 def total_steps(training: Training) -> int:
-    """Number of optimizer steps of the run: as many full batches as ``samples`` or ``tokens`` allow."""
+    """Number of optimizer steps in the run: ``steps``, or as many full batches as ``samples`` or ``tokens`` allow."""
     if training.steps is not None:
         return training.steps
     left = training.samples if training.samples is not None else (training.tokens or 0) // training.seq_len
@@ -75,7 +75,7 @@ def total_steps(training: Training) -> int:
 
 
 def total_samples(training: Training) -> int:
-    """Number of samples that the run trains on."""
+    """Number of samples that the run consumes."""
     left, consumed = total_steps(training), 0
     for size, steps in _rampup(training):
         if steps >= left:

@@ -1,7 +1,7 @@
 """Batches of the global sample stream, loaded in the background.
 
-One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream holds samples
-k·(micro_batch_size·ranks) onwards, and each rank takes its consecutive part of them.
+One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream starts at sample
+k·(micro_batch_size·ranks), and each rank takes a consecutive part of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class GlobalSampler(Sampler[list[int]]):
-    """Lists of global sample indices, one list a microbatch of this rank."""
+    """Yields lists of global sample indices, one list for each microbatch of this rank."""
 
     def __init__(
         self, first_sample: int, micro_batch_size: int, rank: int, num_ranks: int, last_sample: int | None = None
@@ -38,7 +38,10 @@ class GlobalSampler(Sampler[list[int]]):
 
 
 class BackgroundLoader:
-    """Iterates over microbatches [micro_batch, 2, seq] that a thread (or worker processes) prepares ahead."""
+    """Iterates over microbatches, int64 [micro_batch, 2, seq], which a thread prepares up to ``depth`` ahead.
+
+    With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class BackgroundLoader:
         device: torch.device,
         depth: int = 8,
     ) -> None:
-        self._device = device  # that batches will be copied to; a GPU copies faster from pinned memory
+        self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
             self._loader = StatefulDataLoader(
@@ -56,7 +59,7 @@ class BackgroundLoader:
                 batch_sampler=sampler,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
-                generator=torch.Generator(),  # it draws a seed, which must not come from the generator of dropout
+                generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
             )
         self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
@@ -70,25 +73,25 @@ class BackgroundLoader:
         item = self._queue.get()
         if isinstance(item, torch.Tensor):
             return item
-        self._queue.put(item)  # the thread has ended: whoever asks again gets the same answer
+        self._queue.put(item)  # the thread has ended, so the next call must find the same answer
         raise StopIteration if item is None else item
 
     def close(self) -> None:
         """Stop loading and end the thread."""
         self._stopped.set()
-        with suppress(queue.Empty):  # the thread may wait for a free place
+        with suppress(queue.Empty):  # free a slot, for which the thread may be waiting
             self._queue.get_nowait()
         self._thread.join(timeout=10)
 
     def _fill(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread begins on GPU 0, and pinning would start a context there
+                torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
             for batch in self._loader:
                 if not self._put(batch):
                     return
             self._put(None)
-        except BaseException as error:  # raised again where the batch is awaited
+        except BaseException as error:  # raised again in the thread that waits for the batch
             self._put(error)
 
     def _put(self, item: torch.Tensor | BaseException | None) -> bool:

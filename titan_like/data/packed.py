@@ -14,14 +14,14 @@ from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 
-_PIECES, _PIECE = 64, 4096  # that a token_fingerprint is made of, and their tokens
+_PIECES, _PIECE = 64, 4096  # number of pieces that a token_fingerprint samples, and tokens in each
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
-    """ "969,30,1" → shares of train, validation and test that sum to 1.
+    """Parse "969,30,1" into shares of train, validation and test that sum to 1.
 
     Raises:
-        ConfigError: not three numbers that are at least 0, with some for training.
+        ConfigError: the text is not three numbers of at least 0, or the first is 0.
     """
     try:
         weights = [float(part) for part in text.split(",")]
@@ -34,10 +34,10 @@ def split_weights(text: str) -> tuple[float, float, float]:
 
 
 def split_bounds(document_ends: np.ndarray, weights: tuple[float, float, float]) -> list[int]:
-    """Token positions [0, a, b, total] between which the splits lie.
+    """Token positions [0, a, b, total] that bound the three splits. document_ends: int64 [documents], ascending.
 
-    Cuts fall on the nearest end of a document, so that no document is in two splits; only where that would leave a
-    split without a token (a corpus of one long document, say) does the cut fall inside one.
+    Each cut falls on the nearest end of a document, so that no document is in two splits. If that would leave a split
+    without tokens (in a corpus of one long document, for example), the cut falls inside a document.
     """
     total = int(document_ends[-1])
     edges = np.concatenate(([0], document_ends))
@@ -52,10 +52,10 @@ def split_bounds(document_ends: np.ndarray, weights: tuple[float, float, float])
 
 
 class PackedDataset(Source):
-    """Windows of seq_len + 1 tokens over one long stream: inputs and labels are the same window shifted by one."""
+    """Windows of seq_len + 1 tokens over one long stream. The labels are the inputs shifted by one."""
 
     def __init__(self, request: DataRequest, tokens: np.ndarray | StoredTokens) -> None:
-        """``tokens``, integers [total], are those of the split alone."""
+        """``tokens``, integers [total], are only those of the split."""
         super().__init__(request)
         self.tokens = tokens
 
@@ -63,7 +63,7 @@ class PackedDataset(Source):
         return max(0, (len(self.tokens) - 1) // self.request.seq_len)
 
     def sample(self, position: int) -> torch.Tensor:
-        """int64 [2, seq]: inputs and labels."""
+        """Window ``position`` as int64 [2, seq]: inputs and labels."""
         seq_len = self.request.seq_len
         window = self.tokens[position * seq_len : (position + 1) * seq_len + 1]
         tokens = torch.from_numpy(window.astype(np.int64))
@@ -71,22 +71,22 @@ class PackedDataset(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the split's tokens."""
+        """A digest of the split's tokens; see `token_fingerprint`."""
         return token_fingerprint(self.tokens)
 
 
 class TextSource(PackedDataset):
-    """Text that is tokenized when it is first read: `data.dataset` "stdlib" and "text"."""
+    """Text that is tokenized the first time it is read: `data.dataset` "stdlib" and "text"."""
 
     def __init__(self, request: DataRequest) -> None:
         """Open the corpus, or tokenize it into the cache.
 
         Raises:
-            ConfigError: text that is missing or unfit, no whole sample to train on, or a tokenizer that does not fit
-                the model.
+            ConfigError: the text is missing or unusable, it has no complete sample to train on, or the tokenizer does
+                not fit the model.
         """
         section = request.section
-        weights = split_weights(section.split)  # refused before the text is tokenized, which may take hours
+        weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
         tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
         corpus = open_corpus(section, tokenizer, request.cache_folder)
@@ -98,7 +98,7 @@ class TextSource(PackedDataset):
 
 
 def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
-    """Tells a token stream from others: its length, and pieces from all over it, since it may be of any size."""
+    """Digest of a token stream [total]: its length and evenly spaced pieces, so that any stream takes little time."""
     starts = np.linspace(0, max(0, len(tokens) - _PIECE), _PIECES).astype(np.int64)
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
     for start in starts:

@@ -1,4 +1,4 @@
-"""Names of datasets and where their classes are. Nothing is imported before it is used, torch included."""
+"""Names of datasets and the classes they refer to. Nothing is imported before it is used, torch included."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DATASETS = {
 
 
 def find_dataset(section: Data) -> EntryPoint:
-    """Where the class of `data.dataset` is.
+    """Find the class that `data.dataset` refers to, without importing it.
 
     Raises:
-        ConfigError: no dataset has this name, or two packages have one, or a built-in one is given options.
+        ConfigError: no dataset has this name, two packages have one, or `data.options` are given to a built-in one.
     """
     entry = find_entry("data.dataset", section.dataset, GROUP, DATASETS)
     if section.dataset in DATASETS and section.options:

@@ -1,4 +1,4 @@
-"""The interface of every dataset: samples by number, and a fingerprint."""
+"""The interface of every dataset: samples by index, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of a dataset: one split of it, as samples of one length."""
+    """What a run asks of a dataset: one split, as samples of a given length."""
 
-    section: Data  # [data] of the run
+    section: Data  # the run's [data] section
     split: str  # one of SPLITS
     seq_len: int
     seed: int
-    vocab_size: int  # of the model: tokens are 0 to vocab_size - 1
-    cache_folder: Path  # may not exist yet; for what is made once and read by all processes of a node
+    vocab_size: int  # the model's; tokens must be below it
+    cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet
 
 
 class Source(Dataset[torch.Tensor], ABC):
     """One split of a dataset. Every process opens it from the same request and finds the same samples.
 
-    A subclass has `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` where the user has to change
-    something. Batches are taken by ``source[index]``, ``index`` being the number of the sample in the whole run, or in
-    the whole evaluation; here, that is an order of `sample`'s positions. A subclass with an order of its own, such as
-    a blend or a stream, overrides `__getitem__`. It must be a function of ``index`` alone: that is how every layout
-    reads the same samples, and how a run resumes.
+    A subclass implements `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` for what the user has to
+    change. Batches are read through ``source[index]``, where ``index`` is the number of the sample in the whole run or
+    evaluation. The implementation here maps it to a position for `sample`. A subclass with an order of its own, such as
+    a blend or a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads
+    the same samples and a run can resume.
     """
 
     def __init__(self, request: DataRequest) -> None:
@@ -48,25 +48,25 @@ class Source(Dataset[torch.Tensor], ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Tells this split from others: a checkpoint resumes only on the data that it was trained on."""
+        """A digest of the split's content. A checkpoint resumes only on data with the same fingerprint."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples in the split, each counted once."""
+        """Number of samples in the split, that is, in one epoch."""
 
     @abstractmethod
     def sample(self, position: int) -> torch.Tensor:
         """The sample at ``position``, from 0 to ``len(self) - 1``.
 
         Returns:
-            int64 [2, seq]: the inputs, and the label of each, `IGNORED_LABEL` where there is none.
+            int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`.
         """
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq].
 
-        In training it is sample i mod n of epoch i div n, in an order that is a function of the seed and the epoch.
-        Elsewhere the samples stand in order, and an index past the end is a sample without labels.
+        In the training split this is sample i mod n of epoch i div n. The order within an epoch is a function of the
+        seed and the epoch. Other splits are read in order, and an index past the end gives a sample without labels.
         """
         if self.request.split == "train":
             epoch, within = divmod(index, len(self))
@@ -83,15 +83,17 @@ def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
 
 
 def open_source(request: DataRequest) -> Source:
-    """One split of the dataset that [data] names.
+    """Open one split of the dataset that [data] names.
 
     Raises:
-        ConfigError: there is no such dataset, its class is none, its samples do not fit the run, or it refuses itself.
+        ConfigError: there is no such dataset, its class is not a `Source`, its samples do not fit the run, or the class
+            raises one.
     """
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     if not (isinstance(dataset, type) and issubclass(dataset, Source)):
-        raise ConfigError("data.dataset", entry.name, f"{entry.value} is no subclass of titan_like.data.source.Source")
+        problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
+        raise ConfigError("data.dataset", entry.name, problem)
     source: Source = dataset(request)
     problem = _sample_problem(source.sample(0), request) if len(source) > 0 else None
     if problem is not None:
@@ -100,7 +102,7 @@ def open_source(request: DataRequest) -> Source:
 
 
 def _sample_problem(sample: object, request: DataRequest) -> str | None:
-    """Why a sample can be none of the run."""
+    """The reason why a sample cannot belong to the run; None if it can."""
     if not isinstance(sample, torch.Tensor):
         return f"its samples are {type(sample).__name__}, not torch.Tensor"
     if sample.dtype != torch.int64 or sample.shape != (2, request.seq_len):
@@ -109,5 +111,5 @@ def _sample_problem(sample: object, request: DataRequest) -> str | None:
     tokens = torch.cat((inputs, labels[labels != IGNORED_LABEL]))
     if tokens.min() < 0 or tokens.max() >= request.vocab_size:
         most = request.vocab_size - 1
-        return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, and the model's go from 0 to {most}"
+        return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
     return None

@@ -1,7 +1,7 @@
-"""Text files → one token file on disk, each document followed by the end-of-document token.
+"""Tokenizes text files into one token file on disk, with an end-of-document token after each document.
 
-The token file is built once per corpus and tokenizer, by the first process of the node that gets the lock, and is
-read by all.
+The token file is built once for each corpus and tokenizer. The first process of a node that gets the lock builds it,
+and all processes read it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.tokenizer import Tokenizer, tokenizer_files
 from titan_like.data.unfinished import removed_unless_renamed
 
-_FORMAT = 2  # raise when the token file's content would change for the same input
+_FORMAT = 2  # increment this when the same input would give a different token file
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A tokenized corpus: all its tokens, and where each document ends in them."""
+    """A tokenized corpus: all its tokens, and the position at which each document ends."""
 
     tokens: StoredTokens  # uint16 or uint32
     document_ends: np.ndarray  # [documents], int64, exclusive, end-of-document token included
 
 
 def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenFile:
-    """The corpus that [data] names, tokenized into the cache if it is not there yet.
+    """Open the corpus that [data] names. Tokenize it into the cache if it is not there yet.
 
     Raises:
         ConfigError: no file matches, a file is empty, unreadable or not UTF-8, a JSONL line holds no text, or the cache
-            can not be written, as on a full disk.
+            cannot be written, for example on a full disk.
     """
     files = corpus_files(section)
     folder = cache_folder / cache_name(section, files)
@@ -66,13 +66,17 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
 
 
 def corpus_files(section: Data) -> list[Path]:
-    """Files of the corpus in a fixed shuffled order, so that a split by position is a fair sample of them."""
+    """List the corpus's files in a fixed shuffled order, so that a split by position is a fair sample of them.
+
+    Raises:
+        ConfigError: no file matches, or a file is empty, unreadable or not text.
+    """
     if section.dataset == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
         files = []
         for folder, subfolders, names_here in os.walk(root):
-            subfolders[:] = set(subfolders) - left_out  # the walk goes into these
+            subfolders[:] = set(subfolders) - left_out  # os.walk descends only into what is left in this list
             files += [Path(folder, name) for name in names_here if name.endswith(".py")]
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
@@ -98,15 +102,19 @@ def _match_paths(patterns: list[str]) -> list[Path]:
             raise ConfigError("data.paths", str(path), "the file is empty; remove it or give one with text")
         if path.suffix == ".json" and _begins_as_json(path):
             problem = (
-                "holds JSON, not text; write one document a line as .jsonl (of an array: jq -c '.[]'), or name the "
-                "file .txt to train on it as it stands"
+                "holds JSON, not text; write one document per line as .jsonl (for an array: jq -c '.[]'), or name the "
+                "file .txt to train on it as it is"
             )
             raise ConfigError("data.paths", str(path), problem)
     return list(found)
 
 
 def _matches(pattern: str) -> list[Path]:
-    """The files that a glob pattern matches, without folders and devices; what else it matches where there is none."""
+    """The regular files that a glob pattern matches, or the first other match if there are none.
+
+    Raises:
+        ConfigError: nothing matches.
+    """
     everything = [Path(match) for match in glob.glob(pattern, recursive=True)]
     if not everything:
         raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
@@ -119,7 +127,7 @@ def _begins_as_json(path: Path) -> bool:
 
 
 def cache_name(section: Data, files: list[Path]) -> str:
-    """Name of a corpus's folder in the cache: another one if the files, the tokenizer or how they are read change."""
+    """Name of a corpus's folder in the cache. It changes with the files, the tokenizer and the way they are read."""
     parts = [str(_FORMAT), section.dataset, section.tokenizer, section.text_key]
     for path in (*files, *tokenizer_files(section.tokenizer)):
         stat = path.stat()
@@ -128,7 +136,11 @@ def cache_name(section: Data, files: list[Path]) -> str:
 
 
 def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenize all files into ``folder``, which is new."""
+    """Tokenize all files into ``folder``, which must not exist yet.
+
+    Raises:
+        ConfigError: the files are not valid text, or hold no document.
+    """
     folder.mkdir()
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     ends: list[int] = []
@@ -144,7 +156,7 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
                 last_shown = time.monotonic()
                 print(f"tokenizing: {number} of {len(files)} files, {total:,} tokens", file=sys.stderr, flush=True)
     if total == 0:
-        raise ConfigError("data.paths", section.paths, "the files hold no document; give some with text")
+        raise ConfigError("data.paths", section.paths, "the files hold no documents; give some with text")
     np.save(folder / "document_ends.npy", np.asarray(ends, dtype=np.int64))
     (folder / "info.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
     seconds = time.monotonic() - started
@@ -153,9 +165,9 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
 
 def _documents(path: Path, section: Data) -> Iterator[str]:
     try:
-        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark is no text
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark is not text
     except UnicodeDecodeError as error:
-        if section.dataset == "stdlib":  # a few encodings' own test data
+        if section.dataset == "stdlib":  # it has a few files with test data for other encodings
             return
         problem = f"byte {error.start} is not valid UTF-8; convert the file or remove it"
         raise ConfigError("data.paths", str(path), problem) from None
@@ -164,7 +176,7 @@ def _documents(path: Path, section: Data) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # other line separators may stand inside a JSON string
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may hold other separators
         if line.strip():
             yield _text_of_json(line, f"{path}:{number}", section.text_key)
 
@@ -175,9 +187,9 @@ def _text_of_json(line: str, place: str, key: str) -> str:
     except json.JSONDecodeError as error:
         raise ConfigError("data.paths", place, f"the line is not JSON ({error.msg}); correct it") from None
     except RecursionError:
-        problem = "brackets are nested too deeply; at most some hundred levels can be read"
+        problem = "brackets are nested too deeply; at most a few hundred levels can be read"
         raise ConfigError("data.paths", place, problem) from None
-    except ValueError:  # Python reads no integer of more than 4,300 digits
+    except ValueError:  # Python does not parse integers of more than 4,300 digits
         raise ConfigError("data.paths", place, "the line has a number with too many digits; write it as text") from None
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         raise ConfigError("data.paths", place, f'the line has no text under "{key}"; set data.text_key')

@@ -1,4 +1,4 @@
-"""Text ↔ token ids."""
+"""Tokenizers, which convert between text and token ids."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"
 
 
 class Tokenizer(Protocol):
-    """The interface that data and generation use."""
+    """The interface of a tokenizer that data and generation use."""
 
     vocab_size: int
-    eod_id: int  # follows every document
+    eod_id: int  # the end-of-document token, which follows every document
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text without special tokens: int64 [tokens]."""
+        """Token ids of a text, int64 [tokens], without added special tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids."""
+        """Text of token ids, without special tokens."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and 256 as the end of a document."""
+    """Uses UTF-8 bytes as tokens 0 to 255, and 256 as the end of a document."""
 
     vocab_size = 257
     eod_id = 256
@@ -42,7 +42,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the bytes; invalid UTF-8 becomes replacement characters, and end-of-document tokens are dropped."""
+        """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -64,19 +64,19 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
-    """The tokenizer that a value of `data.tokenizer` names; ``key`` is the setting to blame in errors.
+    """Build the tokenizer that a value of `data.tokenizer` names. ``key`` is the setting that errors blame.
 
     Raises:
-        ConfigError: a file is missing or is not a tokenizer, or it has no end-of-document token.
+        ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
     return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*read_tokenizer(spec, key))
 
 
 def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
-    """A tokenizer of the `tokenizers` library, and the id of its end-of-document token.
+    """Read a tokenizer of the `tokenizers` library; also returns the id of its end-of-document token.
 
     Raises:
-        ConfigError: a file is missing or is not a tokenizer, or it has no end-of-document token.
+        ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
     if spec.startswith("gpt2:"):
         tokenizer = _read_gpt2(spec, key)
@@ -94,10 +94,10 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
 
 
 def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Whether a model has an embedding for every token of the tokenizer that `data.tokenizer` names.
+    """Check that a model of ``vocab_size`` has an embedding for every token of the tokenizer ``spec``.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: the tokenizer has more tokens.
     """
     if tokenizer.vocab_size > vocab_size:
         problem = (
@@ -108,7 +108,7 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def tokenizer_files(spec: str) -> list[Path]:
-    """The files that a tokenizer is read from."""
+    """The files of the tokenizer that a value of `data.tokenizer` names."""
     if spec == "byte":
         return []
     return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]

@@ -1,4 +1,4 @@
-"""Files and folders that are removed if the process is told to end while it writes them."""
+"""Removal of files and folders that are unfinished when a signal ends the process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _being_written: list[Path] = []
 
 @contextmanager
 def removed_unless_renamed(path: Path) -> Iterator[Path]:
-    """A path to write to and to rename when it is complete. If it is not renamed, it is removed at the end."""
-    _remove(path)  # left over from a crash
+    """Yield a path to write to, which the caller renames when it is complete. If it was not renamed, it is removed."""
+    _remove(path)  # may be left over from a crash
     _being_written.append(path)
     try:
         yield path
@@ -24,10 +24,10 @@ def removed_unless_renamed(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Remove everything that is being written. A thread other than the writer calls it just before the process ends.
+    """Remove everything that is being written. Another thread than the writer calls this just before the process ends.
 
-    Each path is renamed first, so the writer's own rename either came before or fails. It can never complete a folder
-    that is half removed.
+    Each path is renamed first, so the writer's own rename has either happened before or fails. It can never publish a
+    folder that is half removed.
     """
     for path in list(_being_written):
         doomed = path.with_name(path.name + ".removed")
