@@ -40,7 +40,7 @@ SETTINGS = [
 # Signs in the output that the watchdog ended a job, or failed itself.
 TRACES = {
     "a rank was named": r"^error: ranks? [\d, ]+ (died|has hung|never sent)",
-    "the store was called gone": r"^error: the process that the others meet at",
+    "the store was called gone": r"^error: the process that hosts the job's store",
     "an exception in a thread": r"^Exception in thread",
     "the watchdog failed at something": r"^the watchdog of rank",
 }

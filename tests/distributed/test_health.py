@@ -78,7 +78,7 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     outcome = train(folder, name, {bad_from: 5.0}, **extra)[0]
     assert (
         f" the loss of step {BAD_STEP} is a spike (" in outcome["printed"]
-        and f"went back to step 8, and on without the samples 32 to {bad_from + BATCH - 1}" in outcome["printed"]
+        and f"went back to step 8 and skipped samples 32 to {bad_from + BATCH - 1}" in outcome["printed"]
     )
     found = records(folder / name)
     assert [record["step"] for record in found] == list(range(1, 15)) and not any(r["spike"] for r in found)
@@ -108,7 +108,7 @@ def test_going_back_does_not_lead_to_a_branch_that_was_left(folder: Path) -> Non
     train(folder, "left", {})
     extra: dict[str, Any] = {"health__loss_spike_action": "rewind", "checkpoint__load_step": 4}
     outcome = train(folder, "left", {BATCH * (BAD_STEP - 1): 5.0}, **extra)[0]
-    assert "went back to step 8, and on without the samples 32 to" in outcome["printed"]
+    assert "went back to step 8 and skipped samples 32 to" in outcome["printed"]
     assert outcome["step"] == 14 and outcome["consumed_samples"] > 14 * BATCH
     assert [record["step"] for record in records(folder / "left")] == list(range(1, 15))
 
@@ -140,7 +140,7 @@ def test_spikes_that_come_back_end_the_run(folder: Path) -> None:
     bad = {BATCH * step: 5.0 for step in range(BAD_STEP - 1, 200)}
     outcomes = train(folder, "again and again", bad, health__loss_spike_action="rewind")
     assert outcomes[0]["error"] == outcomes[1]["error"]
-    assert outcomes[0]["error"].startswith("went back to step 8 3 times, and the loss spikes again (")
+    assert outcomes[0]["error"].startswith("went back to step 8 3 times, but the loss spikes again (")
     assert outcomes[0]["error"].endswith("lower optimizer.lr")
 
 

@@ -259,7 +259,7 @@ def test_only_memory_names_a_setting():
     for error in (MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")):
         with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", "choose another"):
             raise error
-        assert str(told.value).startswith('model.flavor = "x": this machine has not enough memory for it (')
+        assert str(told.value).startswith('model.flavor = "x": this machine does not have enough memory for it (')
     for error in (RuntimeError("mat1 and mat2"), RunError("stop"), OSError(2, "gone"), KeyError("memory")):
         with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", "choose another"):
             raise error

@@ -112,11 +112,11 @@ OVERRIDES = {
     ),
     "dump folder is a file": (
         [STEPS, "--job.dump_folder={tmp}/text.txt"],
-        ["job.dump_folder", "{tmp}/text.txt", "cannot be made", "name one"],
+        ["job.dump_folder", "{tmp}/text.txt", "cannot be created", "name one"],
     ),
     "checkpoint folder is a file": (
         [STEPS, "--checkpoint.enable", "--checkpoint.folder={tmp}/text.txt"],
-        ["checkpoint.folder", "{tmp}/text.txt", "cannot be made", "name one"],
+        ["checkpoint.folder", "{tmp}/text.txt", "cannot be created", "name one"],
     ),
     "unknown GPU": ([STEPS, "--cluster.gpu=RTX 4080"], ["cluster.gpu", '"RTX 4080"', "known are V100-PCIe, V100-16GB"]),
     "disk too small for a checkpoint": (

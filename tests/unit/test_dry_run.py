@@ -210,7 +210,7 @@ REFUSALS = {
     ),
     "folder": (
         ["--job.dump_folder=/dev/null/out"],
-        'job.dump_folder = "/dev/null/out": the folder cannot be made (/dev/null is a file); name one that you may '
+        'job.dump_folder = "/dev/null/out": the folder cannot be created (/dev/null is a file); name one that you may '
         "write to",
     ),
     "JSON": (
@@ -242,7 +242,7 @@ def test_another_machine_s_files_are_only_noted(
     code, out, err = run_here(monkeypatch, capfd, *away, "--json", str(path))
     assert (code, err) == (0, "")
     assert "data: not looked at: /nowhere/*.txt is not on this machine" in out
-    assert 'not checked on this machine: job.dump_folder = "/dev/null/out": the folder cannot be made' in out
+    assert 'not checked on this machine: job.dump_folder = "/dev/null/out": the folder cannot be created' in out
     tree = json.loads(path.read_text())
     assert tree["plan"]["schedule"]["actions"] == ["F0:0", "B0:0"]
     assert tree["state"]["parameters"] == 4 * 973_568

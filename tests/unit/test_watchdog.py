@@ -164,7 +164,7 @@ def test_signs_go_on_whatever_fails_in_describing_them(
     logged = capfd.readouterr().err.splitlines()
     assert sorted(logged) == [
         f"the watchdog of rank 0 could not {what} (TypeError): '>=' not supported"
-        for what in ("look after the others", "tell its rank's progress", "tell where its rank is")
+        for what in ("check the other ranks", "find where the rank is", "read the rank's progress")
     ]
     assert json.loads(store.get("0"))["where"] == "an unknown place"
 
@@ -185,7 +185,7 @@ def test_only_a_lost_connection_means_that_the_store_is_gone(
 
     monkeypatch.setattr(watchdog, "_send_heartbeat", fail)
     if ends:
-        with pytest.raises(Ended, match="the process that the others meet at is gone"):
+        with pytest.raises(Ended, match="the process that hosts the job's store is gone"):
             watchdog._watch()
     else:
         watchdog._watch()

@@ -92,8 +92,8 @@ def open_source(request: DataRequest) -> Source:
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     if not (isinstance(dataset, type) and issubclass(dataset, Source)):
-        problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
-        raise ConfigError("data.dataset", entry.name, problem)
+        refusal = f"{entry.value} is not a subclass of titan_like.data.source.Source"
+        raise ConfigError("data.dataset", entry.name, refusal)
     source: Source = dataset(request)
     problem = _sample_problem(source.sample(0), request) if len(source) > 0 else None
     if problem is not None:

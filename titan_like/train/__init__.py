@@ -1,1 +1,1 @@
-"""The training loop."""
+"""The training loop and everything around it: checks, setup, health, signals."""

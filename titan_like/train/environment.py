@@ -1,4 +1,4 @@
-"""What the environment says of a job's processes. Without torch, so that a mistake is told at once."""
+"""The environment variables that describe a job's processes. No torch here, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 
 _LARGEST = 2**31 - 1
-_MOST_DESCRIBED = 2**18  # processes: torch makes a list of each group of them
+_MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
-    """A whole number that torchrun sets.
+    """Read an environment variable that torchrun sets to a whole number.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not a whole number, or not between ``least`` and ``most``.
     """
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
@@ -27,10 +27,10 @@ def environment_number(name: str, default: int, least: int = 0, most: int = _LAR
 
 
 def number_of_processes() -> int:
-    """The processes of the job that this one belongs to: one, or as torchrun's variables say.
+    """World size of this process's job, from torchrun's variables; 1 without them.
 
     Raises:
-        ConfigError: variables that are no numbers or contradict each other, a line for each.
+        ConfigError: variables are not numbers, or contradict each other; one line for each.
     """
     errors: list[ConfigError] = []
 
@@ -56,10 +56,10 @@ def number_of_processes() -> int:
 
 
 def check_meeting() -> None:
-    """Whether a process of several knows which one it is, and where they meet.
+    """Check that a process of a larger job has all variables that it needs to join the others.
 
     Raises:
-        ConfigError: variables are missing, a line for each.
+        ConfigError: variables are missing; one line for each.
     """
     world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
     missing = [name for name in _MEETING if not os.environ.get(name)]
@@ -70,15 +70,15 @@ def check_meeting() -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether the process is to meet others, or itself, at MASTER_ADDR; else it is alone."""
+    """Whether the environment tells the process to rendezvous at MASTER_ADDR. Otherwise it runs alone."""
     return all(os.environ.get(name) for name in _MEETING)
 
 
 def dry_run_world(config: JobConfig) -> int:
-    """Processes of the job that a dry run describes.
+    """World size of the job that a dry run describes.
 
     Raises:
-        ConfigError: nodes of unknown size, more processes than can be described, or `job.dry_run_rank` is none of them.
+        ConfigError: the nodes' size is unknown, there are too many processes, or `job.dry_run_rank` is none of them.
     """
     cluster, degrees, rank = config.cluster, config.parallelism, config.job.dry_run_rank
     if cluster.nodes is not None:
@@ -94,12 +94,12 @@ def dry_run_world(config: JobConfig) -> int:
         world_size = (
             degrees.pipeline_parallel_degree
             * degrees.data_parallel_replicate_degree
-            * max(degrees.data_parallel_shard_degree, 1)  # -1, what the others leave, leaves no more here
+            * max(degrees.data_parallel_shard_degree, 1)  # -1 takes what the others leave, which is 1 here
             * degrees.context_parallel_degree
             * degrees.tensor_parallel_degree
         )
     if world_size > _MOST_DESCRIBED:
-        problem = f"makes a job of {world_size:,} processes; a dry run describes one of at most {_MOST_DESCRIBED:,}"
+        problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
         raise ConfigError(key, value, problem)
     if rank >= world_size:
         problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"

@@ -1,7 +1,7 @@
-"""Which steps are bad, and when there have been too many.
+"""Detection of bad steps, and the decision when there have been too many.
 
-Whether a step is bad is decided on the device, from numbers that are equal on every rank. The host reads the outcome
-later and counts.
+The device decides whether a step is bad, from numbers that are equal on every rank. The host reads the outcome later
+and counts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Health
 
-_NORMAL = 1.4826  # standard deviations in a median absolute deviation of normally distributed numbers
-_LEAST_DEVIATION = 0.01  # of the median: losses that hardly differ are no reason to call the next one a spike
+_NORMAL = 1.4826  # standard deviation over median absolute deviation (MAD) of a normal distribution
+_LEAST_DEVIATION = 0.01  # relative to the median, so that after nearly equal losses a small rise is not a spike
 
 
 def median(values: torch.Tensor) -> torch.Tensor:
-    """Median of those of ``values`` [n] that are not NaN, the mean of the middle two where their number is even."""
+    """Median of the ``values``, [n], that are not NaN: a scalar, the mean of the middle two if their number is even."""
     known = ~values.isnan()
     count = known.sum()
     ordered = values.where(known, torch.inf).sort().values
@@ -28,9 +28,9 @@ def median(values: torch.Tensor) -> torch.Tensor:
 
 
 def robust_z(value: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """How many standard deviations a scalar is above the median of others, estimated from their median deviation.
+    """Robust z-score of the scalar ``value``: its distance from the median of ``others`` in standard deviations.
 
-    ``others`` [n] may hold NaN, which does not count.
+    The standard deviation is estimated from the median absolute deviation. NaN in ``others``, [n], is ignored.
     """
     middle = median(others)
     deviation = _NORMAL * median((others - middle).abs())
@@ -39,7 +39,7 @@ def robust_z(value: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 class LossWatch:
-    """Tells spikes of the loss from its usual course, and counts steps without an update."""
+    """Detects spikes of the loss, and counts consecutive steps without an update."""
 
     def __init__(
         self, section: Health, device: torch.device | str, recent: Sequence[float] = (), consecutive_skips: int = 0
@@ -48,18 +48,18 @@ class LossWatch:
         self.consecutive_skips = consecutive_skips
         window = section.loss_spike_window
         known = list(recent)[-window:]
-        # Losses of the last steps that were updates, oldest first; NaN at the start until there are enough of them.
+        # Losses of the last steps with an update, oldest first, padded with NaN at the start.
         self._recent = torch.tensor([math.nan] * (window - len(known)) + known, dtype=torch.float64).to(device)
 
     @property
     def recent(self) -> list[float]:
-        """Losses that the next one is compared with. Waits for the device."""
+        """The losses with which the next one is compared. Waits for the device."""
         return [loss for loss in self._recent.tolist() if not math.isnan(loss)]
 
     def is_spike(self, loss: torch.Tensor) -> torch.Tensor:
-        """Whether a loss is `health.loss_spike_factor` robust deviations above the recent ones, a bool scalar.
+        """Bool scalar: whether a loss is more than `health.loss_spike_factor` robust deviations above the recent ones.
 
-        Nothing is until half a window of losses is known.
+        No loss is a spike until half a window of losses is known.
         """
         factor, window = self.section.loss_spike_factor, self.section.loss_spike_window
         if not factor:
@@ -68,15 +68,15 @@ class LossWatch:
         return loss.isfinite() & has_enough & (robust_z(loss.double(), self._recent) > factor)
 
     def add(self, loss: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Remember a step's loss unless its update was skipped."""
+        """Remember a step's loss, unless its update was skipped. Both are scalars on the device."""
         appended = torch.cat((self._recent[1:], loss.double().reshape(1)))
         self._recent = torch.where(skipped, self._recent, appended)
 
     def count(self, step: int, loss: float, skipped: bool) -> None:
-        """Note on the host how a step ended.
+        """Count, on the host, consecutive steps without an update.
 
         Raises:
-            RunError: it is one too many without an update in a row.
+            RunError: there have been `health.max_consecutive_skips`.
         """
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips

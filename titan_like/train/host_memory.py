@@ -1,4 +1,4 @@
-"""The C library's memory allocator, told how training on a CPU uses it."""
+"""Settings of the C library's memory allocator for training on a CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Keep freed buffers in the process for the next step, where glibc is the allocator.
+    """Make glibc keep freed buffers in the process for the next step. Other allocators are left alone.
 
-    By default glibc returns large buffers to the kernel when they are freed, and the kernel zeroes and maps their pages
-    one by one when the next step asks again: a fifth of the step where the vocabulary is large. Kept memory counts as
-    resident, so this is for runs whose model is on the CPU. Buffers of the logits' size fragment the heap, so
-    `titan_like.train.loss` makes none beside them, and the heap grows by no more than is asked for: room to spare
-    at its top is used up before what was freed within it is joined again.
+    By default glibc returns large freed buffers to the kernel. When the next step asks for them again, the kernel has
+    to zero and map their pages one by one, which takes a fifth of the step if the vocabulary is large. Kept memory
+    counts as resident, so call this only in runs whose model is on the CPU.
+
+    Buffers as large as the logits fragment the heap, so `titan_like.train.loss` allocates none besides the logits. For
+    the same reason the heap's top padding is not raised: glibc would use up spare room at the top before it coalesces
+    what was freed inside the heap.
     """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl has none
+    if mallopt is not None:  # musl does not have it
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, -1)

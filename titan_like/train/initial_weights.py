@@ -1,4 +1,4 @@
-"""The weights that a new run begins with, from elsewhere."""
+"""Weights from a checkpoint or a Hugging Face folder with which a new run begins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KEY = "checkpoint.initial_load_path"
 
 
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a `checkpoint.initial_load_path` that cannot be of this model, without reading its tensors.
+    """Check that `checkpoint.initial_load_path` holds weights of this model, without reading tensors.
 
     Raises:
-        ConfigError: it is no folder of either kind, or holds another model.
+        ConfigError: it is neither a checkpoint nor a Hugging Face folder, is damaged, or holds another model.
     """
     text = config.checkpoint.initial_load_path
     if text is None:
@@ -50,7 +50,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
-    """Read weights into a model in any layout. Every rank calls it, and reads only what it holds of the model.
+    """Read weights into a model in any layout. Every rank calls this and reads only its part of the model.
 
     Raises:
         RunError: the files are damaged.
@@ -58,11 +58,11 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
     folder = Path(path)
     try:
         if is_checkpoint(folder):
-            agree(unreadable(folder))  # or some would wait for the others in the collective load
+            agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
             load_checkpoint(folder, model)
         else:
             agree(_read_hugging_face(folder, model))
-    except Exception as error:  # whatever a damaged file raises
+    except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
         print(f"weights from {path}", flush=True)
@@ -70,7 +70,7 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
 
 @torch.no_grad()
 def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
-    """Why this process could not read its part; None where it could."""
+    """Read this process's part of the weights. Returns the reason if that fails, else None."""
     try:
         source = open_hugging_face(folder, _KEY)
         shape = model.stages[0].module.config
@@ -78,12 +78,12 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
         read = TensorSlices(source.tensors)
         for stored in source.stored_parameters(shape):
             tensor = tensors.get(f"model.{stored.name}")
-            if tensor is not None:  # else another stage of the pipeline has it
+            if tensor is not None:  # otherwise another pipeline stage holds it
                 fill_part(*local_part(tensor), stored, read)
         read.close()
         for copy, original in model.copies():
             copy.copy_(original)
-    except Exception as error:  # whatever a damaged file raises
+    except Exception as error:  # a damaged file may raise anything
         return str(error).strip() or type(error).__name__
     return None
 

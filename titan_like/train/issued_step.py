@@ -1,4 +1,4 @@
-"""A step that the host has issued. On a GPU it may still have to run; its numbers are read later."""
+"""A step that the host has issued. On a GPU it may not have run yet, so its numbers are read later."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 import torch
 
-Stamp = float | torch.cuda.Event  # a moment: seconds of the host's clock, or a place among a GPU's kernels
+Stamp = float | torch.cuda.Event  # a point in time: seconds of the host's clock, or an event among a GPU's kernels
 
 
 class StepValues(NamedTuple):
-    """What the host learns of a step from the device. All ranks learn the same."""
+    """The numbers of a step that the host reads from the device, equal on all ranks."""
 
     loss: float  # nats per token
     grad_norm: float  # before clipping, without the loss scale
-    spike: float  # 1 where the update was skipped because the loss is a spike
+    spike: float  # 1 if the update was skipped because the loss is a spike
     loss_scale: float
-    num_zeros: float  # gradient elements that are exactly 0; NaN where they were not counted
-    stop_signal: float  # the largest number of a signal that a rank has received, or 0
-    is_saving: float  # 1 where a rank is still writing a checkpoint
+    num_zeros: float  # gradient elements that are exactly 0; NaN if they were not counted
+    stop_signal: float  # the largest signal number that any rank has received, or 0
+    is_saving: float  # 1 if any rank is still writing a checkpoint
 
 
 @dataclass(frozen=True)
 class IssuedStep:
-    """What the host knows of a step without waiting for it."""
+    """What the host knows about a step without waiting for the device."""
 
     step: int
     lr: float
@@ -35,10 +35,10 @@ class IssuedStep:
     data_time_s: float
     began: Stamp
     ended: Stamp
-    values: torch.Tensor  # `StepValues` in float64, in the host's memory once `ended` has come
+    values: torch.Tensor  # `StepValues` as float64 [7], in the host's memory once `ended` has passed
 
     def read(self) -> tuple[StepValues, float]:
-        """Wait for the device; the step's numbers, and how many seconds it took."""
+        """Wait for the device, and return the step's numbers and its duration in seconds."""
         if isinstance(self.began, float) or isinstance(self.ended, float):
             assert isinstance(self.began, float) and isinstance(self.ended, float)
             seconds = self.ended - self.began
@@ -49,7 +49,7 @@ class IssuedStep:
 
 
 def stamp(device: torch.device) -> Stamp:
-    """This moment: of the host, or after what the GPU has been given so far."""
+    """The current time on a CPU. On a GPU, an event after all work that has been issued so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -58,7 +58,7 @@ def stamp(device: torch.device) -> Stamp:
 
 
 def copy_to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory that is complete when the GPU has come this far."""
+    """Start a copy to the host's memory, same shape, that is complete once the GPU has reached this point."""
     if values.device.type != "cuda":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""One process of a job, from its start to its end."""
+"""One process of a training job, from start to end."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from titan_like.train.trainer import Remark, Trainer
 from titan_like.train.watchdog import Watchdog
 
 _CLOCKS_MAY_DIFFER = 2.0  # seconds
-_TIME_TO_END = 10.0  # seconds that a job which was stopped is given
+_TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None = None) -> None:
-    """Train.
+    """Join the process group and train to the end of the run.
 
     Args:
         run: a checked run.
-        signals: those that are handled already; None handles them from here on.
-        remark: is told of every step; what it says is printed.
+        signals: handlers that are installed already; None installs new ones.
+        remark: called with the record of every step; text that it returns is printed.
 
     Raises:
-        ConfigError: another job writes to the same folder, or the memory does not suffice.
-        RunError: the run cannot go on; the message says why.
+        ConfigError: another job writes to the same folder, or there is not enough memory.
+        RunError: the run cannot continue; the message says why.
     """
     patience = run.config.health.hang_timeout_seconds
     handled = StopSignals() if signals is None else nullcontext(signals)
@@ -57,18 +57,16 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
 
 
 def hold_dump_folder(folder: Path, patience: float = _TIME_TO_END) -> None:
-    """Keep other jobs out of the folder that this one's files go to, until `release` or the end of rank 0's process.
-
-    Every rank calls it.
+    """Lock the folder for this job's files until `release` or the end of rank 0's process. Every rank calls this.
 
     Raises:
-        ConfigError: another job is there, and does not end within ``patience`` seconds.
+        ConfigError: another job holds the folder and does not end within ``patience`` seconds.
     """
     refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
         refusal[0] = hold(folder / "run", 0.0)
         if refusal[0] is not None and patience:
-            print(f"another job writes to {folder}; waiting {patience:.0f} s for it to end", flush=True)
+            print(f"another job is writing to {folder}; waiting {patience:.0f} s for it to end", flush=True)
             refusal[0] = hold(folder / "run", patience)
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
@@ -78,10 +76,13 @@ def hold_dump_folder(folder: Path, patience: float = _TIME_TO_END) -> None:
 
 @contextmanager
 def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]:
-    """The default process group: torchrun's processes, or this one alone.
+    """Set up the default process group, of torchrun's processes or of this one alone, for the time of this context.
 
-    Collectives may take ``patience`` seconds and a minute, so that a `Watchdog` is first to end them; 0 is torch's
-    default.
+    Collectives time out after ``patience`` seconds plus a minute, so that a `Watchdog` acts first. With 0 they have
+    torch's default timeout.
+
+    Raises:
+        ConfigError: the port for the rendezvous is in use.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -95,18 +96,21 @@ def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]
         device_id=device if on_gpu else None,
     )  # fmt: skip
     yield
-    dist.destroy_process_group()  # not after an error: other ranks may wait in a collective that will never come
+    dist.destroy_process_group()  # not after an error, when other ranks may wait in a collective that never completes
 
 
 def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store that the job's processes meet at, this one's rank, and how many they are.
+    """Rendezvous with the job's other processes.
 
-    torchrun may keep one store from one start of the processes to the next, and with it the addresses of processes that
-    are gone. On one machine each start gets its own part of it, by the number of restarts. Several torchruns count
-    those differently, and have to be told to make a new store.
+    torchrun may reuse one store when it restarts the processes, and the store then holds the addresses of processes
+    that are gone. On a single machine each restart therefore gets a prefix of its own, by the number of restarts.
+    torchruns on several machines count restarts differently, so there they must be told to make a new store.
+
+    Returns:
+        The store, this process's rank, and the number of processes.
 
     Raises:
-        ConfigError: another program listens at the port where they are to meet.
+        ConfigError: another program listens on the rendezvous port.
     """
     if not is_one_of_several():
         return dist.HashStore(), 0, 1
@@ -122,15 +126,15 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start-{start}-of-{world_size}", store)
     elif rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(_NEW_STORES):
-        print(f"set {_NEW_STORES}=1 before torchrun on every machine, or its restarts may fail", flush=True)
+        print(f"set {_NEW_STORES}=1 for torchrun on every machine, or its restarts may fail", flush=True)
     return store, rank, world_size
 
 
 def clock_warning(clock: Callable[[], float] = time.time) -> str | None:
-    """A sentence if the clocks of the job's machines differ. Every rank calls it.
+    """Compare the clocks of the job's machines; a warning if they differ, else None. Every rank calls this.
 
     Args:
-        clock: tells this machine's time, in seconds.
+        clock: returns this machine's time in seconds.
     """
     dist.barrier()
     clocks: list[float] = [0.0] * dist.get_world_size()

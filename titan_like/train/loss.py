@@ -13,11 +13,11 @@ from titan_like.parallel.collectives import Group, all_gather
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of token losses in nats, at least float32. logits [batch, seq, vocab], labels [batch, seq].
+    """Sum of token losses in nats: logits [batch, seq, vocab], labels [batch, seq] → scalar, at least float32.
 
     A sum, not a mean: the caller divides once by the number of valid tokens in the global batch, so that every
-    layout and accumulation count computes the same quantity. Logits may be a DTensor split by the vocabulary: each
-    rank then has the same loss, a plain tensor, and the gradient of its own logits.
+    layout and accumulation count computes the same quantity. Logits may be a DTensor split over the vocabulary. Each
+    rank then returns the same loss as a plain tensor, and its backward pass gives the gradient of its own logits.
     """
     if not isinstance(logits, DTensor):
         if logits.device.type == "cpu":
@@ -33,20 +33,20 @@ def _accumulator(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-_BLOCK_BYTES = 4 << 20  # of logits at a time: about what a core's caches hold
+_BLOCK_BYTES = 4 << 20  # of logits per block, about as much as a core's caches hold
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy on a CPU in blocks of rows, its gradient written over the logits: no second buffer of their size.
+    """Cross entropy on a CPU in blocks of rows. The gradient overwrites the logits, so no second buffer is needed.
 
-    `F.cross_entropy` makes four. With a large vocabulary they are most of a step's memory, and the kernel hands memory
-    of that size out page by page, which takes a tenth of a small model's step. The logits are spent after the backward
-    pass: autograd refuses to go through whatever else was computed from their values.
+    `F.cross_entropy` allocates four buffers as large as the logits. With a large vocabulary they are most of a step's
+    memory, and the operating system maps memory of that size page by page, which takes a tenth of a small model's step.
+    The backward pass destroys the logits: afterwards autograd refuses to go through anything else that needs them.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """logits [positions, vocab], labels [positions]."""
+        """logits [positions, vocab], labels [positions] → scalar."""
         ctx.save_for_backward(logits, labels)
         blocks = zip(logits.split(_rows(logits)), labels.split(_rows(logits)), strict=True)
         losses = [
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Probability, less one at the label."""
+        """The gradient of a logit, [positions, vocab]: its probability, minus one at the label."""
         logits, labels = ctx.saved_tensors
         valid = labels != IGNORED_LABEL
         columns = labels.masked_fill(~valid, 0)[:, None]
@@ -76,18 +76,21 @@ def _rows(logits: torch.Tensor) -> int:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits whose vocabulary is split over a group: one small all-gather, and none backward."""
+    """Cross entropy of logits split over a group by the vocabulary, as in Megatron-LM (arXiv 1909.08053, section 3).
+
+    The forward pass needs one small all-gather; the backward pass communicates nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Group) -> torch.Tensor:
-        """logits [positions, tokens of this rank], of which the first is token ``first``; labels [positions]."""
+        """logits [positions, tokens of this rank], from token ``first`` on; labels [positions] → scalar."""
         valid = labels != IGNORED_LABEL
         columns = labels - first
         here = (columns >= 0) & (columns < logits.shape[1])
         columns = columns.masked_fill(~here, 0)[:, None]
         values = logits.to(_accumulator(logits))
         target = values.gather(1, columns)[:, 0].masked_fill(~here, 0)
-        # Of every rank: the logarithm of its share of the softmax's denominator, and the label's logit if it has it.
+        # From every rank: the logarithm of its part of the softmax's denominator, and the label's logit or else 0.
         parts = all_gather(torch.stack((values.logsumexp(1), target))[None], 0, group)  # [ranks, 2, positions]
         denominator, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
         ctx.save_for_backward(logits, columns, here, valid, denominator)
@@ -95,7 +98,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Probability, less one at the label."""
+        """The gradient of this rank's logits: their probabilities, minus one at the label."""
         logits, columns, here, valid, denominator = ctx.saved_tensors
         probability = (logits.to(denominator.dtype) - denominator[:, None]).exp_()
         probability.scatter_add_(1, columns, -here.to(probability.dtype)[:, None])

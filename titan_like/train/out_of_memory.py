@@ -1,4 +1,4 @@
-"""Memory that is not there, told by the setting that asks for it."""
+"""Reports of failed memory allocations that name the setting to change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from titan_like.config.errors import ConfigError, first_line
 
-# What torch's allocators and the C++ library say. Only the GPU's has an exception of its own.
+# Messages of torch's allocators and the C++ library. Only the GPU's allocator has an exception class of its own.
 _WORDS = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "out of memory")
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # a container's limit
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -29,22 +29,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_names(key: str, value: object, cure: str) -> Iterator[None]:
-    """Turn an allocation that fails inside into a sentence about a setting.
+    """Turn a failed allocation inside this context into a sentence about a setting.
 
     Raises:
-        ConfigError: memory could not be allocated; any other exception passes.
+        ConfigError: memory could not be allocated. All other exceptions pass through.
     """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = f"this machine has not enough memory for it ({first_line(error)[:200]}); {cure}"
+        problem = f"this machine does not have enough memory for it ({first_line(error)[:200]}); {cure}"
         raise ConfigError(key, value, problem) from None
 
 
 def host_memory_bytes() -> int:
-    """Memory that this machine's processes may have together: what is built in, or less where a container has less."""
+    """Memory that this machine's processes may use together: the installed memory, or a lower limit if one is set."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _LIMITS:
         with suppress(OSError, ValueError):

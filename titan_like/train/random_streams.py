@@ -1,4 +1,4 @@
-"""Which random numbers each process draws."""
+"""The random stream of each process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from titan_like.config.schema import Parallelism
 
 
 def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
-    """Number of the random stream that this process draws dropout from.
+    """Number of the random stream from which this process draws dropout.
 
-    Processes that hold different activations draw differently. Tensor-parallel processes hold the same ones between
-    layers, except under sequence parallelism.
+    Processes with different activations need different streams. Tensor-parallel processes have the same activations
+    between layers, except under sequence parallelism.
     """
     sharded = ["pp", "dp_replicate", "dp_shard", *(["tp"] if parallelism.sequence_parallel else [])]
     stream = 0
@@ -25,7 +25,7 @@ def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
 
 
 def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
-    """Seed every generator, and choose deterministic kernels if asked."""
+    """Seed Python's, NumPy's and torch's generators; ``deterministic`` also selects deterministic kernels."""
     random.seed(seed + stream)
     np.random.seed((seed + stream) % 2**32)
     torch.manual_seed(seed + stream)

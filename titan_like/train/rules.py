@@ -1,4 +1,7 @@
-"""Rules that involve several settings, checked before any process group starts. Each has its own sentence."""
+"""Rules that involve several settings, checked before any process group starts.
+
+Each check raises a `ConfigError` if its rule is broken, with a sentence that says what to change.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,26 @@ from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
-_MOST_PASSES = 2**18  # forward passes of a step over all stages; each is an entry in the schedule's table
-_MOST_INCREMENTS = 10_000  # of a batch-size ramp-up, whose steps are counted increment by increment
+_MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
+_MOST_INCREMENTS = 10_000  # in a batch-size ramp-up, whose steps are counted one increment at a time
 
 
 CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": find_rule}
-"""By section: raises a ConfigError where the section names what there is not. For `load_config`."""
+"""For `load_config`: section → function that raises a ConfigError if the section names something unknown."""
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse settings that contradict each other.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: a rule is broken; the first one is reported.
     """
     for error in broken_rules(config, model, layout):
         raise error
 
 
 def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
-    """An error for each rule that is broken; rules about the model or the layout apply only if it is given."""
+    """Yield an error for each broken rule. Rules about the model or the layout are skipped if that is None."""
     rules: list[Callable[[], object]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
@@ -60,10 +63,10 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
 
 
 def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
-    """The model and the layout that the settings describe, checked against each other. Does not import torch.
+    """Resolve the model and the layout that the settings describe, and check all rules. Does not import torch.
 
     Raises:
-        ConfigError: every rule that is broken, with a line for each.
+        ConfigError: rules are broken; one line for each.
     """
     model: TransformerConfig | None = None
     layout: Layout | None = None
@@ -149,7 +152,7 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
 
 
 def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the model takes sequences of this length and that the layout divides them.
+    """Check that the model takes sequences of this length and that the layout can split them.
 
     Raises:
         ConfigError: ``seq_len`` is longer than the model's maximum, or not divisible.
@@ -158,7 +161,7 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
     if seq_len > model.max_seq_len:
         problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
         raise ConfigError("training.seq_len", seq_len, problem)
-    # Each rank takes two pieces, one from each end, to balance causal attention.
+    # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
     pieces = 2 * layout.context if layout.context > 1 else 1
     if seq_len % pieces:
         problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
@@ -172,7 +175,7 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     """Check that the tensor-parallel degree can split the model's matrices.
 
     Raises:
-        ConfigError: the degree does not divide a size, or sequence parallelism has only one process.
+        ConfigError: the degree does not divide a size, or sequence parallelism is on with a degree of 1.
     """
     sizes = {
         "num_attention_heads": model.num_attention_heads,
@@ -183,12 +186,12 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         if size % layout.tensor:
             problem = f"does not divide the model's {name} ({size}); use a divisor of it"
             raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which holds the rest
+    rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
         problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
-        problem = "shards activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
+        problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
         raise ConfigError("parallelism.sequence_parallel", True, problem)
 
 
@@ -196,7 +199,7 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     """Check that the schedule can run with this number of stages, layers and microbatches.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the schedule, stages, layers or microbatches do not fit together.
     """
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
@@ -245,7 +248,7 @@ def _check_precision(config: JobConfig) -> None:
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse what torch cannot compile under tensor parallelism."""
+    """Refuse combinations with tensor parallelism that torch cannot compile."""
     section = config.parallelism
     if not config.compile.enable or section.tensor_parallel_degree == 1:
         return
@@ -254,7 +257,7 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
         raise ConfigError("activation_checkpoint.mode", "selective", problem)
     if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
         problem = (
-            "dropout of heads on different processes cannot be compiled without sequence_parallel; set that to true"
+            "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
         )
         raise ConfigError("compile.enable", True, problem)
 

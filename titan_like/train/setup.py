@@ -1,4 +1,4 @@
-"""Everything about a run that can be known, and refused, before a process group exists."""
+"""The checks of a run that can be made before a process group exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_m
 
 @dataclass(frozen=True)
 class Run:
-    """A checked run."""
+    """A run whose settings, data and folders have been checked."""
 
     config: JobConfig
     model: TransformerConfig
@@ -43,10 +43,10 @@ class Run:
 
 
 def prepare_run(config: JobConfig) -> Run:
-    """Check the configuration against itself, the machine and the data; tokenize the data if that is new.
+    """Check the configuration against itself, the machine and the data. New data is tokenized.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
     model, layout = check_settings(config, number_of_processes())
     device = select_device(config.training.dtype)
@@ -64,24 +64,24 @@ def prepare_run(config: JobConfig) -> Run:
 
 
 def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
-    """Everything that needs neither this machine's devices nor its files.
+    """Check what depends neither on this machine's devices nor on its files.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
     model, layout = resolve_settings(config, world_size)
     if config.cluster.gpu is not None:
-        find_device(config.cluster.gpu)  # refuses
+        find_device(config.cluster.gpu)  # raises if the device is unknown
     check_wandb(config.metrics)
     return model, layout
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Whether the run can write where it is to, and resume or begin from what is there.
+    """Check that the run can write to its folders, and can resume or start from what they hold.
 
     Raises:
-        ConfigError: a folder that cannot be made or written to, checkpoints of another run, or initial weights that
-            are not of the model.
+        ConfigError: a folder cannot be created or written to, checkpoints are of another run, or initial weights are of
+            another model.
     """
     _check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     if config.checkpoint.enable:
@@ -96,15 +96,15 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     elif config.checkpoint.load_step is not None:
         problem = "is only read by a run with checkpoint.enable; set that to true or leave this out"
         raise ConfigError("checkpoint.load_step", config.checkpoint.load_step, problem)
-    if not (config.checkpoint.enable and complete_steps(checkpoint_folder(config))):  # else those come before it
+    if not (config.checkpoint.enable and complete_steps(checkpoint_folder(config))):  # checkpoints take precedence
         check_initial_weights(config, model)
 
 
 def select_device(dtype: str) -> torch.device:
-    """This process's GPU, or the CPU where there is none.
+    """Select this process's GPU, or the CPU if there is none.
 
     Raises:
-        ConfigError: fewer GPUs than processes on this machine, or a GPU that lacks the type.
+        ConfigError: the machine has fewer GPUs than processes, or the GPU does not support ``dtype``.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -120,16 +120,16 @@ def select_device(dtype: str) -> torch.device:
 
 
 def _check_memory(config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
-    """Whether weights, gradients and optimizer state, each held once, fit into a machine that has all processes.
+    """Refuse a model whose weights, gradients and optimizer state, held once, exceed the memory of a single machine.
 
-    Without this the kernel would kill a process, which could say nothing.
+    Without this check the kernel would kill a process, which could not report anything.
     """
     on_this_machine = environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1
     needed, there = checkpoint_bytes(config, model) + 4 * model.num_parameters(), host_memory_bytes()
     if device.type == "cpu" and on_this_machine and needed > there:
         problem = (
             f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
-            f"and optimizer state, and this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
+            f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
         )
         key = next((f"model.overrides.{name}" for name in _LARGE if name in config.model.overrides), "model.flavor")
         value = config.model.overrides.get(key.rpartition(".")[2], config.model.flavor)
@@ -142,10 +142,10 @@ def _check_writable(key: str, folder: Path, make: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
-        problem = f"the folder cannot be made ({error.strerror}); name one that you may write to"
+        problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
         raise ConfigError(key, str(folder), problem) from None
     if not there.is_dir():
-        problem = f"the folder cannot be made ({there} is a file); name one that you may write to"
+        problem = f"the folder cannot be created ({there} is a file); name one that you may write to"
         raise ConfigError(key, str(folder), problem)
     if not os.access(there, os.W_OK):
         raise ConfigError(key, str(folder), f"the folder {there} is not writable; name one that is")
@@ -162,7 +162,7 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """Size of a checkpoint: master weights and the optimizer's moments, without what is small."""
+    """Approximate size of a checkpoint: master weights and the optimizer's state per element."""
     element = 8 if config.training.dtype == "float64" else 4
     tensors = 1 + state_per_element(config.optimizer)
     return int(tensors * element * model.num_parameters())
@@ -171,15 +171,15 @@ def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
 def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> None:
     needed, free = checkpoint_bytes(config, model), shutil.disk_usage(folder).free + leftover_bytes(folder)
     if free < needed:
-        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB and the disk has {free / 2**30:.3g} GiB left"
+        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
 
 
 def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
-    """The splits of the data that the run reads, made ready if the data is new.
+    """Open the splits that the run reads. New data is tokenized.
 
     Raises:
-        ConfigError: data that is missing, unfit or too little.
+        ConfigError: data is missing or unusable, or there is too little of it.
     """
     request = DataRequest(
         section=config.data,
@@ -191,7 +191,7 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     )
     sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
     if len(sources["train"]) == 0:
-        raise ConfigError("data.dataset", config.data.dataset, "its training split has no sample; give it more data")
+        raise ConfigError("data.dataset", config.data.dataset, "its training split has no samples; give it more data")
     if config.evaluation.interval and len(sources["validation"]) == 0:
         problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
         raise ConfigError("data.split", config.data.split, problem)

@@ -1,6 +1,6 @@
-"""Requests to stop from outside: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
+"""Signals that ask a run to stop: Ctrl-C, a closed terminal, and what clusters send before they take a machine away.
 
-Imports nothing that takes a moment, so that train.py can handle signals before it loads torch.
+This module imports nothing slow, so that train.py can handle signals before it loads torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ _TIME_TO_PARK = 0.2  # seconds
 
 
 class StopSignals:
-    """Handles the signals that ask to stop. A context manager: outside it they do what they did before.
+    """Context manager that handles the signals that ask a run to stop. On exit it restores the previous handlers.
 
-    Until `can_save` is set a signal ends the process at once, with one line and nothing half-written. From then on it
-    is noted in `received`, for the trainer to save and stop after its step, and a second request ends the process.
+    Until `can_save` is set, a signal ends the process at once, with one line and nothing half-written. From then on a
+    signal is only stored in `received`, so that the trainer saves and stops after its step. A second request ends the
+    process.
 
-    Python runs signal handlers in the main thread, between two bytecodes: a collective or a compilation may keep them
-    waiting for minutes. So a thread of its own acts on signals, woken by the number that Python's C handler writes
-    into a pipe. Only the main thread can install handlers; in another one this does nothing.
+    Python runs signal handlers in the main thread, between two bytecodes, so a collective or a compilation may delay
+    them for minutes. A separate thread therefore acts on signals. Python's C-level handler wakes it by writing the
+    signal's number to a pipe. Only the main thread can install handlers; in any other thread this does nothing.
 
-    What the process was started to ignore: SIGHUP stays ignored (nohup). SIGTERM and SIGUSR1 are only noted even before
-    the first step, since scripts/slurm and scripts/k8s tell a job with them to save. SIGINT is handled all the same,
-    since a shell has its background jobs ignore it unasked.
+    The process may have been started with some of these signals ignored. SIGHUP then stays ignored (nohup). SIGTERM and
+    SIGUSR1 are only stored, even before the first step, because scripts/slurm and scripts/k8s use them to tell a job to
+    save. SIGINT is handled anyway, because a shell makes its background jobs ignore it unasked.
     """
 
     def __init__(self) -> None:
-        self.received = 0  # number of the first signal that was noted
-        self.can_save = False  # set once a step is done
+        self.received = 0  # number of the first signal that was stored
+        self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0
         self._before: dict[signal.Signals, object] = {}
         self._only_noted: set[int] = set()
@@ -80,7 +81,7 @@ class StopSignals:
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._ends_at_once(number):
-            self._is_parked.wait(_TIME_TO_PARK)  # not for longer: it may be in C code, which writes nothing
+            self._is_parked.wait(_TIME_TO_PARK)  # no longer: the main thread may be in C code, which writes no files
             with suppress(Exception):
                 remove_unfinished()
             self._end(number, f"ended by {name} before the first step was done")
@@ -90,10 +91,10 @@ class StopSignals:
             self._end(number, f"ended at once by a second signal ({name})")
 
     def _is_second_request(self, number: int) -> bool:
-        """Whether a signal is not the first request once more.
+        """Whether a signal is a new request, and not the first one delivered again.
 
-        Clusters signal every process and torchrun passes on to its ranks what it gets, so that one request may come
-        twice within moments. Nobody but its user sends a lone process SIGINT; torchrun makes SIGTERM of a second one.
+        Clusters signal every process, and torchrun forwards what it gets to its ranks, so one request may arrive twice
+        within moments. SIGINT to a lone process always comes from its user. torchrun sends SIGTERM on a second SIGINT.
         """
         if self.received == signal.SIGINT and number == (
             signal.SIGTERM if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGINT
@@ -108,7 +109,7 @@ class StopSignals:
         os._exit(128 + number)
 
     def _hold_main_thread(self, number: int, _frame: FrameType | None) -> None:
-        """Keep the main thread from writing and printing while the other one ends the process."""
+        """Keep the main thread from writing and printing while the signal thread ends the process."""
         if not self._ends_at_once(number):
             return
         self._is_parked.set()
@@ -119,7 +120,7 @@ class StopSignals:
         return not self.can_save and number not in self._only_noted
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, such as a data worker: a terminal or a cluster signals it too, and its parent ends it."""
+        """Ignore signals in a forked child such as a data worker. It receives them too, but its parent will end it."""
         if self._before:
             signal.set_wakeup_fd(-1)
             for number in self._before:

@@ -35,7 +35,7 @@ from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
 
-_MOST_REWINDS = 3  # to one checkpoint
+_MOST_REWINDS = 3  # to the same checkpoint
 
 Remark = Callable[[StepRecord], str | None]
 
@@ -44,14 +44,14 @@ class Trainer(TrainingState):
     """Trains one model on this process's part of the data. Needs a process group (see `titan_like.train.job`)."""
 
     def __init__(self, run: Run, remark: Remark | None = None) -> None:
-        """``remark`` is told of every step, and what it says is printed."""
+        """``remark`` is called with the record of every step, and the text that it returns is printed."""
         super().__init__(run)
         config = self.config
-        self.signals = StopSignals()  # not handled unless someone does
-        self.stop_signal = 0  # that any rank had received at the end of the last step that was read
+        self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
+        self.stop_signal = 0  # the signal that any rank had received by the last step that was read
         self.save_is_due = False
-        self.rewinds: Counter[int] = Counter()  # to each step
-        self.unlogged: list[StepRecord] = []  # since the last log line
+        self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
+        self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if dist.get_rank() == 0 else []
@@ -63,7 +63,11 @@ class Trainer(TrainingState):
         )
 
     def train(self) -> None:
-        """Run to the last step, or until a signal asks to stop, logging, validating and saving on the way."""
+        """Train to the last step, or until a signal asks to stop. Logs, validates and saves on the way.
+
+        Raises:
+            RunError: the run cannot continue; all ranks raise it together.
+        """
         total, data = self.run.total_steps, self._load_data()
         if self.step >= total:
             self.console.print(f" nothing to train: the checkpoint is at step {self.step} of {total}")
@@ -76,8 +80,10 @@ class Trainer(TrainingState):
                 if unread is not None:
                     self._log_step(self.read_step(unread))
                 unread = issued
+                # Reading a step waits for the device. To keep it busy, a step is read only after the next one has been
+                # issued, unless something below needs its numbers now.
                 if not self._is_read_at_once() and not self.stop_signal:
-                    continue  # the device works on; this step is read after the next one is issued
+                    continue
                 record, unread = self.read_step(issued), None
                 self.profiler.end(record)
                 if record.spike and self._rewinds and self._rewind(record):
@@ -94,7 +100,7 @@ class Trainer(TrainingState):
                 self._save_if_due(is_last)
             if self.stop_signal and self.step < total:
                 self.console.print(f" stopped by {signal.Signals(self.stop_signal).name} after step {self.step}")
-        except RunError:  # raised by all ranks alike
+        except RunError:  # all ranks raise it together, so a save in progress can still complete
             with suppress(SaveError):
                 self.saver.finish()
             raise
@@ -105,7 +111,10 @@ class Trainer(TrainingState):
                 writer.close()
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
-        """Issue one optimizer step over one global batch. Nothing in it waits for the device."""
+        """Issue one optimizer step over one global batch, without waiting for the device.
+
+        ``data`` yields microbatches [micro_batch, 2, seq] of inputs and labels.
+        """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
         batch_size = global_batch_size_at(config.training, self.consumed_samples)
@@ -113,7 +122,8 @@ class Trainer(TrainingState):
         batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
         data_time = time.perf_counter() - started
 
-        # The loss is the mean over the valid tokens of the global batch: count them first, divide once.
+        # The loss is the mean over the valid tokens of the global batch. Counting them first lets every microbatch
+        # divide by the same number, so gradients only need to be summed.
         num_tokens = torch.stack([(batch[:, 1] != IGNORED_LABEL).sum() for batch in batches]).sum()
         if self.dp_size > 1:
             dist.all_reduce(num_tokens, group=self.dp_group)
@@ -131,6 +141,7 @@ class Trainer(TrainingState):
         grad_norm = global_grad_norm(self.model.counted_parameters(), self.mesh).double() / self.loss_scale
         self.profiler.mark("gradient norm")
 
+        # Whether to skip the update is decided on the device; the host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         values = self._values_to_read(loss, grad_norm, spike)
@@ -149,7 +160,10 @@ class Trainer(TrainingState):
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        """Unscale and clip the gradients, then step the optimizer, unless ``skip``. All on the device, in float64."""
+        """Unscale and clip the gradients and update the weights, unless ``skip``. Arguments are scalars on the device.
+
+        The factor combines clipping (to ``training.max_norm``) and unscaling, and is computed in float64.
+        """
         max_norm, factor = self.config.training.max_norm, None
         if max_norm or self.scaler is not None:
             clip = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(grad_norm)
@@ -157,8 +171,8 @@ class Trainer(TrainingState):
         update(self.optimizer, self.model.parameters(), lr, factor, skip)
 
     def _values_to_read(self, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
-        """`StepValues`, on their way to the host."""
-        # What single ranks notice becomes known to all of them with the step.
+        """Start copying this step's `StepValues` to the host: float64 [7]."""
+        # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
         noticed[1].fill_(self.saver.is_writing)
@@ -172,19 +186,20 @@ class Trainer(TrainingState):
         return copy_to_host(torch.cat((torch.stack(values), noticed)))
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
-        """Wait for a step's numbers and act on what ranks noticed in it.
+        """Wait for a step's numbers, and act on stop signals and finished saves that they report.
 
         Raises:
-            RunError: its gradients are not finite, and the configuration says to stop then.
+            RunError: gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
         """
         config = self.config
         values, seconds = issued.read()
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
+        # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
         overflowed = scales_loss and not finite and math.isfinite(values.loss)
         self.skipped_steps += not finite or bool(values.spike)
         if not finite and not overflowed and not config.health.skip_nonfinite:
             numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
-            cure = "lower optimizer.lr, or set health.skip_nonfinite to go on without such steps"
+            cure = "lower optimizer.lr, or set health.skip_nonfinite to skip such steps"
             raise RunError(f"the loss of step {issued.step} is {numbers}; {cure}")
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
@@ -210,11 +225,11 @@ class Trainer(TrainingState):
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
-        """What the loss is multiplied by."""
+        """The factor that multiplies the loss: 1, or the loss scaler's in float16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def _is_read_at_once(self) -> bool:
-        """Whether something follows the step that was just issued which needs its numbers. The same on all ranks."""
+        """Whether something after the step that was just issued needs its numbers. All ranks agree."""
         step, config = self.step, self.config
         self.save_is_due = self.save_is_due or step % config.checkpoint.interval == 0
         saves = config.checkpoint.enable and self.save_is_due
@@ -232,7 +247,7 @@ class Trainer(TrainingState):
         return health.loss_spike_factor > 0 and health.loss_spike_action == "rewind"
 
     def _log_step(self, record: StepRecord, is_last: bool = False) -> None:
-        """Write down and log a step that has been read.
+        """Record a step that has been read, and print a log line if one is due.
 
         Raises:
             RunError: too many steps in a row had no update.
@@ -251,7 +266,8 @@ class Trainer(TrainingState):
             self.console.print(remark)
 
     def _save_if_due(self, is_last: bool) -> None:
-        # Without an update there is nothing new, and the weights may be ruined: good checkpoints stay.
+        # After a skipped update there is nothing new to save and the weights may be ruined, so a save must not displace
+        # a good checkpoint.
         is_good = self.losses.consecutive_skips == 0
         if self.config.checkpoint.enable and (is_last or (self.save_is_due and is_good)):
             self.save(is_last)
@@ -259,7 +275,7 @@ class Trainer(TrainingState):
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss in nats per token over the first `evaluation.steps` global batches of the validation split."""
+        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of the validation split."""
         config = self.config
         dataset = self.run.datasets["validation"]
         unit = config.training.micro_batch_size * self.dp_size
@@ -287,12 +303,15 @@ class Trainer(TrainingState):
         return (total[0] / total[1]).item()
 
     def _rewind(self, record: StepRecord) -> bool:
-        """Go back to the newest checkpoint, and on with the samples after those of a bad step (as in arXiv 2204.02311).
+        """Go back to the newest checkpoint and continue with the samples after the bad step's.
 
-        False where there is none: then only the step's update is left out.
+        PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1).
+
+        Returns:
+            False if there is no checkpoint. Then only the step's update is skipped.
 
         Raises:
-            RunError: it has been tried too often.
+            RunError: the run has gone back to this checkpoint too often, or the checkpoints cannot be used.
         """
         self.finish_save()
         consumed, skips = (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips
@@ -300,18 +319,19 @@ class Trainer(TrainingState):
             return False
         self.rewinds[self.step] += 1
         if self.rewinds[self.step] > _MOST_REWINDS:
-            problem = f"went back to step {self.step} {_MOST_REWINDS} times, and the loss spikes again"
+            problem = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
             raise RunError(f"{problem} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
         self.losses.count(record.step, record.loss, skipped=True)
         self.unlogged.clear()
+        # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, consumed[0])
         (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips = consumed, skips
         for writer in self.writers:
             writer.close()
         self.writers = build_writers(self.config, self.step) if self.writers else []
         self.console.print(
-            f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step}, and on "
-            f"without the samples {left_out.start} to {left_out.stop - 1}"
+            f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step} and "
+            f"skipped samples {left_out.start} to {left_out.stop - 1}"
         )
         return True
 
@@ -321,14 +341,14 @@ class Trainer(TrainingState):
         return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, self.run.device)
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over the processes that see different samples; those of the last stage have the values."""
+        """Sum in place over data-parallel ranks and stages. Only the last stage's ranks have values other than zero."""
         if self.dp_size > 1:
             dist.all_reduce(value, group=self.dp_group)
         if self.pp_group.size() > 1:
             dist.all_reduce(value, group=self.pp_group)
 
     def _complete_gradients(self) -> None:
-        """Sum what the backward passes left on several processes, besides what data parallelism sums."""
+        """Sum the gradients that are still partial after data parallelism: of sequence parallelism and tied tables."""
         for stage in self.model.stages:
             sum_partial_gradients(stage.module)
         ranks = self.pipeline.shape.ranks
@@ -339,7 +359,7 @@ class Trainer(TrainingState):
 
 
 def describe_run(run: Run) -> str:
-    """What is about to be trained, on how many processes, in one line."""
+    """One line that says what is trained, on how many processes and in which layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
     return (
         f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "

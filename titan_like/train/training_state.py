@@ -1,4 +1,4 @@
-"""What a run consists of at a moment: weights, optimizer, counters, the data's cursor. It is saved and resumed here."""
+"""The state of a run (weights, optimizer, counters, data cursor), and how it is saved and resumed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ from titan_like.train.setup import Run
 
 
 class TrainingState:
-    """This process's part of a run: new, or as a checkpoint has it. Needs a process group."""
+    """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
     def __init__(self, run: Run) -> None:
-        """Build the model and what trains it, and resume where `checkpoint.enable` says so."""
+        """Build the model and its optimizer. Resume from a checkpoint if `checkpoint.enable` is set and there is one.
+
+        Raises:
+            ConfigError: the tensor-parallel plan or the optimizer cannot be used.
+            RunError: there are checkpoints but none can be used, or initial weights cannot be read.
+        """
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
@@ -45,7 +50,7 @@ class TrainingState:
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint.keep_latest, config.checkpoint.async_)
-        self.saved_steps: set[int] = set()  # by this process, after it began
+        self.saved_steps: set[int] = set()  # saved by this process since it started
         is_new = not (config.checkpoint.enable and self._resume(self._is_wanted))
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
@@ -53,7 +58,11 @@ class TrainingState:
         self.console = Console(dist.get_rank() == 0, run.total_steps)
 
     def save(self, is_last: bool = False) -> None:
-        """Write a checkpoint of this moment; with `checkpoint.async` only begin to, unless it is the last."""
+        """Save a checkpoint. With `checkpoint.async` the save only starts here, unless it is the last one.
+
+        Raises:
+            RunError: this save or the previous one failed; see `finish_save`.
+        """
         self.finish_save()
         state = RunState(
             step=self.step,
@@ -75,10 +84,10 @@ class TrainingState:
             self.finish_save(is_last)
 
     def finish_save(self, is_last: bool = False) -> None:
-        """Wait for the save under way, if there is one, and say how it went.
+        """Wait for a save that is in progress, if any, and print its outcome.
 
         Raises:
-            RunError: it failed, and the configuration or its being the last says to stop.
+            RunError: it failed, and it is the last one or `checkpoint.on_failure` is "stop".
         """
         try:
             path = self.saver.finish()
@@ -92,15 +101,19 @@ class TrainingState:
             self.console.print(f" saved {path}")
 
     def _is_wanted(self, step: int) -> bool:
-        """Whether the run may begin at a checkpoint."""
+        """Whether the run may start from this checkpoint: `checkpoint.load_step`, or any if that is not set."""
         return self.config.checkpoint.load_step in (None, step)
 
     def _is_of_this_run(self, step: int) -> bool:
-        """Whether a checkpoint is in this run's past, and not of a branch that `checkpoint.load_step` left."""
+        """Whether a checkpoint is in this run's past, not on a branch that `checkpoint.load_step` abandoned."""
         return step <= self.start_step or step in self.saved_steps
 
     def _resume(self, is_usable: Callable[[int], bool]) -> bool:
-        """Go on from the newest usable checkpoint that loads. Whether there was one."""
+        """Continue from the newest usable checkpoint that loads. Returns whether there was one.
+
+        Raises:
+            RunError: checkpoints exist but none loads, or the checkpoint was trained on other data.
+        """
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:
             return False

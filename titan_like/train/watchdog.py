@@ -1,4 +1,4 @@
-"""Names the rank for which the others wait: one that hangs, or has died."""
+"""Finds the rank that the others wait for, because it hangs or has died, and ends the job."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.torch_private import default_store
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# What a process calls where it waits for others: how the names begin.
+# How the names of functions begin in which a process waits for others.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
-_HEARTBEATS_PER_SECOND = 2000  # of all ranks together, at most: one store takes them
+_HEARTBEATS_PER_SECOND = 2000  # limit for all ranks together, because a single store receives them
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank tells of itself several times a second."""
+    """A rank's report on itself, sent several times a second."""
 
     number: int  # of heartbeats so far
     step: int  # optimizer steps done
-    seconds: float  # since it last got on
-    where: str  # the product's source line that its main thread is at
-    waits: bool  # whether that is one where it waits for others
+    seconds: float  # since its last progress
+    where: str  # the source line of this package that its main thread is at
+    waits: bool  # whether it waits for other ranks on that line
     host: str
     pid: int
-    failure: str | None = None  # why it has ended
+    failure: str | None = None  # the error that ended it
 
     def described(self) -> str:
-        """What is known of the rank, as a clause."""
+        """The rank's step, source line, host and process, as a clause."""
         return f"after step {self.step}, at {self.where} (host {self.host}, process {self.pid})"
 
 
 class Watchdog:
-    """A thread of every rank that says at which step it is and where, and finds out who is at fault when it gets stuck.
+    """A thread on every rank that reports the rank's progress, and finds the rank at fault when the job is stuck.
 
-    Where a rank has not got on for ``timeout`` seconds, because it hangs or because it waits for one that does, the
-    rank at fault is named on stderr and the process ends with exit code 1, so that torchrun can start the job again.
-    Only a rank that is stuck looks at the others, and none is named that still gets on: a job whose steps go forward is
-    never ended. Nothing that fails in the thread ends it, except that the store is gone.
+    If a rank makes no progress for ``timeout`` seconds, because it hangs or waits for one that does, stderr names the
+    rank at fault and the process ends with exit code 1. torchrun can then restart the job. Only stuck ranks look at the
+    others, and a rank that makes progress is never named, so a job whose steps advance is never ended. The thread
+    survives any error except the loss of the store.
 
-    A context manager; 0 seconds watch nothing.
+    Use it as a context manager. A timeout of 0 switches it off.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -63,9 +63,9 @@ class Watchdog:
         self.timeout = timeout
         self.period = min(2.0, timeout / 12)  # seconds
         self.seconds_between_heartbeats = min(self.period, max(0.25, self.size / _HEARTBEATS_PER_SECOND))
-        # (optimizer steps done, a number that grows as work gets done); set by whoever works
+        # Returns (optimizer steps done, a number that grows with the work done). The training code replaces it.
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        # Until the first step is done little is counted: then a main thread that moves is one that gets on.
+        # Before the first step is done these numbers hardly change, so then any movement of the main thread counts.
         self.is_starting: Callable[[], bool] = lambda: True
         self._store = dist.PrefixStore("watchdog", default_store().clone())
         self._main = threading.main_thread().ident or 0
@@ -93,7 +93,7 @@ class Watchdog:
             return
         self._ended.set()
         self._thread.join(5 * self.period)
-        if self._thread.is_alive() or not isinstance(error, Exception):  # alive: its request hangs, as others would
+        if self._thread.is_alive() or not isinstance(error, Exception):  # if alive, its request hangs, as ours would
             return
         is_told = isinstance(error, (ConfigError, RunError))
         by_others = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
@@ -111,9 +111,9 @@ class Watchdog:
                 self._look_at_others()
             except dist.DistNetworkError:  # the store is gone, and with it the process that holds it
                 if not self._ended.wait(self.period):
-                    self._end_process("the process that the others meet at is gone: that of rank 0, or its node")
+                    self._end_process("the process that hosts the job's store is gone: rank 0, or its node")
             except Exception as error:
-                self._log_once("look after the others", error)
+                self._log_once("check the other ranks", error)
 
     def _send_heartbeat(self, failure: str | None = None, failed_at: str = "") -> None:
         now = self._clock()
@@ -128,14 +128,14 @@ class Watchdog:
         self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
 
     def _clock(self) -> float:
-        """Seconds in which this thread could run: none pass while the process is suspended."""
+        """Seconds for which this thread could run. The clock stops while the process is suspended."""
         now = time.monotonic()
         self._awake += min(now - self._read_at, 2 * self.period)
         self._read_at = now
         return self._awake
 
     def _current_progress(self) -> object:
-        """Something that changes when this rank gets on; if that cannot be told, as if it did."""
+        """A value that changes when this rank makes progress. If that cannot be determined, it always changes."""
         try:
             self._step, work = self.progress()
             if not self.is_starting():
@@ -143,26 +143,27 @@ class Watchdog:
             frame = sys._current_frames().get(self._main)
             return self._step, work, frame and (id(frame.f_code), frame.f_lasti)
         except Exception as error:
-            self._log_once("tell its rank's progress", error)
+            self._log_once("read the rank's progress", error)
             return object()
 
     def _current_position(self) -> tuple[str, bool]:
         try:
-            # All threads' frames are never kept in a variable: this function's own is one of them, and a frame that
-            # holds itself keeps those of the main thread, with all their tensors, until Python looks for cycles.
+            # Never keep the dictionary of frames in a variable. It contains this function's own frame, and that cycle
+            # would keep the main thread's frames, with all their tensors, alive until Python's cycle collector runs.
             where, waits = position(sys._current_frames().get(self._main))
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":  # it may be the one that hangs
                     where += f", its save at {position(sys._current_frames().get(thread.ident or 0))[0]}"
         except Exception as error:
-            self._log_once("tell where its rank is", error)
+            self._log_once("find where the rank is", error)
             return "an unknown place", False
         return where, waits
 
     def _look_at_others(self) -> None:
-        """Where this rank has been stuck for long, find out who is at fault; if anyone is, end the process.
+        """If this rank has been stuck for long, find the rank at fault; if there is one, end the process.
 
-        One of the ranks that are stuck looks, twice; the others take its word, or its place if none comes.
+        One of the stuck ranks is elected and looks at all heartbeats twice. The others wait for its report, and one of
+        them takes its place if no report comes.
         """
         stuck, window = self._clock() - self._since, max(8 * self.period, self.timeout / 2)
         if stuck < self.timeout - window:
@@ -193,17 +194,17 @@ class Watchdog:
             self._leave_round()
 
     def _leave_round(self) -> None:
-        """Let another rank look, unless one does already."""
+        """Start a new round, in which another rank can be elected, unless one has started already."""
         self._store.compare_set("round", str(self._round), str(self._round + 1))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest heartbeat of each rank that has sent one."""
+        """Read the newest heartbeat of each rank that has sent one."""
         known = [rank for rank in range(self.size) if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in known]) if known else []
         return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
 
     def _who_is_lost(self) -> str | None:
-        """Which rank ended the connections of this one: it has failed, or sends no heartbeat any more."""
+        """Find the rank that closed this one's connections: one that has failed, or no longer sends heartbeats."""
         with suppress(RuntimeError):
             before = after = self._heartbeats()
             deadline = time.monotonic() + 2.5 * self.period
@@ -231,22 +232,26 @@ class Watchdog:
         if report:
             with suppress(Exception):
                 print(f"error: {report}", file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread may never come back
+        os._exit(1)  # a normal exit would wait for the main thread, which may never return
 
 
 def find_fault(
     size: int, before: dict[int, Heartbeat], after: dict[int, Heartbeat], patience: float = 0.0
 ) -> str | None:
-    """Names the ranks at fault, from two looks at all ranks' heartbeats between which each should have sent one.
+    """Name the ranks at fault.
 
-    None where a rank for which the others may be waiting has got on within ``patience`` seconds.
+    ``before`` and ``after`` are two looks at all heartbeats, between which every rank should have sent a new one.
+
+    Returns:
+        A sentence, or None if a rank that the others may be waiting for made progress in the last ``patience`` seconds.
     """
     unknown = [rank for rank in range(size) if rank not in after]
     if unknown:
         return f"{_ranks(unknown)} never sent a first heartbeat"
     silent = [rank for rank in after if rank in before and before[rank].number == after[rank].number]
     if silent:
-        # Its last heartbeat may be some steps old. All ranks are in the same step, since every step needs all of them.
+        # A silent rank's last heartbeat may be several steps old. Its true step is that of the others, because every
+        # step needs all ranks.
         step = max(beat.step for beat in after.values())
         return f"{_ranks(silent)} died or was stopped {replace(after[silent[0]], step=step).described()}"
     behind = min(beat.step for beat in after.values())
@@ -262,12 +267,12 @@ def find_fault(
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
-    """Where in the product's code a thread is, as text, and whether it waits there for other processes.
+    """Where in this package's code a thread is, as text, and whether it waits there for other processes.
 
-    Reads no file: that might hang on the storage for which the thread itself waits. A frame that is between two source
-    lines, as at a function's entry, has no line number; then its first line is given.
+    It reads no file, because that might hang on the same storage as the thread. A frame between two source lines, such
+    as at a function's entry, has no line number; the function's first line stands in for it.
     """
-    stack = []  # innermost first, without the frames: what they hold must not outlive them meanwhile
+    stack = []  # innermost first; only code and lines, because keeping frames would keep their tensors alive
     while frame is not None:
         stack.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
@@ -275,12 +280,12 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def failed_at(error: BaseException) -> str:
-    """Where in the product's code an error came from, as text."""
+    """Where in this package's code an error was raised, as text."""
     return _place([(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1])[0]
 
 
 def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
-    """`position`, of a stack of code and lines, innermost first."""
+    """The result of `position` for a stack of (code, line), innermost first."""
     waits = False
     for code, line in stack:
         file = code.co_filename
@@ -298,7 +303,7 @@ def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
 
 @lru_cache(maxsize=1024)
 def _waits_at(code: CodeType, line: int | None) -> bool:
-    """Whether a source line calls something that waits for other processes, from the names in its bytecode."""
+    """Whether a source line calls something that waits for other processes, judged by the names in its bytecode."""
     here = (step for step in dis.get_instructions(code) if step.positions and step.positions.lineno == line is not None)
     names = {step.argval for step in here if step.opname != "LOAD_CONST" and step.argval in code.co_names}
     return any(name.startswith(_WAITING) for name in names)
