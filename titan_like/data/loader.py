@@ -95,6 +95,7 @@ class BackgroundLoader:
             self._put(error)
 
     def _put(self, item: torch.Tensor | BaseException | None) -> bool:
+        """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
         while not self._stopped.is_set():
             try:
                 self._queue.put(item, timeout=0.2)

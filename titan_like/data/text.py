@@ -51,7 +51,7 @@ def open_corpus(section: Data, tokenizer: Tokenizer, cache_folder: Path) -> Toke
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not folder.exists():
+            if not folder.exists():  # otherwise another process built it while this one waited for the lock
                 with removed_unless_renamed(folder.with_suffix(".unfinished")) as unfinished:
                     _build(section, files, tokenizer, unfinished)
                     os.replace(unfinished, folder)
@@ -87,6 +87,7 @@ def corpus_files(section: Data) -> list[Path]:
 
 
 def _match_paths(patterns: list[str]) -> list[Path]:
+    """The files that paths and glob patterns match, each once. Refuses files that cannot be text."""
     if not patterns:
         raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
     found: dict[Path, None] = {}
@@ -164,6 +165,7 @@ def _build(section: Data, files: list[Path], tokenizer: Tokenizer, folder: Path)
 
 
 def _documents(path: Path, section: Data) -> Iterator[str]:
+    """Yield a file's documents: one for each line of a .jsonl file, otherwise the whole file as one."""
     try:
         text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark is not text
     except UnicodeDecodeError as error:

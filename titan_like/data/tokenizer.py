@@ -47,7 +47,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library."""
+    """Wraps a tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: HFTokenizer, eod_id: int) -> None:
         self._tokenizer = tokenizer

@@ -153,7 +153,7 @@ def fused_in_one(config: TransformerConfig, name: str, columns: tuple[int, ...],
 
 @torch.no_grad()
 def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each source of a full parameter, as the files store it."""
+    """Yield (name, tensor) for each source of a full parameter, [rows, …], as the files store it."""
     pieces: dict[str, list[Rows]] = {source: [] for source in stored.sources}
     for rows in stored.rows():
         pieces[rows.source].append(rows)
@@ -166,7 +166,7 @@ def to_tensors(stored: Stored, parameter: torch.Tensor) -> Iterator[tuple[str, t
 
 @torch.no_grad()
 def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read: ReadSlice) -> None:
-    """Read a shard from the files. ``part`` is the shard's tensor, ``offsets`` its position in the full parameter.
+    """Read a shard from the files into ``part``, [rows here, …], which begins at ``offsets`` in the full parameter.
 
     Padding rows become zero. Their logits are masked, so their values never matter.
 
@@ -176,6 +176,7 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
     part.zero_()
     first, last = offsets[0], offsets[0] + part.shape[0]
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
+    # Read only the rows that both this shard and the stored range contain.
     for rows in stored.rows() if part.numel() else ():
         start, stop = max(first, rows.start), min(last, rows.stop)
         if start >= stop:

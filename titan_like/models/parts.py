@@ -20,7 +20,7 @@ from titan_like.models.transformer import Transformer
 
 
 class Parts(NamedTuple):
-    """Numbers of elements."""
+    """Sizes in elements, except ``attention_cores``, which is a count."""
 
     layer: int  # parameters of one layer
     matrices: int  # of these, the elements of matrices, each of which is multiplied once per token

@@ -64,7 +64,7 @@ class Transformer(nn.Module):
             del self.layers[name]
         keeps_table = is_last and self.config.tied_embeddings
         for name in () if is_first else self.entry:
-            if name != "embedding" or not keeps_table:
+            if name != "embedding" or not keeps_table:  # a tied table stays as the last stage's output matrix
                 delattr(self, name)
         if not is_last:
             del self.norm, self.output, self.mask_padding

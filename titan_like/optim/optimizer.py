@@ -50,6 +50,7 @@ def _state_per_element(section: str) -> float:
     optimizer = build_optimizer([matrix], OptimizerSection.model_validate_json(section))
     matrix.grad = torch.zeros_like(matrix)
     optimizer.step()
+    # Scalars, such as AdamW's step count, do not grow with the matrix.
     state = (value for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor) and value.ndim)
     found = sum(value.numel() * value.element_size() for value in state) / (matrix.numel() * matrix.element_size())
     return int(found) if found == int(found) else found

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.torch_private import functional_collectives
 
-_SEQUENCE = 1  # of [batch, seq, hidden]
+_SEQUENCE = 1  # dimension of [batch, seq, hidden]
 
 # Unlike torch.distributed's functions, these operators can be compiled, and they leave no wrapper tensor behind.
 _operations = functional_collectives
@@ -73,13 +73,13 @@ class CopyToTensorRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:
-        """All-gather x along the sequence; without sequence parallelism x is full already."""
+        """[batch, seq here, hidden] → [batch, seq, hidden]; without sequence parallelism x is full already."""
         ctx.sequence_parallel, ctx.group = sequence_parallel, group
         return _spread(x, sequence_parallel, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Sum the gradient, because every rank's columns contribute to it."""
+        """The reverse: sum the gradient over the ranks, because every rank's columns contribute to it."""
         return _sum(gradient, ctx.sequence_parallel, ctx.group), None, None
 
 
@@ -88,11 +88,11 @@ class ReduceFromTensorRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:
-        """Sum over the ranks; with sequence parallelism each rank keeps only its part of the sequence."""
+        """[batch, seq, hidden] → the sum, or with sequence parallelism this rank's part, [batch, seq here, hidden]."""
         ctx.sequence_parallel, ctx.group = sequence_parallel, group
         return _sum(x, sequence_parallel, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Give every rank the full gradient, because a sum passes its gradient to each term."""
+        """The reverse: give every rank the full gradient, because a sum passes its gradient to each term."""
         return _spread(gradient, ctx.sequence_parallel, ctx.group), None, None

@@ -47,7 +47,7 @@ class DataParallel:
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
             _wrap(model, mesh, zero_stage, policy)
-        elif size > 1:
+        elif size > 1:  # full precision needs no master copy, so gradients can be summed in place
             units = [list(unit.parameters()) for unit in model.layers.values()]
             in_layers = {id(parameter) for unit in units for parameter in unit}
             outside = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]

@@ -83,7 +83,7 @@ class RunningStage(PipelineStage):
         self._start(step)
         backward = torch.is_grad_enabled()
         if not self.is_first:
-            x.requires_grad_(backward)
+            x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
         output = self.stage.module(x)
         if self.is_last:
             assert self._loss_function is not None
@@ -102,6 +102,7 @@ class RunningStage(PipelineStage):
         step = Step("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
         gradient = None if self.is_last else self._arrived.pop(("B", bwd_chunk_id))
         self._start(step)
+        # With deferred weight gradients this pass must not reduce: gradients are complete only with their products.
         data_parallel, deferred = self.stage.data_parallel, self.stage.weight_gradients
         if deferred is None:  # a pass that cannot be split runs whole where the schedule asks for its first part
             data_parallel.before_backward(is_last=self._is_last_backward())
@@ -143,7 +144,7 @@ class RunningStage(PipelineStage):
         return [] if self.is_first or not self.has_backward else [self._send("B", bwd_chunk_id, self.stage_index - 1)]
 
     def set_local_fwd_input(self, prev_stage_outputs: torch.Tensor, mb_index: int) -> None:
-        """Take the input from the previous stage, if that is on this rank."""
+        """Take the input [batch, seq here, hidden] from the previous stage, if that is on this rank."""
         self._arrived["F", mb_index] = prev_stage_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor]:
@@ -307,11 +308,11 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Run forward passes only. The last stage calls ``loss_function`` with each microbatch's logits."""
+        """Run forward passes only. The last stage calls ``loss_function`` with logits [micro_batch, seq, vocab]."""
         self._run(tokens, loss_function, backward=False)
 
     def _run(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction, backward: bool) -> None:
-        key = len(tokens), backward
+        key = len(tokens), backward  # a batch-size ramp-up and validation need schedules of their own
         if key not in self._schedules:
             steps = self.shape.steps(dist.get_rank(self.group), *key)
             self._schedules[key] = TableSchedule(self.stages, len(tokens), steps)

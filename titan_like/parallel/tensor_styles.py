@@ -164,7 +164,7 @@ class VocabularyMask(LocalStyle):
 
     @staticmethod
     def mask(module: PaddingMask, forward: Callable, mesh: DeviceMesh, logits: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, tokens of this rank] → [batch, seq, padded vocab]."""
+        """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
         batch, seq, size = *logits.shape[:2], module.padded_vocab_size
         shape, stride = torch.Size((batch, seq, size)), (seq * size, size, 1)
         return DTensor.from_local(forward(logits), mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)

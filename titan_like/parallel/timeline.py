@@ -45,7 +45,7 @@ class RankTimes:
 
 
 class Timeline:
-    """Receives the start and the end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
+    """Records the start and the end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """Start recording. All ranks of ``group`` do this together, directly before the step."""

@@ -90,6 +90,8 @@ def linear(
 
 
 class _LinearWithoutWeightGradient(torch.autograd.Function):
+    """`linear` whose backward pass computes only the gradients of x and bias, and defers the weight's."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,4 +1,4 @@
-"""The training loss."""
+"""The training loss: cross entropy, in a form that saves memory on CPUs and one for logits split over processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """The gradient of this rank's logits: their probabilities, minus one at the label."""
+        """The gradient of this rank's logits, [positions, tokens of this rank]: probabilities, minus one at labels."""
         logits, columns, here, valid, denominator = ctx.saved_tensors
         probability = (logits.to(denominator.dtype) - denominator[:, None]).exp_()
         probability.scatter_add_(1, columns, -here.to(probability.dtype)[:, None])

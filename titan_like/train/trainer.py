@@ -141,7 +141,7 @@ class Trainer(TrainingState):
         grad_norm = global_grad_norm(self.model.counted_parameters(), self.mesh).double() / self.loss_scale
         self.profiler.mark("gradient norm")
 
-        # Whether to skip the update is decided on the device; the host learns of it when it reads the step.
+        # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
         values = self._values_to_read(loss, grad_norm, spike)
@@ -160,9 +160,9 @@ class Trainer(TrainingState):
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        """Unscale and clip the gradients and update the weights, unless ``skip``. Arguments are scalars on the device.
+        """Unscale and clip the gradients and update the weights, unless ``skip``.
 
-        The factor combines clipping (to ``training.max_norm``) and unscaling, and is computed in float64.
+        ``grad_norm``, float64 and without the loss scale, and ``skip``, bool, are scalars on the device.
         """
         max_norm, factor = self.config.training.max_norm, None
         if max_norm or self.scaler is not None:

@@ -71,13 +71,13 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._number = self._step = 0
-        self._awake, self._read_at = 0.0, time.monotonic()
-        self._seen: object = None
-        self._since = 0.0  # on its own clock
-        self._round, self._in_round_since = -1, 0.0
-        self._first_look: dict[int, Heartbeat] | None = None
+        self._awake, self._read_at = 0.0, time.monotonic()  # the thread's own clock, and when it was read last
+        self._seen: object = None  # the latest progress
+        self._since = 0.0  # when that was first seen, on the thread's clock
+        self._round, self._in_round_since = -1, 0.0  # of electing a rank that looks at the others
+        self._first_look: dict[int, Heartbeat] | None = None  # set if this rank is elected
         self._next_look = 0.0
-        self._logged: set[str] = set()
+        self._logged: set[str] = set()  # kinds of errors that have been printed
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._is_on = timeout > 0
@@ -95,6 +95,8 @@ class Watchdog:
         self._thread.join(5 * self.period)
         if self._thread.is_alive() or not isinstance(error, Exception):  # if alive, its request hangs, as ours would
             return
+        # An error in communication usually means that another rank has died. That rank is then named instead of this
+        # one, by the first rank that gets to report it.
         is_told = isinstance(error, (ConfigError, RunError))
         by_others = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
         if self.size > 1 and by_others and (lost := self._who_is_lost()):
@@ -185,6 +187,7 @@ class Watchdog:
                 self._end_process(report if self._store.add("reporters", 1) == 1 else "")
 
     def _stand_for_election(self, patience: float) -> None:
+        """Take the first look if this rank is the first in its round. After ``patience``, start another round."""
         current = self._store.add("round", 0)
         if current != self._round:
             self._round, self._in_round_since = current, self._clock()
@@ -254,6 +257,8 @@ def find_fault(
         # step needs all ranks.
         step = max(beat.step for beat in after.values())
         return f"{_ranks(silent)} died or was stopped {replace(after[silent[0]], step=step).described()}"
+    # Ranks that are a step ahead wait for those behind, so only the latter can be at fault. Among these, one that waits
+    # for nobody is the culprit.
     behind = min(beat.step for beat in after.values())
     candidates = {rank: beat for rank, beat in after.items() if beat.step == behind}
     if min(beat.seconds for beat in candidates.values()) < patience:

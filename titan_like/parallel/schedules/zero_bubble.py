@@ -38,11 +38,11 @@ def zbv_zero_bubble(degree: int, num_microbatches: int) -> Table:
     for rank in range(degree):
         hops = degree - 1 - rank
         steady = max(num_microbatches - (2 * degree - 1), 0) + rank
-        order = ["F0"] * (2 * hops + 1)
+        order = ["F0"] * (2 * hops + 1)  # warm-up
         order += ["F1", "F0"] * rank
         order += ["F1", "I1", "W1"] * (hops + 1)
         order += ["F0", "I0", "W0", "F1", "I1", "W1"] * steady
-        order += ["I0", "W0", "F1", "I1", "W1"] * hops
+        order += ["I0", "W0", "F1", "I1", "W1"] * hops  # cool-down, without first forwards
         order += ["I0", "I1"] * rank
         order += ["I0", "W0"] * (hops + 1)
         order += ["W1"] * rank + ["W0"] * rank
@@ -64,15 +64,17 @@ def dualpipe_v(degree: int, num_microbatches: int) -> Table:
     table = []
     for rank in range(degree):
         hops = degree - 1 - rank
-        order = ["F0"] * (2 * hops)
-        order += ["F0", "F1"] * (rank + 1)
-        order += ["I1", "W1", "F1"] * hops
-        order += ["F0", "B1", "F1", "B0"] * (num_microbatches - 2 * degree + rank + 1)
-        order += ["B1", "F1", "B0"] * hops
+        order = ["F0"] * (2 * hops)  # phase 1
+        order += ["F0", "F1"] * (rank + 1)  # 2
+        order += ["I1", "W1", "F1"] * hops  # 3
+        order += ["F0", "B1", "F1", "B0"] * (num_microbatches - 2 * degree + rank + 1)  # 4, the main phase
+        order += ["B1", "F1", "B0"] * hops  # 5
+        # Phase 6 has only backward passes. Its second half is split, so that other ranks get their gradients sooner.
         backwards = ["1", "0"] * (rank + 1)
         whole, split = backwards[: rank + 1], backwards[rank + 1 :]
         order += [f"B{chunk}" for chunk in whole] + [f"I{chunk}" for chunk in split]
-        # Weight gradients go as late as their turn comes: those of the split half first, then those of this phase.
+        # Phase 7 alternates W and I0, and phase 8 has the remaining W. Weight gradients take their turn as late as
+        # possible: first those of the split half, then those of phase 7.
         late = [f"W{chunk}" for chunk in split] + ["W0"] * hops
         for weights in late[:hops]:
             order += [weights, "I0"]
