@@ -241,8 +241,8 @@ def test_host_without_memory_names_the_model(monkeypatch, capfd, folder):
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("build", ['model.flavor = "debug"', "not enough memory", "choose a smaller model"]),
-        ("train", ["training.micro_batch_size = 2", "not enough memory", "lower it"]),
+        ("build", ['model.flavor = "debug"', "does not have enough memory", "choose a smaller model"]),
+        ("train", ["training.micro_batch_size = 2", "does not have enough memory", "lower it"]),
     ],
 )
 def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, place, words):
