@@ -53,6 +53,14 @@ def test_counts_within_a_block_are_those_of_its_samples() -> None:
         taken[blend.locate(index)[0]] += 1
 
 
+def test_in_order_each_source_s_samples_ascend() -> None:
+    blend, taken = Blend([0.7, 0.2, 0.1], seed=5), [0, 0, 0]
+    for index in range(BLOCK + 100):
+        source, number = blend.locate_in_order(index)
+        assert (source, number) == (blend.locate(index)[0], taken[source])
+        taken[source] += 1
+
+
 def test_sources_alternate_in_a_random_order() -> None:
     """Of two equal sources, runs of one source are as long as those of a fair coin: two samples on average."""
     sources = [Blend([1, 1], seed=0).locate(index)[0] for index in range(BLOCK)]

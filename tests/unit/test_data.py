@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,17 @@ import torch
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import PackedDataset, TextSource, split_bounds, split_weights, token_fingerprint
+from titan_like.data.open_source import open_source
+from titan_like.data.packed import (
+    PackedDataset,
+    TextSource,
+    nearest_end,
+    split_bounds,
+    split_weights,
+    token_fingerprint,
+)
 from titan_like.data.registry import DATASETS, find_dataset
-from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source, open_source
+from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source
 from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
@@ -36,6 +45,10 @@ def corpus_of(folder, files, **settings):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     section = Data(dataset="text", paths=[str(folder / name) for name in files], **settings)
     return open_corpus(section, ByteTokenizer(), folder / "cache")
+
+
+def bounds_of(ends, weights):
+    return split_bounds(int(ends[-1]), partial(nearest_end, ends), weights)
 
 
 def documents_of(corpus):
@@ -206,7 +219,7 @@ def test_each_epoch_is_another_permutation():
 def test_no_document_is_in_two_splits(seed):
     lengths = np.random.default_rng(seed).integers(1, 60, size=400)
     ends = np.cumsum(lengths)
-    bounds = split_bounds(ends, split_weights("8,1,1"))
+    bounds = bounds_of(ends, split_weights("8,1,1"))
     assert bounds[0] == 0
     assert bounds[-1] == ends[-1]
     assert set(bounds) <= {0, *ends.tolist()}
@@ -215,7 +228,7 @@ def test_no_document_is_in_two_splits(seed):
 
 
 def test_corpus_of_one_document_still_has_all_splits(tmp_path):
-    assert split_bounds(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
+    assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
     text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
     (tmp_path / "a.txt").write_text(text)
     section = {"dataset": "text", "paths": [str(tmp_path / "a.txt")]}
@@ -226,14 +239,14 @@ def test_corpus_of_one_document_still_has_all_splits(tmp_path):
 
 
 def test_first_document_longer_than_the_training_share_is_cut():
-    assert split_bounds(np.array([100, 110]), split_weights("4,6,0")) == [0, 44, 110, 110]
+    assert bounds_of(np.array([100, 110]), split_weights("4,6,0")) == [0, 44, 110, 110]
 
 
 @pytest.mark.parametrize(
     ("weights", "bounds"), [("1,0,0", [0, 90, 90, 90]), ("1,1,0", [0, 30, 90, 90]), ("2,0,1", [0, 60, 60, 90])]
 )
 def test_split_of_weight_zero_is_empty(weights, bounds):
-    assert split_bounds(np.array([30, 60, 90]), split_weights(weights)) == bounds
+    assert bounds_of(np.array([30, 60, 90]), split_weights(weights)) == bounds
 
 
 def test_split_weights_are_shares():
@@ -347,7 +360,7 @@ def test_a_sample_without_labels_is_no_reason_to_refuse(packages, tmp_path):
 
 def test_an_unknown_dataset_is_told_what_there_is(packages):
     packages("toys", ones=f"{__name__}:Ones")
-    with pytest.raises(ConfigError, match=r"unknown name; did you mean ones\? there are ones, stdlib, text$"):
+    with pytest.raises(ConfigError, match=r"unknown name; did you mean ones\? there are indexed, ones, stdlib, text$"):
         find_dataset(Data(dataset="one"))
 
 

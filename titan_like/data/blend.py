@@ -33,8 +33,9 @@ class Blend:
         shares = _apportion(weights, BLOCK * _PERIOD)
         if min(shares) == 0:
             raise ValueError(f"weight {weights[shares.index(0)]} is below one sample in {BLOCK * _PERIOD:,}")
-        self._shares = shares
+        self.shares = shares
         self._ends = [0, *accumulate(shares)]  # cumulative, in samples of a period
+        self._enumerated: dict[int, list[tuple[int, int]]] = {}  # the last block
 
     def locate(self, index: int) -> tuple[int, int]:
         """Sample ``index`` of the blend as (number of the source, how many of its samples come before this one)."""
@@ -44,7 +45,19 @@ class Blend:
         source = bisect_left(self._ends, (place + 1) * _PERIOD - offset) - 1
         first = (self._ends[source] + offset) // _PERIOD  # place in this block where the source begins
         before = self._taken(source + 1, k) - self._taken(source, k)
-        return source, period * self._shares[source] + before + place - first
+        return source, period * self.shares[source] + before + place - first
+
+    def locate_in_order(self, index: int) -> tuple[int, int]:
+        """Like `locate`, with each source's samples in ascending order; the first of a block enumerates it."""
+        block, slot = divmod(index, BLOCK)
+        if block not in self._enumerated:
+            before, places = self.counts(block * BLOCK), []
+            for number in range(block * BLOCK, (block + 1) * BLOCK):
+                source, _ = self.locate(number)
+                places.append((source, before[source]))
+                before[source] += 1
+            self._enumerated = {block: places}
+        return self._enumerated[block][slot]
 
     def counts(self, num_samples: int) -> list[int]:
         """How many of the first ``num_samples`` samples are from each source; whole blocks are not enumerated."""
@@ -52,7 +65,7 @@ class Blend:
         period, k = divmod(block, _PERIOD)
         counts = [
             period * share + self._taken(source + 1, k) - self._taken(source, k)
-            for source, share in enumerate(self._shares)
+            for source, share in enumerate(self.shares)
         ]
         for index in range(num_samples - rest, num_samples):
             counts[self.locate(index)[0]] += 1
