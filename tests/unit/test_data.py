@@ -4,7 +4,6 @@ import os
 import pickle
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,12 @@ import torch
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data import preprocess
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.packed import (
     PackedDataset,
     TextSource,
-    nearest_end,
     split_bounds,
     split_weights,
     token_fingerprint,
@@ -44,16 +43,17 @@ def corpus_of(folder, files, **settings):
     for name, content in files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     section = Data(dataset="text", paths=[str(folder / name) for name in files], **settings)
-    return open_corpus(section, ByteTokenizer(), folder / "cache")
+    return open_corpus(section, folder / "cache")
 
 
 def bounds_of(ends, weights):
-    return split_bounds(int(ends[-1]), partial(nearest_end, ends), weights)
+    return split_bounds(
+        int(ends[-1]), lambda token: min([0, *ends.tolist()], key=lambda end: abs(end - token)), weights
+    )
 
 
 def documents_of(corpus):
-    starts = [0, *corpus.document_ends[:-1]]
-    return [corpus.tokens[start:end].tolist() for start, end in zip(starts, corpus.document_ends, strict=True)]
+    return [corpus[number].tolist() for number in range(len(corpus))]
 
 
 def test_every_document_is_followed_by_the_end_of_document(tmp_path):
@@ -61,7 +61,7 @@ def test_every_document_is_followed_by_the_end_of_document(tmp_path):
     corpus = corpus_of(tmp_path, texts)
     expected = [[*text.encode("utf-8"), EOD] for text in texts.values()]
     assert sorted(documents_of(corpus)) == sorted(expected)
-    assert corpus.document_ends[-1] == len(corpus.tokens)
+    assert corpus.document_end(len(corpus) - 1) == len(corpus.tokens)
 
 
 def test_jsonl_holds_one_document_a_line(tmp_path):
@@ -125,7 +125,7 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
     first = corpus_of(tmp_path, files)
     assert "tokenized 2 files into 12 tokens" in capsys.readouterr().err
     section = Data(dataset="text", paths=[str(tmp_path / name) for name in files])
-    again = open_corpus(section, ByteTokenizer(), tmp_path / "cache")
+    again = open_corpus(section, tmp_path / "cache")
     assert capsys.readouterr().err == ""
     assert documents_of(again) == documents_of(first)
     assert not list((tmp_path / "cache").glob("*.unfinished"))
@@ -136,20 +136,7 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
 
     (tmp_path / "b.txt").write_text("earth")  # as long as before, but later
     os.utime(tmp_path / "b.txt", (2e9, 2e9))
-    assert [*b"earth", EOD] in documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache"))
-
-
-def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
-    class LargeTokenizer(ByteTokenizer):
-        vocab_size = 100_000
-        eod_id = 99_999
-
-    corpus = corpus_of(tmp_path, {"a.txt": "hello"})
-    assert corpus.tokens.dtype == np.uint16
-    section = Data(dataset="text", paths=[str(tmp_path / "a.txt")])
-    large = open_corpus(section, LargeTokenizer(), tmp_path / "other_cache")
-    assert large.tokens.dtype == np.uint32
-    assert large.tokens[-1:].tolist() == [99_999]
+    assert [*b"earth", EOD] in documents_of(open_corpus(section, tmp_path / "cache"))
 
 
 def test_stored_tokens_are_read_like_an_array(tmp_path):
@@ -176,10 +163,10 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match=r"dump_folder.*No space left.*make room"),
     ):
-        patch.setattr(np, "save", full)
-        open_corpus(section, ByteTokenizer(), tmp_path / "cache")
+        patch.setattr(preprocess, "write_index", full)
+        open_corpus(section, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-    assert documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache")) == [[*b"earth", EOD]]
+    assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
 
 
 def test_windows_tile_the_stream_and_labels_are_inputs_shifted():

@@ -186,7 +186,7 @@ REFUSED = {
     "an infinite weight": (["inf", "A", "1", "B"], 'data.paths = "inf": .* give a positive number'),
     "a weight too many": (["0.5", "A", "0.5"], "the last weight has no path"),
     "a tiny weight": (["1", "A", "1e-9", "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
-    "an empty source": (["1", "A", "1", "E"], r"the training split of .*E.bin has 0 tokens"),
+    "an empty source": (["1", "A", "1", "E"], r"the training split of .*E has 0 tokens"),
     "no path": ([], 'dataset "indexed" needs the paths'),
     "fractions": (["F"], "its tokens are float32; only whole numbers are tokens"),
     "another vocabulary": (["V"], "tokens from 400 to 400, and the model's go from 0 to 299"),

@@ -203,19 +203,28 @@ class IndexedWriter:
                     os.replace(path, f"{self.prefix}.{ending}")
 
 
-def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: list[int] | np.ndarray) -> None:
-    """Write an index of sequences that lie one after the other.
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: list[int] | None) -> None:
+    """Write an index of sequences that lie one after the other, in constant memory.
 
     Args:
         path: the file.
         dtype: one of `DTYPES`.
-        lengths: tokens of each sequence, [sequences].
-        documents: boundaries, the first 0 and the last the number of sequences.
+        lengths: tokens of each sequence, int32 [sequences], and may be memory-mapped.
+        documents: boundaries, the first 0 and the last the number of sequences; None if each sequence is a document.
     """
+    count = len(lengths)
+    starts = range(0, count, _PIECE)
     with open(path, "wb") as file:
-        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(lengths), len(documents)))
-        file.write(lengths.astype("<i4").tobytes())
-        pointers = np.zeros(len(lengths), "<i8")
-        np.cumsum(lengths[:-1].astype(np.int64) * dtype.itemsize, out=pointers[1:])
-        file.write(pointers.tobytes())
-        file.write(np.asarray(documents, dtype="<i8").tobytes())
+        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], count, count + 1 if documents is None else len(documents)))
+        for start in starts:
+            file.write(lengths[start : start + _PIECE].astype("<i4").tobytes())
+        at = 0
+        for start in starts:
+            ends = at + lengths[start : start + _PIECE].astype("<i8").cumsum() * dtype.itemsize
+            file.write(np.concatenate(([at], ends[:-1])).astype("<i8").tobytes())
+            at = int(ends[-1])
+        if documents is not None:
+            file.write(np.array(documents, dtype="<i8").tobytes())
+            return
+        for start in range(0, count + 1, _PIECE):
+            file.write(np.arange(start, min(start + _PIECE, count + 1), dtype="<i8").tobytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -57,15 +57,6 @@ def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[f
     return [*bounds, total]
 
 
-def nearest_end(document_ends: np.ndarray, token: int) -> int:
-    """Of ascending document ends, [documents], and 0 the one that is nearest to a token."""
-    after = int(np.searchsorted(document_ends, token))
-    around = [
-        0 if number < 0 else int(document_ends[number]) for number in (after - 1, min(after, len(document_ends) - 1))
-    ]
-    return min(around, key=lambda end: abs(end - token))
-
-
 class PackedDataset(Source):
     """Windows of seq_len + 1 tokens over one long stream: inputs and labels are the same window shifted by one."""
 
@@ -104,9 +95,7 @@ class TextSource(PackedDataset):
         weights = split_weights(section.split)  # refused before the text is tokenized, which may take hours
         tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
-        corpus = open_corpus(section, tokenizer, request.cache_folder)
-        bounds = split_bounds(len(corpus.tokens), partial(nearest_end, corpus.document_ends), weights)
-        super().__init__(request, _split_of(corpus.tokens, bounds, request))
+        super().__init__(request, _split_of(open_corpus(section, request.cache_folder), weights, request))
 
 
 class IndexedSource(PackedDataset):
@@ -130,20 +119,20 @@ class IndexedSource(PackedDataset):
             raise ConfigError("data.paths", str(error.path), problem) from None
         if dataset.dtype.kind == "f":
             raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
-        bounds = split_bounds(len(dataset.tokens), dataset.nearest_document_end, weights)
-        super().__init__(request, _split_of(dataset.tokens, bounds, request))
+        super().__init__(request, _split_of(dataset, weights, request))
 
 
-def _split_of(tokens: StoredTokens, bounds: list[int], request: DataRequest) -> StoredTokens:
+def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
     """The tokens of one split.
 
     Raises:
         ConfigError: they hold no whole sample to train on.
     """
+    bounds = split_bounds(len(dataset.tokens), dataset.nearest_document_end, weights)
     number = SPLITS.index(request.split)
-    part = tokens.part(bounds[number], bounds[number + 1])
+    part = dataset.tokens.part(bounds[number], bounds[number + 1])
     if request.split == "train" and len(part) < request.seq_len + 1:
-        where = f" of {tokens.path}" if request.section.dataset == "indexed" else ""
+        where = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
         problem = f"the training split{where} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
         raise ConfigError("training.seq_len", request.seq_len, problem)
     return part
