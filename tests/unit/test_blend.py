@@ -50,6 +50,7 @@ def test_counts_within_a_block_are_those_of_its_samples() -> None:
     for index in range(2 * BLOCK):
         if index % 777 == 0:
             assert blend.counts(index) == taken
+            assert Blend([0.7, 0.2, 0.1], seed=5).counts(index) == taken
         taken[blend.locate(index)[0]] += 1
 
 

@@ -137,7 +137,9 @@ def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
     blend = open_source(request(["0.5", paths[0], "0.25", paths[1], "0.25", paths[2]], split="100,0,0"))
     found = [int(blend[index][0, 0]) // 100 for index in range(8192)]
     assert [found.count(number) for number in range(3)] == [4096, 2048, 2048]
-    assert blend.drawn(8192) == dict(zip(paths, (4096, 2048, 2048), strict=True))
+    for name, samples, length in zip("abc", (4096, 2048, 2048), (1499, 499, 249), strict=True):
+        assert blend.drawn(8192)[f"samples/{name}"] == samples
+        assert blend.drawn(8192)[f"epochs/{name}"] == samples / length
     assert len(blend) == 1499 + 499 + 249
 
 
@@ -158,7 +160,7 @@ def test_every_source_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
 
 def test_without_weights_sources_count_by_their_size(tmp_path: Path) -> None:
     blend = open_source(request([corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100)], split="100,0,0"))
-    counts = list(blend.drawn(4096 * 4096).values())
+    counts = blend.blend.counts(4096 * 4096)
     assert counts[0] / counts[1] == pytest.approx(1499 / 499, rel=1e-6)
 
 

@@ -35,6 +35,7 @@ class Blend:
             raise ValueError(f"weight {weights[shares.index(0)]} is below one sample in {BLOCK * _PERIOD:,}")
         self.shares = shares
         self._ends = [0, *accumulate(shares)]  # cumulative, in samples of a period
+        self._counted: tuple[int, list[int]] = 0, [0] * len(shares)
         self._enumerated: dict[int, list[tuple[int, int]]] = {}  # the last block
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -60,16 +61,23 @@ class Blend:
         return self._enumerated[block][slot]
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many of the first ``num_samples`` samples are from each source; whole blocks are not enumerated."""
-        block, rest = divmod(num_samples, BLOCK)
-        period, k = divmod(block, _PERIOD)
-        counts = [
-            period * share + self._taken(source + 1, k) - self._taken(source, k)
-            for source, share in enumerate(self.shares)
-        ]
-        for index in range(num_samples - rest, num_samples):
+        """How many of the first ``num_samples`` samples are from each source.
+
+        Only the last block is enumerated, from where the last call ended if that was in the same block.
+        """
+        block = num_samples // BLOCK
+        start, counts = self._counted
+        if not block * BLOCK <= start <= num_samples:
+            start, (period, k) = block * BLOCK, divmod(block, _PERIOD)
+            counts = [
+                period * share + self._taken(source + 1, k) - self._taken(source, k)
+                for source, share in enumerate(self.shares)
+            ]
+        counts = counts.copy()
+        for index in range(start, num_samples):
             counts[self.locate(index)[0]] += 1
-        return counts
+        self._counted = num_samples, counts
+        return counts.copy()
 
     def _taken(self, end: int, k: int) -> int:
         """Samples of the first ``end`` sources in the first ``k`` blocks of a period."""

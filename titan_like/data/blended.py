@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,8 @@ class BlendedSource(Source):
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
         self.sources = [sources[number] for number in present]
         self.paths = [source.request.section.paths[0] for source in self.sources]
+        names = [Path(path).name for path in self.paths]
+        self.names = names if len(set(names)) == len(names) else self.paths
         for path, source in zip(self.paths, self.sources, strict=True):
             if len(source) == 0:
                 raise ConfigError(
@@ -68,9 +71,12 @@ class BlendedSource(Source):
         parts = [source.fingerprint for source in self.sources]
         return hashlib.blake2b(repr((parts, self.blend.shares)).encode(), digest_size=16).hexdigest()
 
-    def drawn(self, num_samples: int) -> dict[str, int]:
-        """How many of a run's first samples are from each source, by its path."""
-        return dict(zip(self.paths, self.blend.counts(num_samples), strict=True))
+    def drawn(self, num_samples: int) -> dict[str, float]:
+        """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
+        found: dict[str, float] = {}
+        for name, source, count in zip(self.names, self.sources, self.blend.counts(num_samples), strict=True):
+            found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
+        return found
 
     @cached_property
     def _length_without_repetition(self) -> int:

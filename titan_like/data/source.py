@@ -60,6 +60,10 @@ class Source(Dataset[torch.Tensor], ABC):
             int64 [2, seq]: the inputs, and the label of each, `IGNORED_LABEL` where there is none.
         """
 
+    def drawn(self, num_samples: int) -> dict[str, float]:
+        """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""
+        return {}
+
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq].
 

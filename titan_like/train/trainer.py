@@ -18,7 +18,7 @@ from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.metrics.console import format_log_line
+from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord
@@ -237,15 +237,20 @@ class Trainer(TrainingState):
         Raises:
             RunError: too many steps in a row had no update.
         """
+        logs = is_last or self._logs(record.step)
+        if logs and dist.get_rank() == 0:
+            record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
             writer.write(record)
         self.losses.count(record.step, record.loss, skipped=bool(record.skipped or record.nan or record.spike))
         self.console.add(record)
         self.unlogged.append(record)
-        if is_last or self._logs(record.step):
+        if logs:
             seq_len, seconds_left = self.config.training.seq_len, self.console.seconds_left()
             self.console.print(format_log_line(self.unlogged, self.run.total_steps, seq_len, seconds_left))
             self.unlogged.clear()
+            if record.sources:
+                self.console.print(format_sources(record.sources))
         remark = self.remark(record) if self.remark is not None else None
         if remark is not None:
             self.console.print(remark)
