@@ -14,7 +14,9 @@ from tests.e2e.jobs import records, steps
 
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
-SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(r"^```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+SHOWN_CLASS, SHOWN_PROJECT, SHOWN_RUN = re.findall(
+    r"^```\w+\n(.*?)^```", PAGE.split("## Adding a dataset")[1], re.DOTALL | re.MULTILINE
+)
 RUN = """
 [model.overrides]
 num_layers = 2
@@ -95,5 +97,5 @@ def test_its_own_refusal_is_one_sentence(folder: Path) -> None:
 def test_an_unknown_name_is_told_with_those_that_there_are(folder: Path) -> None:
     done = train(folder, "refused", "--data.dataset=summs")
     assert done.returncode == 2
-    sentence = 'data.dataset = "summs": unknown name; did you mean sums? there are stdlib, sums, text'
+    sentence = 'data.dataset = "summs": unknown name; did you mean sums? there are indexed, stdlib, sums, text'
     assert done.stderr == f"error: {sentence}\n"

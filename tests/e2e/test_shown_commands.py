@@ -37,6 +37,7 @@ ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
+    "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",
     "pytest": "scripts/test.sh would run this test",

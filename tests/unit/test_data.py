@@ -12,10 +12,18 @@ import torch
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data import preprocess
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import PackedDataset, TextSource, split_bounds, split_weights, token_fingerprint
+from titan_like.data.open_source import open_source
+from titan_like.data.packed import (
+    PackedDataset,
+    TextSource,
+    split_bounds,
+    split_weights,
+    token_fingerprint,
+)
 from titan_like.data.registry import DATASETS, find_dataset
-from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source, open_source
+from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source
 from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
@@ -35,12 +43,17 @@ def corpus_of(folder, files, **settings):
     for name, content in files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     section = Data(dataset="text", paths=[str(folder / name) for name in files], **settings)
-    return open_corpus(section, ByteTokenizer(), folder / "cache")
+    return open_corpus(section, folder / "cache")
+
+
+def bounds_of(ends, weights):
+    return split_bounds(
+        int(ends[-1]), lambda token: min([0, *ends.tolist()], key=lambda end: abs(end - token)), weights
+    )
 
 
 def documents_of(corpus):
-    starts = [0, *corpus.document_ends[:-1]]
-    return [corpus.tokens[start:end].tolist() for start, end in zip(starts, corpus.document_ends, strict=True)]
+    return [corpus[number].tolist() for number in range(len(corpus))]
 
 
 def test_every_document_is_followed_by_the_end_of_document(tmp_path):
@@ -48,7 +61,7 @@ def test_every_document_is_followed_by_the_end_of_document(tmp_path):
     corpus = corpus_of(tmp_path, texts)
     expected = [[*text.encode("utf-8"), EOD] for text in texts.values()]
     assert sorted(documents_of(corpus)) == sorted(expected)
-    assert corpus.document_ends[-1] == len(corpus.tokens)
+    assert corpus.document_end(len(corpus) - 1) == len(corpus.tokens)
 
 
 def test_jsonl_holds_one_document_a_line(tmp_path):
@@ -112,7 +125,7 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
     first = corpus_of(tmp_path, files)
     assert "tokenized 2 files into 12 tokens" in capsys.readouterr().err
     section = Data(dataset="text", paths=[str(tmp_path / name) for name in files])
-    again = open_corpus(section, ByteTokenizer(), tmp_path / "cache")
+    again = open_corpus(section, tmp_path / "cache")
     assert capsys.readouterr().err == ""
     assert documents_of(again) == documents_of(first)
     assert not list((tmp_path / "cache").glob("*.unfinished"))
@@ -123,20 +136,7 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
 
     (tmp_path / "b.txt").write_text("earth")  # as long as before, but later
     os.utime(tmp_path / "b.txt", (2e9, 2e9))
-    assert [*b"earth", EOD] in documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache"))
-
-
-def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
-    class LargeTokenizer(ByteTokenizer):
-        vocab_size = 100_000
-        eod_id = 99_999
-
-    corpus = corpus_of(tmp_path, {"a.txt": "hello"})
-    assert corpus.tokens.dtype == np.uint16
-    section = Data(dataset="text", paths=[str(tmp_path / "a.txt")])
-    large = open_corpus(section, LargeTokenizer(), tmp_path / "other_cache")
-    assert large.tokens.dtype == np.uint32
-    assert large.tokens[-1:].tolist() == [99_999]
+    assert [*b"earth", EOD] in documents_of(open_corpus(section, tmp_path / "cache"))
 
 
 def test_stored_tokens_are_read_like_an_array(tmp_path):
@@ -163,10 +163,10 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match=r"dump_folder.*No space left.*make room"),
     ):
-        patch.setattr(np, "save", full)
-        open_corpus(section, ByteTokenizer(), tmp_path / "cache")
+        patch.setattr(preprocess, "write_index", full)
+        open_corpus(section, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-    assert documents_of(open_corpus(section, ByteTokenizer(), tmp_path / "cache")) == [[*b"earth", EOD]]
+    assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
 
 
 def test_windows_tile_the_stream_and_labels_are_inputs_shifted():
@@ -206,7 +206,7 @@ def test_each_epoch_is_another_permutation():
 def test_no_document_is_in_two_splits(seed):
     lengths = np.random.default_rng(seed).integers(1, 60, size=400)
     ends = np.cumsum(lengths)
-    bounds = split_bounds(ends, split_weights("8,1,1"))
+    bounds = bounds_of(ends, split_weights("8,1,1"))
     assert bounds[0] == 0
     assert bounds[-1] == ends[-1]
     assert set(bounds) <= {0, *ends.tolist()}
@@ -215,7 +215,7 @@ def test_no_document_is_in_two_splits(seed):
 
 
 def test_corpus_of_one_document_still_has_all_splits(tmp_path):
-    assert split_bounds(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
+    assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
     text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
     (tmp_path / "a.txt").write_text(text)
     section = {"dataset": "text", "paths": [str(tmp_path / "a.txt")]}
@@ -226,14 +226,14 @@ def test_corpus_of_one_document_still_has_all_splits(tmp_path):
 
 
 def test_first_document_longer_than_the_training_share_is_cut():
-    assert split_bounds(np.array([100, 110]), split_weights("4,6,0")) == [0, 44, 110, 110]
+    assert bounds_of(np.array([100, 110]), split_weights("4,6,0")) == [0, 44, 110, 110]
 
 
 @pytest.mark.parametrize(
     ("weights", "bounds"), [("1,0,0", [0, 90, 90, 90]), ("1,1,0", [0, 30, 90, 90]), ("2,0,1", [0, 60, 60, 90])]
 )
 def test_split_of_weight_zero_is_empty(weights, bounds):
-    assert split_bounds(np.array([30, 60, 90]), split_weights(weights)) == bounds
+    assert bounds_of(np.array([30, 60, 90]), split_weights(weights)) == bounds
 
 
 def test_split_weights_are_shares():
@@ -347,7 +347,7 @@ def test_a_sample_without_labels_is_no_reason_to_refuse(packages, tmp_path):
 
 def test_an_unknown_dataset_is_told_what_there_is(packages):
     packages("toys", ones=f"{__name__}:Ones")
-    with pytest.raises(ConfigError, match=r"unknown name; did you mean ones\? there are ones, stdlib, text$"):
+    with pytest.raises(ConfigError, match=r"unknown name; did you mean ones\? there are indexed, ones, stdlib, text$"):
         find_dataset(Data(dataset="one"))
 
 

@@ -35,6 +35,19 @@ def _expanded_list(paths: list[str]) -> list[str]:
     return [expanded(path) for path in paths]
 
 
+def _as_texts(value: Any) -> Any:
+    """A list in which weights may stand as numbers."""
+    values = _as_list(value)
+    is_number = (
+        [isinstance(item, int | float) and not isinstance(item, bool) for item in values]
+        if isinstance(values, list)
+        else []
+    )
+    return (
+        [str(item) if number else item for item, number in zip(values, is_number, strict=True)] if is_number else values
+    )
+
+
 def _expanded_tokenizer(spec: str) -> str:
     """The tokenizer setting with its path expanded, or the two paths after "gpt2:"."""
     if not spec.startswith("gpt2:"):
@@ -57,7 +70,7 @@ def utf8_text(text: str) -> str:
 Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
 OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
-PathList = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_expanded_list)]
+PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(_expanded_list)]
 StepList = Annotated[list[Annotated[int, Field(gt=0, le=_MOST_STEPS)]], BeforeValidator(_as_list)]
 
 
@@ -114,12 +127,14 @@ class Data(Section):
 
     dataset: Text = Field(
         "stdlib",
-        description="stdlib: the source files of the Python standard library; text: the files named by paths; or a "
-        "dataset of your own package (docs/data.md)",
-        examples=["stdlib", "text"],
+        description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
+        "Megatron-LM's .bin and .idx files; or a dataset of your own package (docs/data.md)",
+        examples=["stdlib", "text", "indexed"],
     )
     paths: PathList = Field(
-        default_factory=list, description="text files or glob patterns; .jsonl files hold one document per line"
+        default_factory=list,
+        description="text files or glob patterns (.jsonl: one document per line), or indexed datasets without "
+        '.bin and .idx; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key of the text in JSONL documents")

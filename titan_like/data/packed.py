@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
+from titan_like.data.indexed import FormatError, IndexedDataset
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import open_corpus
@@ -33,18 +36,21 @@ def split_weights(text: str) -> tuple[float, float, float]:
     return train, validation, test
 
 
-def split_bounds(document_ends: np.ndarray, weights: tuple[float, float, float]) -> list[int]:
-    """Token positions [0, a, b, total] that bound the three splits. document_ends: int64 [documents], ascending.
+def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[float, float, float]) -> list[int]:
+    """Token positions [0, a, b, total] that bound the three splits.
 
     Each cut falls on the nearest end of a document, so that no document is in two splits. If that would leave a split
     without tokens (in a corpus of one long document, for example), the cut falls inside a document.
+
+    Args:
+        total: tokens of the corpus.
+        nearest_end: returns the boundary between documents that is nearest to a token.
+        weights: shares of train, validation and test.
     """
-    total = int(document_ends[-1])
-    edges = np.concatenate(([0], document_ends))
     bounds = [0]
-    for split, share in enumerate(np.cumsum(weights)[:2]):
-        exact = round(float(share) * total)
-        nearest = int(edges[np.abs(edges - exact).argmin()])
+    for split, share in enumerate(accumulate(weights[:2])):
+        exact = round(share * total)
+        nearest = nearest_end(exact)
         later_needed = any(weight > 0 for weight in weights[split + 1 :])
         empty = (weights[split] > 0 and nearest <= bounds[-1]) or (later_needed and nearest >= total)
         bounds.append(max(exact if empty else nearest, bounds[-1]))
@@ -89,12 +95,47 @@ class TextSource(PackedDataset):
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
         tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
-        corpus = open_corpus(section, tokenizer, request.cache_folder)
-        bounds, number = split_bounds(corpus.document_ends, weights), SPLITS.index(request.split)
-        super().__init__(request, corpus.tokens.part(bounds[number], bounds[number + 1]))
-        if request.split == "train" and len(self) == 0:
-            problem = f"the training split has {len(self.tokens)} tokens, fewer than seq_len + 1; add text or lower it"
-            raise ConfigError("training.seq_len", request.seq_len, problem)
+        super().__init__(request, _split_of(open_corpus(section, request.cache_folder), weights, request))
+
+
+class IndexedSource(PackedDataset):
+    """One dataset of Megatron-LM: `data.dataset` "indexed"."""
+
+    def __init__(self, request: DataRequest) -> None:
+        """Open and check its two files.
+
+        Raises:
+            ConfigError: a file that is missing, foreign or damaged, tokens that are no whole numbers, or no whole
+                sample to train on.
+        """
+        weights = split_weights(request.section.split)
+        if not request.section.paths:
+            raise ConfigError("data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
+        (path,) = request.section.paths
+        try:
+            dataset = IndexedDataset(path)
+        except FormatError as error:
+            problem = f"{error}; name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
+            raise ConfigError("data.paths", str(error.path), problem) from None
+        if dataset.dtype.kind == "f":
+            raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
+        super().__init__(request, _split_of(dataset, weights, request))
+
+
+def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
+    """The tokens of one split.
+
+    Raises:
+        ConfigError: they hold no whole sample to train on.
+    """
+    bounds = split_bounds(len(dataset.tokens), dataset.nearest_document_end, weights)
+    number = SPLITS.index(request.split)
+    part = dataset.tokens.part(bounds[number], bounds[number + 1])
+    if request.split == "train" and len(part) < request.seq_len + 1:
+        where = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
+        problem = f"the training split{where} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
+        raise ConfigError("training.seq_len", request.seq_len, problem)
+    return part
 
 
 def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:

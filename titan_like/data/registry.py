@@ -12,6 +12,7 @@ GROUP = "titan_like.datasets"  # entry points of this group add the datasets of 
 DATASETS = {
     "stdlib": "titan_like.data.packed:TextSource",
     "text": "titan_like.data.packed:TextSource",
+    "indexed": "titan_like.data.packed:IndexedSource",
 }
 
 

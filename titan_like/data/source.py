@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from titan_like.config.entry_points import load_entry
-from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.registry import find_dataset
+from titan_like.data.permutation import Permutation
 
 IGNORED_LABEL = -100  # positions that carry no loss
 SPLITS = ("train", "validation", "test")
@@ -30,6 +27,7 @@ class DataRequest:
     seed: int
     vocab_size: int  # the model's; tokens must be below it
     cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet
+    part: int = 0  # number of the source in a blend; each source has an order of its own
 
 
 class Source(Dataset[torch.Tensor], ABC):
@@ -62,6 +60,10 @@ class Source(Dataset[torch.Tensor], ABC):
             int64 [2, seq]: inputs and labels. A position without a label has `IGNORED_LABEL`.
         """
 
+    def drawn(self, num_samples: int) -> dict[str, float]:
+        """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""
+        return {}
+
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq].
 
@@ -70,46 +72,13 @@ class Source(Dataset[torch.Tensor], ABC):
         """
         if self.request.split == "train":
             epoch, within = divmod(index, len(self))
-            return self.sample(int(_epoch_order(self.request.seed, epoch, len(self))[within]))
+            return self.sample(_epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
         if index < len(self):
             return self.sample(index)
         inputs = self.sample(0)[0]
         return torch.stack((inputs, torch.full_like(inputs, IGNORED_LABEL)))
 
 
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
-
-
-def open_source(request: DataRequest) -> Source:
-    """Open one split of the dataset that [data] names.
-
-    Raises:
-        ConfigError: there is no such dataset, its class is not a `Source`, its samples do not fit the run, or the class
-            raises one.
-    """
-    entry = find_dataset(request.section)
-    dataset = load_entry("data.dataset", entry)
-    if not (isinstance(dataset, type) and issubclass(dataset, Source)):
-        refusal = f"{entry.value} is not a subclass of titan_like.data.source.Source"
-        raise ConfigError("data.dataset", entry.name, refusal)
-    source: Source = dataset(request)
-    problem = _sample_problem(source.sample(0), request) if len(source) > 0 else None
-    if problem is not None:
-        raise ConfigError("data.dataset", entry.name, problem)
-    return source
-
-
-def _sample_problem(sample: object, request: DataRequest) -> str | None:
-    """The reason why a sample cannot belong to the run; None if it can."""
-    if not isinstance(sample, torch.Tensor):
-        return f"its samples are {type(sample).__name__}, not torch.Tensor"
-    if sample.dtype != torch.int64 or sample.shape != (2, request.seq_len):
-        return f"its samples are {sample.dtype} {list(sample.shape)}, not torch.int64 [2, {request.seq_len}]"
-    inputs, labels = sample
-    tokens = torch.cat((inputs, labels[labels != IGNORED_LABEL]))
-    if tokens.min() < 0 or tokens.max() >= request.vocab_size:
-        most = request.vocab_size - 1
-        return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
-    return None
+@lru_cache(maxsize=256)  # of two epochs of each source of a blend
+def _epoch_order(num_samples: int, *key: int) -> Permutation:
+    return Permutation(num_samples, *key)

@@ -57,6 +57,17 @@ def format_log_line(
     return " | ".join(parts) + " |"
 
 
+def format_sources(sources: dict[str, float]) -> str:
+    """What a blend has taken from each source, from the ``samples/NAME`` and ``epochs/NAME`` of a record."""
+    samples = {key.removeprefix("samples/"): count for key, count in sources.items() if key.startswith("samples/")}
+    total = max(1, sum(samples.values()))
+    parts = [
+        f"{name}: {count:.0f} samples ({count / total:.2%}), {sources[f'epochs/{name}']:.3f} epochs"
+        for name, count in samples.items()
+    ]
+    return " " + " | ".join(["sources", *parts]) + " |"
+
+
 def format_duration(seconds: float) -> str:
     """A duration in its two largest units, such as 1 h 12 min."""
     seconds = round(seconds)

@@ -23,10 +23,12 @@ from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.indexed import prefix_of
 from titan_like.data.packed import split_weights
 from titan_like.data.registry import DATASETS
-from titan_like.data.text import cache_name, corpus_files
+from titan_like.data.text import corpus_files, corpus_folder, corpus_job
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
+from titan_like.data.weights import shares_of
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
@@ -226,6 +228,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset not in DATASETS:  # a package's own: only its class knows
         return _counted(config, model)
     split_weights(section.split)
+    shares = shares_of(section.paths, one_source_each=section.dataset == "indexed")
+    sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
     if section.dataset == "text" and not section.paths:
         corpus_files(section)  # refuses
     named = tokenizer_files(section.tokenizer)
@@ -233,15 +237,23 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
         build_tokenizer(section.tokenizer)  # refuses
     absent = [str(path) for path in named if not path.exists()]
     if section.dataset != "stdlib":
-        absent += [name for name in section.paths if not os.path.lexists(name) and not glob(name, recursive=True)]
+        absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
     if absent:
         return f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
+    if section.dataset == "indexed":
+        return _counted(config, model)
     check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
-    files = corpus_files(section)
-    cache = Path(config.job.dump_folder) / "data_cache" / cache_name(section, files)
-    if not cache.exists():
-        return f"{len(files):,} files, not tokenized yet and so not counted"
+    jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
+    new = [job for job in jobs if not corpus_folder(job, cache).exists()]
+    if new:
+        return f"{sum(len(job.files) for job in new):,} files, not tokenized yet and so not counted"
     return _counted(config, model)
+
+
+def _is_absent(name: str, dataset: str) -> bool:
+    if dataset == "indexed":
+        return not any(Path(f"{prefix_of(name)}.{ending}").exists() for ending in ("bin", "idx"))
+    return not os.path.lexists(name) and not glob(name, recursive=True)
 
 
 def _counted(config: JobConfig, model: TransformerConfig) -> str:

@@ -15,7 +15,8 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_pat
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.source import DataRequest, Source, open_source
+from titan_like.data.open_source import open_source
+from titan_like.data.source import DataRequest, Source
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig

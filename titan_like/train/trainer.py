@@ -18,7 +18,7 @@ from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.metrics.console import format_log_line
+from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord
@@ -252,15 +252,20 @@ class Trainer(TrainingState):
         Raises:
             RunError: too many steps in a row had no update.
         """
+        logs = is_last or self._logs(record.step)
+        if logs and dist.get_rank() == 0:
+            record.sources = self.run.datasets["train"].drawn(record.consumed_samples)
         for writer in self.writers:
             writer.write(record)
         self.losses.count(record.step, record.loss, skipped=bool(record.skipped or record.nan or record.spike))
         self.console.add(record)
         self.unlogged.append(record)
-        if is_last or self._logs(record.step):
+        if logs:
             seq_len, seconds_left = self.config.training.seq_len, self.console.seconds_left()
             self.console.print(format_log_line(self.unlogged, self.run.total_steps, seq_len, seconds_left))
             self.unlogged.clear()
+            if record.sources:
+                self.console.print(format_sources(record.sources))
         remark = self.remark(record) if self.remark is not None else None
         if remark is not None:
             self.console.print(remark)
@@ -321,11 +326,11 @@ class Trainer(TrainingState):
         if self.rewinds[self.step] > _MOST_REWINDS:
             problem = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
             raise RunError(f"{problem} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
-        self.losses.count(record.step, record.loss, skipped=True)
         self.unlogged.clear()
         # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, consumed[0])
         (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips = consumed, skips
+        self.losses.count(record.step, record.loss, skipped=True)
         for writer in self.writers:
             writer.close()
         self.writers = build_writers(self.config, self.step) if self.writers else []

@@ -1,0 +1,115 @@
+"""Tokenize text into an indexed dataset, PREFIX.bin and PREFIX.idx, which data.dataset = "indexed" trains on.
+
+python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
+
+Reads .jsonl (one document a line), .parquet (one a row) and text (one a file), and .jsonl and text in .gz or .zst too.
+If it is interrupted, the same command goes on where it was. Megatron-LM reads the files as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import time
+from pathlib import Path
+
+from titan_like.config import ConfigError
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
+from titan_like.config.paths import expanded, file_problem
+from titan_like.data.indexed import prefix_of
+from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.raw_text import KNOWN_ENDINGS
+from titan_like.data.tokenizer import build_tokenizer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the dataset, without .bin and .idx")
+    parser.add_argument(
+        "--tokenizer", default="byte", help='as data.tokenizer: "byte" (the default), a tokenizer.json, or gpt2:…'
+    )
+    parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    parser.add_argument(
+        "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
+    )
+    parser.add_argument(
+        "--bad_records", choices=["fail", "skip"], default="fail", help="what to do with records without text"
+    )
+    parser.add_argument("--json", metavar="PATH", help="file to write the counts to")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Tokenize what the command line names.
+
+    Raises:
+        ConfigError: an option is wrong, a file is unfit, or the disk is full.
+    """
+    options = build_parser().parse_args(argv)
+    if not 1 <= options.workers <= 1024:
+        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    prefix = prefix_of(options.output)
+    for ending in ("bin", "idx"):
+        if Path(f"{prefix}.{ending}").exists():
+            raise ConfigError("--output", str(prefix), f"{prefix}.{ending} exists; remove it or name another place")
+    build_tokenizer(options.tokenizer, "--tokenizer")
+    files = input_files(options.input)
+    job = Job(
+        files,
+        options.tokenizer,
+        options.text_key,
+        ends_documents=options.append_eod == "true",
+        skips_bad_records=options.bad_records == "skip",
+        key="--input",
+        cure="correct it, set --text_key, or leave such records out with --bad_records skip",
+    )
+    began = time.monotonic()
+    try:
+        done = tokenize_files(job, prefix, options.workers)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror}); make room, and the same command goes on where it was"
+        raise ConfigError("--output", str(prefix), problem) from None
+    seconds = time.monotonic() - began
+    skipped = f", {done.bad_records:,} bad records skipped" if done.bad_records else ""
+    print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
+    if options.json:
+        counts = {"documents": done.documents, "tokens": done.tokens, "bad_records": done.bad_records}
+        Path(options.json).write_text(json.dumps(counts | {"seconds": seconds}) + "\n")
+    return 0
+
+
+def input_files(patterns: list[str]) -> list[Path]:
+    """The files that --input names: of a folder, all in it whose endings tell that they hold text.
+
+    Raises:
+        ConfigError: a path that is not there, cannot be read, or a folder without such files.
+    """
+    files: dict[Path, None] = {}
+    for pattern in map(expanded, patterns):
+        found = [Path(pattern)] if Path(pattern).exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        if not found:
+            raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
+        for path in found:
+            inside = sorted(filter(_is_known, path.rglob("*"))) if path.is_dir() else [path]
+            if not inside:
+                raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
+            files |= dict.fromkeys(inside)
+    for path in files:
+        problem = file_problem(path)
+        if problem is not None:
+            raise ConfigError("--input", str(path), f"{problem}; name files of text")
+    return list(files)
+
+
+def _is_known(path: Path) -> bool:
+    ending = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
+    return ending in KNOWN_ENDINGS and path.is_file()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,79 @@
+"""From text to a blend, by the commands of docs/data.md in their order, on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.jobs import records
+from titan_like.data.indexed import IndexedDataset
+
+REPO = Path(__file__).parents[2]
+PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8").split("## From text to a blend")[1]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+TOKENIZE, TRAIN = BLOCKS[0].strip().split("\n"), BLOCKS[1]
+SMALL = "--training.steps 4 --training.seq_len 32 --metrics.log_interval 2 --checkpoint.enable false"
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, as links, in which the page's first commands have been run."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("docs", "README.md", "scripts", "titan_like", "train.py", "train_configs"):
+        (folder / name).symlink_to(REPO / name)
+    for command in TOKENIZE:
+        assert re.fullmatch(
+            r"\d+ documents, [\d,]+ tokens in data/\w+\.bin and \.idx \([\d.]+ s\)\n", run(command, folder).stdout
+        )
+    return folder
+
+
+def test_each_file_is_a_document(folder: Path) -> None:
+    pages = sorted((REPO / "docs").rglob("*.md"))
+    dataset = IndexedDataset(folder / "data" / "prose")
+    assert len(dataset) == len(pages) + 1
+    for number, page in enumerate([*pages, REPO / "README.md"]):
+        assert np.array_equal(dataset[number], [*page.read_bytes(), 256])
+    assert len(IndexedDataset(folder / "data" / "code")) == len(list((REPO / "titan_like").rglob("*.py")))
+
+
+def test_both_sources_are_drawn_and_told(folder: Path) -> None:
+    """The numbers in the log, in metrics.jsonl, and those of the weights agree; on two processes they are the same."""
+    told = {}
+    for processes in (1, 2):
+        launcher = "python" if processes == 1 else "torchrun --standalone --nproc_per_node 2"
+        command = (
+            TRAIN.replace("\\\n", " ").replace("python", launcher, 1) + f" {SMALL} --job.dump_folder out{processes}"
+        )
+        done = run(command, folder)
+        lines = re.findall(
+            r"^ sources \| code: (\d+) samples \(([\d.]+)%\), ([\d.]+) epochs \| prose: (\d+) samples",
+            done.stdout,
+            re.M,
+        )
+        written = [record for record in records(folder / f"out{processes}") if "samples/code" in record]
+        assert [record["step"] for record in written] == [2, 4]
+        assert [(record["samples/code"], record["samples/prose"]) for record in written] == [
+            (int(code), int(prose)) for code, _, _, prose in lines
+        ]
+        told[processes] = [(record["samples/code"], record["epochs/code"], record["loss"]) for record in written]
+        samples = [record["samples/code"] + record["samples/prose"] for record in written]
+        assert samples == [32, 64]
+        assert 30 < written[-1]["samples/code"] < 58  # of 64, at seven in ten: 45 ± 3.5 σ
+    assert [line[:2] for line in told[1]] == [line[:2] for line in told[2]]
+    assert [line[2] for line in told[2]] == pytest.approx([line[2] for line in told[1]], rel=1e-5)

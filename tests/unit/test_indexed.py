@@ -1,0 +1,213 @@
+"""Megatron-LM's .bin and .idx files, and blends of them."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_like.config import ConfigError
+from titan_like.config.schema import Data
+from titan_like.data.indexed import DTYPES, FormatError, IndexedDataset, IndexedWriter, token_dtype
+from titan_like.data.open_source import open_source
+from titan_like.data.source import IGNORED_LABEL, DataRequest
+
+SEQ_LEN = 8
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: np.dtype = DTYPES[8]) -> Path:
+    """Documents of sequences of tokens."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add(np.array(sequence))
+            writer.end_document()
+    return prefix
+
+
+def corpus(prefix: Path, first_token: int, documents: int, length: int = 40) -> str:
+    return str(write(prefix, [[[first_token + number % 50] * length] for number in range(documents)]))
+
+
+def request(paths: list[str], part: str = "train", split: str = "969,30,1") -> DataRequest:
+    section = Data(dataset="indexed", paths=paths, split=split)
+    return DataRequest(section, part, SEQ_LEN, seed=0, vocab_size=300, cache_folder=Path("unused"))
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_bytes_are_those_of_the_format(code: int, tmp_path: Path) -> None:
+    """Written out by hand from Megatron-LM's description of the format."""
+    dtype = DTYPES[code]
+    write(tmp_path / "data", [[[1, 2, 3]], [[], [4]], []], dtype)
+    size = dtype.itemsize
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
+    index += struct.pack("<3i", 3, 0, 1) + struct.pack("<3q", 0, 3 * size, 3 * size) + struct.pack("<4q", 0, 1, 3, 3)
+    assert (tmp_path / "data.idx").read_bytes() == index
+    assert (tmp_path / "data.bin").read_bytes() == np.array([1, 2, 3, 4], dtype).tobytes()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert [dataset[number].tolist() for number in range(len(dataset))] == [[1, 2, 3], [], [4]]
+    assert [dataset.document_end(number) for number in range(-1, 3)] == [0, 3, 4, 4]
+    assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}
+
+
+def test_tokens_take_two_bytes_up_to_the_vocabulary_for_which_megatron_s_do() -> None:
+    assert (token_dtype(65499), token_dtype(65500)) == (np.dtype("<u2"), np.dtype("<i4"))
+
+
+def test_nearest_document_end_is_that_of_a_scan(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(0, 9, size=40)
+    write(tmp_path / "data", [[[1] * length] for length in lengths])
+    dataset, ends = IndexedDataset(tmp_path / "data.bin"), [0, *np.cumsum(lengths).tolist()]
+    for token in range(ends[-1] + 1):
+        assert abs(dataset.nearest_document_end(token) - token) == min(abs(end - token) for end in ends)
+        assert dataset.nearest_document_end(token) in ends
+
+
+def cut(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def patch(path: Path, at: int, content: bytes) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[at : at + len(content)] = content
+    path.write_bytes(whole)
+
+
+def swap(prefix: Path) -> None:
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    index.rename(f"{prefix}.old")
+    data.rename(index)
+    Path(f"{prefix}.old").rename(data)
+
+
+DAMAGE = {
+    "no index": (lambda p: Path(f"{p}.idx").unlink(), "data.idx", "there is no such file"),
+    "no tokens": (lambda p: Path(f"{p}.bin").unlink(), "data.bin", "there is no such file"),
+    "empty index": (lambda p: Path(f"{p}.idx").write_bytes(b""), "data.idx", "is empty"),
+    "header cut": (lambda p: cut(Path(f"{p}.idx"), 90), "data.idx", "is cut off: it has 32 bytes"),
+    "index cut": (lambda p: cut(Path(f"{p}.idx"), 5), "data.idx", "is cut off: it has 117 bytes"),
+    "index longer": (lambda p: Path(f"{p}.idx").open("ab").write(b"xx"), "data.idx", "is damaged: it has 124 bytes"),
+    "tokens cut": (lambda p: cut(Path(f"{p}.bin"), 1), "data.bin", "is cut off: it has 23 bytes"),
+    "tokens longer": (lambda p: Path(f"{p}.bin").open("ab").write(b"x"), "data.bin", "is longer than its index says"),
+    "swapped": (swap, "data.idx", "is no index of Megatron-LM"),
+    "foreign": (lambda p: Path(f"{p}.idx").write_bytes(b"\x93NUMPY" * 20), "data.idx", "is no index of Megatron-LM"),
+    "version": (lambda p: patch(Path(f"{p}.idx"), 9, b"\x07"), "data.idx", "has version 7 of the format"),
+    "type": (lambda p: patch(Path(f"{p}.idx"), 17, b"\x20"), "data.idx", "tokens of the unknown type 32"),
+    "other type": (lambda p: patch(Path(f"{p}.idx"), 17, b"\x04"), "data.idx", "sequence 1 does not begin where"),
+    "negative": (lambda p: patch(Path(f"{p}.idx"), 34, b"\xff" * 4), "data.idx", "sequence 0 does not begin where"),
+    "pointer": (lambda p: patch(Path(f"{p}.idx"), 58, b"\x01"), "data.idx", "sequence 1 does not begin where"),
+    "documents": (lambda p: patch(Path(f"{p}.idx"), 114, b"\x02"), "data.idx", "its documents do not cover its 4"),
+    "order": (lambda p: patch(Path(f"{p}.idx"), 90, b"\x09"), "data.idx", "its documents are not in order"),
+    "many sequences": (lambda p: patch(Path(f"{p}.idx"), 18, b"\xff" * 8), "data.idx", "is cut off"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named_with_what_is_wrong(case: tuple, tmp_path: Path) -> None:
+    damage, name, problem = case
+    write(tmp_path / "data", [[[1, 2, 3]], [[4, 5]], [[6, 7, 8, 9]], [[10, 11, 12]]])
+    damage(tmp_path / "data")
+    with pytest.raises(FormatError, match=problem) as refused:
+        IndexedDataset(tmp_path / "data")
+    assert refused.value.path == tmp_path / name
+    with pytest.raises(ConfigError, match=rf'^data.paths = "{tmp_path}/{name}": .*{problem}'):
+        open_source(request([str(tmp_path / "data")]))
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), IndexedWriter(tmp_path / "data", DTYPES[8]) as writer:
+        writer.add(np.arange(10))
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_are_windows_over_the_documents_of_a_split(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "data", [[[number] * 10, [number] * 6] for number in range(100)]))
+    train, validation = (open_source(request([path], part, split="50,50,0")) for part in ("train", "validation"))
+    assert len(train) == len(validation) == 99  # of 800 tokens each, and each window needs one more
+    seen = {tuple(train[index][0].tolist()) for index in range(len(train))}
+    assert seen == {tuple(train.sample(position)[0].tolist()) for position in range(len(train))}
+    assert validation[0].tolist() == [[50] * SEQ_LEN, [50] * SEQ_LEN]
+    assert (validation[99][1] == IGNORED_LABEL).all()
+
+
+def test_a_blend_draws_from_its_sources_in_proportion(tmp_path: Path) -> None:
+    paths = [corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100), corpus(tmp_path / "c", 200, 50)]
+    blend = open_source(request(["0.5", paths[0], "0.25", paths[1], "0.25", paths[2]], split="100,0,0"))
+    found = [int(blend[index][0, 0]) // 100 for index in range(8192)]
+    assert [found.count(number) for number in range(3)] == [4096, 2048, 2048]
+    for name, samples, length in zip("abc", (4096, 2048, 2048), (1499, 499, 249), strict=True):
+        assert blend.drawn(8192)[f"samples/{name}"] == samples
+        assert blend.drawn(8192)[f"epochs/{name}"] == samples / length
+    assert len(blend) == 1499 + 499 + 249
+
+
+def test_every_source_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
+    """The smaller one gives each of its samples once before it gives any twice, and in another order then."""
+    write(tmp_path / "a", [[list(range(200))]])
+    corpus(tmp_path / "b", 250, 400)
+    blend = open_source(request(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], split="100,0,0"))
+    drawn = [sample for sample in (int(blend[index][0, 0]) for index in range(4096 * 2)) if sample < 200]
+    assert len(drawn) == 4096
+    order = [int(blend.sources[0][index][0, 0]) for index in range(48)]
+    assert sorted(order[:24]) == sorted(order[24:]) == list(range(0, 192, 8))
+    assert order[:24] != order[24:]
+    counts = [drawn.count(token) for token in range(0, 192, 8)]
+    assert sum(counts) == 4096
+    assert max(counts) - min(counts) <= 2  # two blocks, each of which may begin and end within an epoch
+
+
+def test_without_weights_sources_count_by_their_size(tmp_path: Path) -> None:
+    blend = open_source(request([corpus(tmp_path / "a", 0, 300), corpus(tmp_path / "b", 100, 100)], split="100,0,0"))
+    counts = blend.blend.counts(4096 * 4096)
+    assert counts[0] / counts[1] == pytest.approx(1499 / 499, rel=1e-6)
+
+
+def test_validation_ends_before_a_source_would_repeat(tmp_path: Path) -> None:
+    paths = ["1", corpus(tmp_path / "a", 0, 300), "1", corpus(tmp_path / "b", 100, 40)]
+    blend = open_source(request(paths, "validation", split="0.5,0.5,0"))
+    tokens = [blend[index] for index in range(len(blend))]
+    small = [tuple(sample[0].tolist()) for sample in tokens if sample[0, 0] >= 100]
+    assert len(small) == len(blend.sources[1]) == 99
+    assert (blend[len(blend)][1] == IGNORED_LABEL).all()
+    # Of the larger one about as many, in order, each once.
+    assert abs(len(tokens) - 2 * len(small)) < 2 * 4 * len(small) ** 0.5
+
+
+def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
+    paths = ["1", corpus(tmp_path / "a", 0, 300), "1", str(write(tmp_path / "b", [[[1] * 100]]))]
+    blend = open_source(request(paths, "validation", split="969,31,0"))
+    assert blend.paths == [paths[1]]
+    assert len(blend) == len(blend.sources[0])
+
+
+REFUSED = {
+    "a weight that is none": (["0.5", "A", "half", "B"], 'data.paths = "half": weights and paths must come in turn'),
+    "a weight of 0": (["0", "A", "1", "B"], 'data.paths = "0": .* give a positive number'),
+    "an infinite weight": (["inf", "A", "1", "B"], 'data.paths = "inf": .* give a positive number'),
+    "a weight too many": (["0.5", "A", "0.5"], "the last weight has no path"),
+    "a tiny weight": (["1", "A", "1e-9", "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
+    "an empty source": (["1", "A", "1", "E"], r"the training split of .*E has 0 tokens"),
+    "no path": ([], 'dataset "indexed" needs the paths'),
+    "fractions": (["F"], "its tokens are float32; only whole numbers are tokens"),
+    "another vocabulary": (["V"], "tokens from 400 to 400, but the model's go from 0 to 299"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_bad_sources_are_one_sentence(case: tuple[list[str], str], tmp_path: Path) -> None:
+    corpus(tmp_path / "A", 0, 20)
+    corpus(tmp_path / "B", 0, 20)
+    write(tmp_path / "E", [])
+    write(tmp_path / "F", [[[1] * 100]], DTYPES[7])
+    write(tmp_path / "V", [[[400] * 100]])
+    paths, problem = case
+    with pytest.raises(ConfigError, match=problem):
+        open_source(request([str(tmp_path / path) if path.isalpha() and path.isupper() else path for path in paths]))
+
+
+def test_weights_may_be_numbers_in_toml() -> None:
+    assert Data(paths=[0.7, "/a", 3, "/b"]).paths == ["0.7", "/a", "3", "/b"]
+    with pytest.raises(ValueError, match="valid string"):
+        Data(paths=[True, "/a"])

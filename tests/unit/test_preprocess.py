@@ -1,0 +1,324 @@
+"""Text → indexed datasets."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from titan_like.config import ConfigError
+from titan_like.data import preprocess, raw_text
+from titan_like.data.indexed import IndexedDataset
+from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.raw_text import UnreadableError, read_pieces
+
+ROOT = Path(__file__).resolve().parents[2]
+EOD = 256
+WORDS = "the quick brown fox jumps over a lazy dog while it's raining; 3 cats and 12 naïve мыши watch".split()  # noqa: SIM905
+
+
+def text_of(words: int, seed: int = 0) -> str:
+    generator = random.Random(seed)
+    return " ".join(generator.choice(WORDS) + generator.choice(["", "", "", ",", ".\n"]) for _ in range(words))
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset[number].tolist() for number in range(len(dataset))]
+
+
+def tokenized(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode(), EOD] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-pair tokenizer of GPT-2's kind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator([text_of(2000)], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def write_parquet(path: Path, texts: list[str | None], **columns: list) -> None:
+    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), **columns})
+    pyarrow.parquet.write_table(table, path, row_group_size=100)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_format_gives_its_documents_in_order(num_workers: int, tmp_path: Path) -> None:
+    texts = [text_of(number % 50, number) for number in range(700)]
+    lines = jsonl(texts)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\n\n", 3))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[:5000]) + gzip.compress(lines[5000:]))  # two members
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / "c.jsonl.zst").write_bytes(compress(lines[:7000]) + compress(lines[7000:]))
+    write_parquet(tmp_path / "d.parquet", list(texts))
+    (tmp_path / "e.txt").write_text(texts[40], encoding="utf-8")
+    (tmp_path / "f.txt.gz").write_bytes(gzip.compress(texts[41].encode()))
+    (tmp_path / "g.md.zst").write_bytes(compress(texts[42].encode()))
+    done = tokenize_files(Job(sorted(tmp_path.iterdir()), "byte"), tmp_path / "out", num_workers)
+    expected = tokenized([*texts * 4, *texts[40:43]])
+    assert documents(tmp_path / "out") == expected
+    assert (done.documents, done.tokens) == (len(expected), sum(map(len, expected)))
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_tokens_are_those_of_the_tokenizer(byte_pairs: str, tmp_path: Path) -> None:
+    texts = [text_of(200, number) for number in range(20)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    tokenize_files(Job([tmp_path / "a.jsonl"], byte_pairs, ends_documents=False), tmp_path / "out")
+    tokenizer = Tokenizer.from_file(byte_pairs)
+    assert documents(tmp_path / "out") == [tokenizer.encode(text).ids for text in texts]
+
+
+def test_a_long_text_is_cut_where_its_tokens_do_not_change(
+    byte_pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 16)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 14)
+    text = text_of(60_000)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    pieces = [piece for piece, _ in read_pieces(tmp_path / "a.txt", "text")]
+    assert len(pieces) > 4
+    assert [piece.is_whole for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    tokenize_files(Job([tmp_path / "a.txt"], byte_pairs), tmp_path / "out")
+    tokenizer = Tokenizer.from_file(byte_pairs)
+    assert documents(tmp_path / "out") == [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|endoftext|>")]]
+
+
+def test_a_long_text_without_spaces_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
+    text = "漢字仮名交じり文" * 5000
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    tokenize_files(Job([tmp_path / "a.txt"], "byte"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized([text])
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt"])
+def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10), ("_LONG_DOCUMENT", 1 << 12)):
+        monkeypatch.setattr(raw_text, name, size)
+    texts, path = [text_of(30, number) for number in range(600)], tmp_path / f"a{ending}"
+    content = jsonl(texts) if "jsonl" in ending else "\n".join(texts).encode()
+    if ending == ".parquet":
+        write_parquet(path, list(texts))
+    else:
+        compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+        path.write_bytes(compress.get(path.suffix, bytes)(content))
+    pieces = [piece for piece, _ in read_pieces(path, "text")]
+    assert len(pieces) >= 2
+    for number, piece in enumerate(pieces[:-1]):
+        rest = [found for found, _ in read_pieces(path, "text", piece.end, piece.first_record + piece.num_records)]
+        assert rest[0].first_record == pieces[number + 1].first_record
+        assert joined(rest) == joined(pieces[number + 1 :])
+        assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
+    assert list(read_pieces(path, "text"))[-1][1] == 1.0
+
+
+def joined(pieces: list[raw_text.Piece]) -> object:
+    contents = [piece.content for piece in pieces]
+    return b"".join(contents) if isinstance(contents[0], bytes) else [row for rows in contents for row in rows]
+
+
+class StoppedError(Exception):
+    """Stands for a crash."""
+
+
+@pytest.mark.parametrize("pieces_before_the_crash", [1, 2, 7])
+def test_an_interrupted_job_goes_on(
+    pieces_before_the_crash: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more had been written than the progress says."""
+    monkeypatch.setattr(raw_text, "_PIECE", 1 << 12)
+    monkeypatch.setattr(raw_text, "_CHUNK", 1 << 10)
+    texts = [text_of(30, number) for number in range(400)]
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(jsonl(texts))
+    job = Job([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "byte")
+    tokenize, calls = preprocess._Tokenizing.__call__, []
+
+    def stops(self: preprocess._Tokenizing, piece: raw_text.Piece) -> preprocess.Result:
+        calls.append(piece)
+        if len(calls) > pieces_before_the_crash:
+            raise StoppedError
+        return tokenize(self, piece)
+
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(preprocess._Tokenizing, "__call__", stops)
+        tokenize_files(job, tmp_path / "out")
+    assert not list(tmp_path.glob("out.[bi]*"))
+    with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
+        file.write(b"half a token")
+    before = json.loads((tmp_path / "out.unfinished" / "progress.json").read_text())
+    assert before["tokens"] > 0
+    tokenize_files(job, tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(texts * 2)
+
+
+def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]) + b"{\n")
+    with pytest.raises(ConfigError, match=r"a.jsonl:2.*the line is not JSON"):
+        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"out.unfinished.*interrupted job with other input.*delete the folder"):
+        tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
+
+
+def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
+    texts = [text_of(3000, number) for number in range(300)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    progress = tmp_path / "out.unfinished" / "progress.json"
+    deadline = time.monotonic() + 120
+    while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert progress.exists()
+    assert not (tmp_path / "out.idx").exists()
+    done = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert documents(tmp_path / "out") == tokenized(texts)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from titan_like.data import preprocess
+save = preprocess._Output.save
+preprocess._SECONDS_BETWEEN_REPORTS = 0.0
+preprocess._Output.save = lambda output: (save(output), time.sleep(0.2))
+preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]))
+"""
+
+
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/preprocess_data.py", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    (corpus / "more").mkdir(parents=True)
+    (corpus / "a.jsonl").write_bytes(jsonl(["one two", "three"]) + b'{"body": "x"}\n' + jsonl(["four"]))
+    (corpus / "more" / "b.txt").write_text("five")
+    (corpus / "picture.png").write_bytes(b"\x89PNG")
+    output = tmp_path / "data" / "corpus"
+    options = ("--input", corpus, "--output", output, "--tokenizer", byte_pairs, "--json", tmp_path / "done.json")
+    refused = run(*options)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(
+        f'error: --input = "{corpus}/a.jsonl:3": the line has no text under "text"; correct'
+    )
+    assert "Traceback" not in refused.stderr
+    done = run(*options, "--bad_records", "skip")
+    assert done.returncode == 0, done.stderr
+    assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr
+    assert done.stdout.startswith("4 documents, ")
+    assert "1 bad records skipped" in done.stdout
+    assert json.loads((tmp_path / "done.json").read_text())["documents"] == 4
+    tokenizer = Tokenizer.from_file(byte_pairs)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    expected = [[*tokenizer.encode(text).ids, end] for text in ("one two", "three", "four", "five")]
+    assert documents(output) == expected
+    again = run(*options)
+    assert again.returncode == 2
+    assert "exists; remove it or name another place" in again.stderr
+
+
+def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:
+    from titan_like.config.schema import Data
+    from titan_like.data.text import open_corpus
+
+    (tmp_path / "a.jsonl").write_bytes(jsonl([text_of(20, number) for number in range(30)]))
+    tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+    corpus = open_corpus(Data(dataset="text", paths=[str(tmp_path / "a.jsonl")]), tmp_path / "cache")
+    for ending in ("bin", "idx"):
+        assert Path(f"{corpus.prefix}.{ending}").read_bytes() == (tmp_path / f"out.{ending}").read_bytes()
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+LINES = jsonl([text_of(100, number) for number in range(100)])
+BAD = {
+    "gzip that ends early": ("a.jsonl.gz", truncated(gzip.compress(LINES)), "ends in the middle of compressed data"),
+    "gzip that is none": ("a.jsonl.gz", LINES, "cannot be read (Not a gzipped file"),
+    "damaged gzip": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" * 500, "cannot be read (Error"),
+    "zst that ends early": ("a.jsonl.zst", truncated(zstandard.ZstdCompressor().compress(LINES)), "ends in the middle"),
+    "zst that is none": ("a.jsonl.zst", LINES, "is damaged (zstd decompress"),
+    "parquet that is none": ("a.parquet", LINES, "is damaged (Parquet magic bytes not found"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_damaged_files_are_one_sentence(case: tuple[str, bytes, str], tmp_path: Path) -> None:
+    name, content, problem = case
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        tokenize_files(Job([tmp_path / name], "byte"), tmp_path / "out")
+    assert str(error.value).startswith(f'data.paths = "{tmp_path}/{name}": {problem}')
+    assert not list(tmp_path.glob("out.[bi]*"))
+
+
+def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", ["x", None], number=[1, 2])
+    with pytest.raises(UnreadableError, match='has no column "body"; it has text, number'):
+        list(read_pieces(tmp_path / "a.parquet", "body"))
+    with pytest.raises(UnreadableError, match='has no text in the column "number", but int64'):
+        list(read_pieces(tmp_path / "a.parquet", "number"))
+    with pytest.raises(ConfigError, match=r"a.parquet:2.*the row has no text"):
+        tokenize_files(Job([tmp_path / "a.parquet"], "byte"), tmp_path / "out")
+
+
+def test_a_full_disk_leaves_no_half_dataset_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    job = Job([tmp_path / "a.jsonl"], "byte")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(preprocess, "write_index", full)
+        tokenize_files(job, tmp_path / "out")
+    assert not list(tmp_path.glob("out.[bi]*"))
+    tokenize_files(job, tmp_path / "out")
+    assert len(documents(tmp_path / "out")) == 100
+
+
+def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    job, replace = Job([tmp_path / "a.jsonl"], "byte"), os.replace
+
+    def stops(source: Path, target: Path) -> None:
+        if str(target).endswith(".idx"):
+            raise StoppedError
+        replace(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(os, "replace", stops)
+        tokenize_files(job, tmp_path / "out")
+    tokenize_files(job, tmp_path / "out")
+    assert len(documents(tmp_path / "out")) == 100

@@ -1,0 +1,230 @@
+"""Megatron-LM's indexed datasets: tokens in ``PREFIX.bin``, and in ``PREFIX.idx`` where each sequence lies in it.
+
+The index, little-endian, as Megatron-LM's ``megatron/core/datasets/indexed_dataset.py`` writes it:
+
+| bytes | |
+|---|---|
+| 9 | ``MMIDIDX\\0\\0`` |
+| 8 | version, uint64: 1 |
+| 1 | code of the tokens' type, see `DTYPES` |
+| 8 | number of sequences s, uint64 |
+| 8 | number of document boundaries d, uint64 |
+| 4 · s | tokens of each sequence, int32 |
+| 8 · s | byte in ``PREFIX.bin`` at which each sequence begins, int64 |
+| 8 · d | document boundaries, int64: document i has the sequences from boundary i up to boundary i + 1 |
+| s, or none | mode of each sequence, int8 (multimodal data) |
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from titan_like.data.stored_tokens import StoredTokens
+from titan_like.data.unfinished import removed_unless_renamed
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_PIECE = 1 << 22  # entries of the index that are checked at a time
+
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
+    6: np.dtype("<f8"), 7: np.dtype("<f4"), 8: np.dtype("<u2"),
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class FormatError(ValueError):
+    """A file is no indexed dataset, or is damaged; the message says what is wrong with it."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(problem)
+        self.path = path
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type in which Megatron-LM stores tokens below ``vocab_size``."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def prefix_of(path: str | Path) -> Path:
+    """The path without its ending, if that is .bin or .idx."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+class IndexedDataset:
+    """An open dataset. Nothing but the pages of the index that are looked at is in memory."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        """Open and check both files.
+
+        Raises:
+            FormatError: a file is missing, foreign, truncated or contradicts the other.
+        """
+        self.prefix = prefix_of(prefix)
+        index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        for path in (index, data):
+            if not path.is_file():
+                raise FormatError(path, "is a folder" if path.is_dir() else "there is no such file")
+        try:
+            self.dtype, self._lengths, self._pointers, self._documents, self._modes = _open_index(index)
+            self.tokens = StoredTokens(data, self.dtype)
+        except OSError as error:
+            raise FormatError(Path(error.filename or index), f"cannot be read ({error.strerror})") from None
+        self._check(index, data)
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self._lengths)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """The tokens of a sequence."""
+        start = int(self._pointers[number]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self._lengths[number])]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, each one sequence or more."""
+        return len(self._documents) - 1
+
+    def document_end(self, number: int) -> int:
+        """Token at which document ``number`` ends, exclusive; 0 for number -1."""
+        sequence = int(self._documents[number + 1]) - 1
+        if sequence < 0:
+            return 0
+        return int(self._pointers[sequence]) // self.dtype.itemsize + int(self._lengths[sequence])
+
+    def nearest_document_end(self, token: int) -> int:
+        """The boundary between documents that is nearest to a token, 0 and the end included."""
+        low, high = -1, self.num_documents - 1  # the end of `low` is at most `token`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.document_end(middle) <= token else (low, middle)
+        return min(self.document_end(low), self.document_end(high), key=lambda end: abs(end - token))
+
+    def _check(self, index: Path, data: Path) -> None:
+        """Refuse an index whose sequences do not fill the tokens' file, one after the other."""
+        size, at = self.dtype.itemsize, 0
+        for start in range(0, len(self), _PIECE):
+            lengths = self._lengths[start : start + _PIECE].astype(np.int64)
+            pointers = self._pointers[start : start + _PIECE]
+            ends = at + lengths.cumsum() * size
+            if lengths.min() < 0 or pointers[0] != at or not np.array_equal(pointers[1:], ends[:-1]):
+                wrong = start + int(np.argmax((lengths < 0) | (pointers != ends - lengths * size)))
+                raise FormatError(index, f"is damaged: sequence {wrong} does not begin where the one before it ends")
+            at = int(ends[-1])
+        found = os.stat(data).st_size
+        if found != at:
+            what = "is cut off" if found < at else "is longer than its index says"
+            raise FormatError(data, f"{what}: it has {found:,} bytes, and {index.name} describes {at:,}")
+        boundaries = self._documents
+        if len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != len(self):
+            raise FormatError(index, f"is damaged: its documents do not cover its {len(self):,} sequences")
+        for start in range(0, len(boundaries), _PIECE):
+            piece = boundaries[start : start + _PIECE + 1]
+            if (piece[1:] < piece[:-1]).any():
+                raise FormatError(index, "is damaged: its documents are not in order")
+
+
+def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Type of the tokens; lengths, pointers, document boundaries and modes, memory-mapped."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        header = file.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
+        problem = "is no index of Megatron-LM" if header else "is empty"
+        raise FormatError(path, f"{problem}: it does not begin with MMIDIDX")
+    if len(header) < _HEADER.size:
+        raise FormatError(path, f"is cut off: it has {size} bytes, and its header alone takes {_HEADER.size}")
+    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    if version != 1:
+        raise FormatError(path, f"has version {version} of the format; only version 1 can be read")
+    if code not in DTYPES:
+        raise FormatError(path, f"has tokens of the unknown type {code}; there are {', '.join(map(str, DTYPES))}")
+    wanted = _HEADER.size + 12 * sequences + 8 * boundaries
+    if size not in (wanted, wanted + sequences):
+        what = "is cut off" if size < wanted else "is damaged"
+        raise FormatError(path, f"{what}: it has {size:,} bytes, and its header describes {wanted:,}")
+
+    def mapped(dtype: str, offset: int, count: int) -> np.ndarray:
+        return np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
+
+    at = _HEADER.size
+    lengths, pointers = mapped("<i4", at, sequences), mapped("<i8", at + 4 * sequences, sequences)
+    documents = mapped("<i8", at + 12 * sequences, boundaries)
+    modes = mapped("i1", wanted, sequences) if size > wanted else None
+    return DTYPES[code], lengths, pointers, documents, modes
+
+
+class IndexedWriter:
+    """Writes a dataset, sequence by sequence. Its files appear under their names when all of it is on the disk."""
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        """``dtype``: one of `DTYPES`."""
+        self.prefix, self.dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = 0
+        self._lengths: list[int] = []
+        self._documents = [0]
+        self._files = ExitStack()
+
+    def __enter__(self) -> IndexedWriter:
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._unfinished = [
+            self._files.enter_context(removed_unless_renamed(Path(f"{self.prefix}.{ending}.unfinished")))
+            for ending in ("bin", "idx")
+        ]
+        self._data = self._files.enter_context(open(self._unfinished[0], "wb"))
+        return self
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append a sequence, one-dimensional."""
+        self._data.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+        self._lengths.append(len(tokens))
+        self.num_tokens += len(tokens)
+
+    def end_document(self) -> None:
+        """What follows belongs to another document."""
+        self._documents.append(len(self._lengths))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._files:
+            if kind is None:
+                self._data.close()
+                if self._documents[-1] != len(self._lengths):
+                    self.end_document()
+                write_index(self._unfinished[1], self.dtype, np.array(self._lengths, "<i4"), self._documents)
+                for path, ending in zip(self._unfinished, ("bin", "idx"), strict=True):
+                    os.replace(path, f"{self.prefix}.{ending}")
+
+
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: list[int] | None) -> None:
+    """Write an index of sequences that lie one after the other, in constant memory.
+
+    Args:
+        path: the file.
+        dtype: one of `DTYPES`.
+        lengths: tokens of each sequence, int32 [sequences], and may be memory-mapped.
+        documents: boundaries, the first 0 and the last the number of sequences; None if each sequence is a document.
+    """
+    count = len(lengths)
+    starts = range(0, count, _PIECE)
+    with open(path, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], count, count + 1 if documents is None else len(documents)))
+        for start in starts:
+            file.write(lengths[start : start + _PIECE].astype("<i4").tobytes())
+        at = 0
+        for start in starts:
+            ends = at + lengths[start : start + _PIECE].astype("<i8").cumsum() * dtype.itemsize
+            file.write(np.concatenate(([at], ends[:-1])).astype("<i8").tobytes())
+            at = int(ends[-1])
+        if documents is not None:
+            file.write(np.array(documents, dtype="<i8").tobytes())
+            return
+        for start in range(0, count + 1, _PIECE):
+            file.write(np.arange(start, min(start + _PIECE, count + 1), dtype="<i8").tobytes())

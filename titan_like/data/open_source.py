@@ -1,0 +1,52 @@
+"""From [data] to a split of its dataset."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from titan_like.config.entry_points import load_entry
+from titan_like.config.errors import ConfigError
+from titan_like.data.blended import BlendedSource
+from titan_like.data.registry import find_dataset
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.weights import shares_of
+
+
+def open_source(request: DataRequest) -> Source:
+    """One split of the dataset, or the blend of datasets, that [data] names.
+
+    Raises:
+        ConfigError: there is no such dataset, its class is none, its samples do not fit the run, or it refuses itself.
+    """
+    entry = find_dataset(request.section)
+    dataset = load_entry("data.dataset", entry)
+    if not (isinstance(dataset, type) and issubclass(dataset, Source)):
+        raise ConfigError(
+            "data.dataset", entry.name, f"{entry.value} is not a subclass of titan_like.data.source.Source"
+        )
+    shares = shares_of(request.section.paths, one_source_each=entry.name == "indexed")
+    sources = []
+    for number, share in enumerate(shares):
+        section = request.section.model_copy(update={"paths": share.paths})
+        source: Source = dataset(replace(request, section=section, part=number))
+        problem = _sample_problem(source.sample(0), request) if len(source) > 0 else None
+        if problem is not None:
+            raise ConfigError("data.dataset", entry.name, problem)
+        sources.append(source)
+    return sources[0] if len(sources) == 1 else BlendedSource(request, sources, [share.weight for share in shares])
+
+
+def _sample_problem(sample: object, request: DataRequest) -> str | None:
+    """The reason why a sample cannot belong to the run; None if it can."""
+    if not isinstance(sample, torch.Tensor):
+        return f"its samples are {type(sample).__name__}, not torch.Tensor"
+    if sample.dtype != torch.int64 or sample.shape != (2, request.seq_len):
+        return f"its samples are {sample.dtype} {list(sample.shape)}, not torch.int64 [2, {request.seq_len}]"
+    inputs, labels = sample
+    tokens = torch.cat((inputs, labels[labels != IGNORED_LABEL]))
+    if tokens.min() < 0 or tokens.max() >= request.vocab_size:
+        most = request.vocab_size - 1
+        return f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {most}"
+    return None

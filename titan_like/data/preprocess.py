@@ -1,0 +1,290 @@
+"""Text → an indexed dataset, on several processes, in constant memory; after an interruption it goes on.
+
+This process reads the files and writes the tokens, in order; others tokenize. What is done is in ``PREFIX.unfinished``
+until all of it is: the tokens, the length of each document, and how far the files have been read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from titan_like.config.errors import ConfigError, RunError
+from titan_like.data.indexed import token_dtype, write_index
+from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_files
+
+_SECONDS_BETWEEN_REPORTS = 5.0
+_MOST_NAMED = 100  # bad records
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be tokenized, and how."""
+
+    files: list[Path]
+    tokenizer: str  # a value of `data.tokenizer`
+    text_key: str = "text"
+    ends_documents: bool = True  # whether the end-of-document token follows each
+    skips_bad_records: bool = False  # else the first ends the job
+    key: str = "data.paths"  # setting to blame for a file
+    cure: str = "correct it or set data.text_key"  # of a record without text
+
+    def fingerprint(self) -> str:
+        """Tells other input from this: files by size and time of change, tokenizer, and how they are read."""
+        parts: list[object] = [self.tokenizer, self.text_key, self.ends_documents]
+        for path in (*self.files, *tokenizer_files(self.tokenizer)):
+            stat = path.stat()
+            parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Progress:
+    """How far a job has come."""
+
+    fingerprint: str
+    file: int = 0  # that is being read
+    end: int = 0  # of the last piece of it that is written
+    record: int = 1  # the next one of it
+    documents: int = 0
+    tokens: int = 0
+    open_document: int = 0  # tokens of a document of which more is to come
+    bad_records: int = 0
+
+
+def tokenize_files(
+    job: Job, prefix: Path, num_workers: int = 0, report: Callable[[str], None] | None = None
+) -> Progress:
+    """Write ``prefix``.bin and .idx, which appear when they are complete.
+
+    Args:
+        job: the input.
+        prefix: path of the dataset without an ending.
+        num_workers: processes that tokenize; 0 does it in this one.
+        report: is given a line every few seconds, and one for each bad record.
+
+    Raises:
+        ConfigError: a file that cannot be read, a bad record unless they are skipped, an unfinished job of other input
+            in the same place, or no document at all.
+        RunError: a process died.
+        OSError: the dataset cannot be written. What has been written stays, for a later call to go on with.
+    """
+    folder = prefix.with_name(f"{prefix.name}.unfinished")
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = _read_progress(folder, job)
+    with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
+        _write_tokens(job, output, num_workers, report or _tell)
+    if progress.documents == 0:
+        shutil.rmtree(folder)
+        raise ConfigError(
+            job.key, str(job.files[0]), "there is no document in it, nor in another file; give some with text"
+        )
+    write_index(folder / "index", output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
+    if (folder / "tokens.bin").exists():  # else it was moved just before an interruption
+        os.replace(folder / "tokens.bin", f"{prefix}.bin")
+    os.replace(folder / "index", f"{prefix}.idx")
+    shutil.rmtree(folder)
+    return progress
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _read_progress(folder: Path, job: Job) -> Progress:
+    try:
+        found = Progress(**json.loads((folder / "progress.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return Progress(job.fingerprint())
+    if found.fingerprint != job.fingerprint():
+        problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
+        raise ConfigError("--output", str(folder), problem)
+    return found
+
+
+class _Output:
+    """The unfinished dataset."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, progress: Progress) -> None:
+        self.folder, self.progress = folder, progress
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def __enter__(self) -> _Output:
+        documents = self.progress.documents
+        self._tokens = self._cut_open("tokens.bin", self.progress.tokens * self.dtype.itemsize)
+        self._lengths = self._cut_open("lengths.bin", documents * 4)
+        return self
+
+    def _cut_open(self, name: str, size: int) -> IO[bytes]:
+        """Without what was written after the last progress: it is tokenized again."""
+        file = open(self.folder / name, "ab")
+        file.truncate(size)
+        return file
+
+    def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool) -> None:
+        """Append documents; the last one goes on unless ``is_whole``."""
+        self._tokens.write(tokens.tobytes())
+        lengths[0] += self.progress.open_document
+        self.progress.open_document = 0 if is_whole else lengths.pop()
+        self._lengths.write(np.array(lengths, "<i4").tobytes())
+        self.progress.documents += len(lengths)
+        self.progress.tokens += len(tokens)
+
+    def save(self) -> None:
+        """Make everything so far outlast a crash."""
+        for file in (self._tokens, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        (self.folder / "progress.new").write_text(json.dumps(asdict(self.progress)))
+        os.replace(self.folder / "progress.new", self.folder / "progress.json")
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.save()
+        finally:
+            self._tokens.close()
+            self._lengths.close()
+
+
+def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
+    progress, clock = output.progress, _Clock(job, output.progress)
+    for number, piece, share, result in _tokenized(job, progress, num_workers, output.dtype):
+        tokens, lengths, bad = result
+        path = job.files[number]
+        for record, problem in bad:
+            place = str(path) if piece.kind == "text" else f"{path}:{record}"
+            if not job.skips_bad_records:
+                raise ConfigError(job.key, place, problem if piece.kind == "text" else f"{problem}; {job.cure}")
+            progress.bad_records += 1
+            if progress.bad_records <= _MOST_NAMED:
+                report(f"skipped {place}: {problem}")
+        if bad and progress.open_document:  # of a long text whose next piece is bad
+            output.add(np.empty(0, output.dtype), [0], is_whole=True)
+        if lengths:
+            output.add(tokens, lengths, piece.is_whole)
+        progress.file, progress.end, progress.record = number, piece.end, piece.first_record + piece.num_records
+        line = clock.line(share)
+        if line is not None:
+            output.save()
+            report(line)
+
+
+class _Clock:
+    """Speed, and the time that is left."""
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self._job, self._progress = job, progress
+        self._sizes = [max(1, path.stat().st_size) for path in job.files]
+        self._began = self._told = time.monotonic()
+        self._tokens_before = progress.tokens
+        self._share_before: float | None = None
+
+    def line(self, share_of_file: float) -> str | None:
+        """A report, if it is time for one."""
+        now, progress = time.monotonic(), self._progress
+        done = (sum(self._sizes[: progress.file]) + share_of_file * self._sizes[progress.file]) / sum(self._sizes)
+        self._share_before = done if self._share_before is None else self._share_before
+        if now - self._told < _SECONDS_BETWEEN_REPORTS:
+            return None
+        self._told, seconds = now, now - self._began
+        rate = (progress.tokens - self._tokens_before) / seconds
+        gained = done - self._share_before
+        left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
+        where = f"file {progress.file + 1} of {len(self._sizes)}"
+        return f"tokenizing: {done:.1%}, {where}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+
+
+Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad records, and why
+
+
+def _tokenized(
+    job: Job, progress: Progress, num_workers: int, dtype: np.dtype
+) -> Iterator[tuple[int, Piece, float, Result]]:
+    """Number of the file, piece, share of the file that is read, and tokens, in the order of the files."""
+    settings = job.tokenizer, job.text_key, job.ends_documents, dtype.str
+    if num_workers == 0:
+        tokenize = _Tokenizing(*settings)
+        yield from ((number, piece, share, tokenize(piece)) for number, piece, share in _pieces(job, progress))
+        return
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, settings) as pool:
+        waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
+        try:
+            for number, piece, share in _pieces(job, progress):
+                waiting.append((number, piece, share, pool.submit(_tokenize, piece)))
+                if len(waiting) > 2 * num_workers:
+                    *place, future = waiting.popleft()
+                    yield *place, future.result()  # type: ignore[misc]
+            while waiting:
+                *place, future = waiting.popleft()
+                yield *place, future.result()  # type: ignore[misc]
+        except BrokenProcessPool:
+            raise RunError(
+                "a worker died, perhaps for lack of memory; run the same command with fewer workers"
+            ) from None
+        finally:
+            for *_, future in waiting:
+                future.cancel()
+
+
+def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
+    start, record = progress.end, progress.record
+    for number in range(progress.file, len(job.files)):
+        try:
+            for piece, share in read_pieces(job.files[number], job.text_key, start, record):
+                yield number, piece, share
+        except UnreadableError as error:
+            raise ConfigError(job.key, str(job.files[number]), str(error)) from None
+        start, record = 0, 1
+
+
+class _Tokenizing:
+    """Tokenizes pieces, in whatever process."""
+
+    def __init__(self, tokenizer: str, text_key: str, ends_documents: bool, dtype: str) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
+        self._tokenizer, self._text_key = build_tokenizer(tokenizer), text_key
+        self._end = [self._tokenizer.eod_id] if ends_documents else []
+        self._dtype = np.dtype(dtype)
+
+    def __call__(self, piece: Piece) -> Result:
+        texts, bad = [], []
+        for record, text in texts_of(piece, self._text_key):
+            if isinstance(text, BadRecord):
+                bad.append((record, str(text)))
+            else:
+                texts.append(text)
+        end = np.array(self._end if piece.is_whole else [], self._dtype)
+        parts: list[np.ndarray] = []
+        for tokens in self._tokenizer.encode_all(texts):
+            parts += [tokens.astype(self._dtype), end]
+        lengths = [len(tokens) + len(end) for tokens in parts[::2]]
+        return np.concatenate(parts) if parts else np.empty(0, self._dtype), lengths, bad
+
+
+_worker: Any = None
+
+
+def _start_worker(*settings: Any) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
+    _worker = _Tokenizing(*settings)
+
+
+def _tokenize(piece: Piece) -> Result:
+    return _worker(piece)

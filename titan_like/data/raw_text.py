@@ -1,0 +1,204 @@
+"""Files of text as pieces of about a megabyte, each of which can be tokenized alone.
+
+| ending | documents |
+|---|---|
+| ``.jsonl`` | one a line, under a key |
+| ``.parquet`` | one a row, in a column of that name (needs pyarrow) |
+| anything else | the file is one |
+
+The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zstandard).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from titan_like.config.errors import first_line
+
+KNOWN_ENDINGS = (".jsonl", ".parquet", ".txt", ".text", ".md")
+_PIECE = 1 << 20  # bytes
+_CHUNK = 1 << 18  # bytes that are read at a time
+_LONG_DOCUMENT = 1 << 24  # bytes of one text file above which it is cut
+# Where a long document is cut: before a space between two letters. Tokenizers that split at spaces look no further.
+_CUT = re.compile(rb"[A-Za-z](?= [A-Za-z])")
+_COMPRESSED = (".gz", ".zst")
+
+
+class UnreadableError(ValueError):
+    """A file that cannot be read to its end; the message is the predicate of a sentence."""
+
+
+class BadRecord(ValueError):  # noqa: N818
+    """A record without text; the message says why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a file."""
+
+    kind: str  # "jsonl", "rows" or "text"
+    content: bytes | list[str | None]  # whole lines; rows of a parquet file; text
+    first_record: int  # line or row of the file with which it begins, from 1
+    num_records: int
+    end: int  # where to go on: bytes, uncompressed, or rows
+    is_whole: bool = True  # whether the document ends with the piece; text only
+
+
+def kind_of(path: Path) -> str:
+    """ "jsonl", "rows" or "text", by the file's ending."""
+    ending = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    return {".jsonl": "jsonl", ".parquet": "rows"}.get(ending, "text")
+
+
+def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
+    """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
+
+    Args:
+        path: the file.
+        key: of the text in a record of a parquet file.
+        start: the `Piece.end` after which to go on.
+        first_record: number of the record at ``start``.
+
+    Raises:
+        UnreadableError: the file is damaged, ends early, or lacks the column, or a package to read it is missing.
+    """
+    try:
+        if kind_of(path) == "rows":
+            yield from _read_rows(path, key, start)
+            return
+        size = max(path.stat().st_size, 1)
+        with open(path, "rb") as file:
+            for piece in _cut(_content(path, file, start), kind_of(path), start, first_record):
+                yield piece, min(1.0, file.tell() / size)
+    except EOFError:
+        raise UnreadableError("ends in the middle of compressed data") from None
+    except (OSError, zlib.error) as error:
+        raise UnreadableError(f"cannot be read ({first_line(error)})") from None
+
+
+def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
+    """The uncompressed content from byte ``start`` on, in chunks."""
+    if path.suffix not in _COMPRESSED:
+        file.seek(start)
+        yield from iter(partial(file.read, _CHUNK), b"")
+        return
+    chunks = _zstandard(file) if path.suffix == ".zst" else iter(partial(gzip.GzipFile(fileobj=file).read, _CHUNK), b"")
+    for chunk in chunks:
+        yield chunk[start:]
+        start = max(0, start - len(chunk))
+
+
+def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UnreadableError("needs the package zstandard; install titan_like[data]") from None
+    frame = None
+    try:
+        for chunk in iter(partial(file.read, _CHUNK >> 3), b""):  # which may become a hundred times as much
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise UnreadableError(f"is damaged ({first_line(error)})") from None
+    if frame is not None:
+        raise EOFError
+
+
+def _cut(chunks: Iterable[bytes], kind: str, at: int, record: int) -> Iterator[Piece]:
+    held = b""
+    for chunk in chunks:
+        held += chunk
+        if kind == "jsonl":
+            cut = held.rfind(b"\n") + 1 if len(held) >= _PIECE else 0
+        else:
+            cut = _cut_in_text(held) if len(held) >= _LONG_DOCUMENT else 0
+        if cut:
+            content, held, at = held[:cut], held[cut:], at + cut
+            lines = content.count(b"\n") if kind == "jsonl" else 0
+            yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
+            record += lines
+    if held or kind == "text":
+        yield Piece(kind, held, record, 1 + held.count(b"\n") if kind == "jsonl" else 1, at + len(held))
+
+
+def _cut_in_text(text: bytes) -> int:
+    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters."""
+    start = len(text) - (1 << 16)
+    between_words = [found.end() for found in _CUT.finditer(text, start, len(text) - 8)]
+    if between_words:
+        return between_words[-1]
+    line = text.rfind(b"\n", start) + 1
+    return line or next(at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80)
+
+
+def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UnreadableError("needs the package pyarrow; install titan_like[data]") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if key not in file.schema_arrow.names:
+                there = ", ".join(file.schema_arrow.names)
+                raise UnreadableError(f'has no column "{key}"; it has {there}')
+            kind, at, total = file.schema_arrow.field(key).type, 0, max(file.metadata.num_rows, 1)
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UnreadableError(f'has no text in the column "{key}", but {kind}')
+            for batch in file.iter_batches(batch_size=256, columns=[key]):
+                rows, at = batch.column(0).to_pylist(), at + len(batch)
+                if at > start:
+                    rows = rows[-(at - start) :] if at - len(batch) < start else rows
+                    yield Piece("rows", rows, at - len(rows) + 1, len(rows), at), at / total
+    except pyarrow.ArrowException as error:
+        raise UnreadableError(f"is damaged ({first_line(error)})") from None
+
+
+def texts_of(piece: Piece, key: str) -> Iterator[tuple[int, str | BadRecord]]:
+    """Each document of a piece, or why it is none, with the number of its record. Empty lines are no records."""
+    if isinstance(piece.content, list):
+        for number, row in enumerate(piece.content, start=piece.first_record):
+            yield number, BadRecord("the row has no text") if row is None else row
+    elif piece.kind == "text":
+        try:
+            yield piece.first_record, piece.content.decode("utf-8").removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
+    else:
+        for number, line in enumerate(piece.content.split(b"\n"), start=piece.first_record):
+            if line.strip():
+                try:
+                    yield number, _text_of_json(line.decode("utf-8").removeprefix("\ufeff"), key)
+                except UnicodeDecodeError as error:
+                    yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
+                except BadRecord as error:
+                    yield number, error
+
+
+def _text_of_json(line: str, key: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"the line is not JSON ({error.msg})") from None
+    except RecursionError:
+        raise BadRecord("its brackets are nested too deeply: at most some hundred levels can be read") from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise BadRecord("the line has a number with too many digits for Python") from None
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        raise BadRecord(f'the line has no text under "{key}"')
+    try:
+        record[key].encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord("the text holds half a surrogate pair") from None
+    return record[key]
