@@ -27,12 +27,12 @@ from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_layer, only_layer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
 from titan_like.planner.workload import Workload
 
 _LOSS_BLOCK = 4 << 20  # bytes of logits that the loss works on at a time on a CPU
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Kept(NamedTuple):
@@ -61,7 +61,7 @@ def kept(
     device: Device,
 ) -> Kept:
     """What a microbatch keeps that has so many tokens; ``tensor`` processes share each layer."""
-    e, t, h = _BYTES[dtype], tensor, model.hidden_size
+    e, t, h = BYTES[dtype], tensor, model.hidden_size
     outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token, here
     gathered = h if sequence_parallel else 0
     dropout = getattr(model, "dropout", 0.0) > 0
@@ -112,15 +112,15 @@ def kept(
 def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:
     """Per token, without the output."""
     if not isinstance(module, nn.RMSNorm):  # the input, mean and deviation
-        return _BYTES[dtype] * outside + 2 * 4 * outside / h
+        return BYTES[dtype] * outside + 2 * 4 * outside / h
     if device.is_cpu:  # the input and its normalised form in float32, and the deviation
         return 2 * 4 * outside + 4 * outside / h
-    return _BYTES[dtype] * outside + 4 * outside / h
+    return BYTES[dtype] * outside + 4 * outside / h
 
 
 def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
     """Per token: scaled queries, keys and values, and of the matrix softmax, mask and result."""
-    e = _BYTES[dtype]
+    e = BYTES[dtype]
     mask = (e if device.is_cpu else 1) + e if dropout else 0
     return 3 * e * model.hidden_size / t + model.num_attention_heads / t * seq_len * (e + mask)
 
@@ -137,7 +137,7 @@ def kept_of(work: Workload, device: Device) -> Kept:
     """What a microbatch of a run keeps."""
     return kept(
         work.model,
-        work.micro_batch_size * work.seq_len / work.context,
+        work.tokens,
         work.seq_len,
         work.tensor,
         work.sequence_parallel,

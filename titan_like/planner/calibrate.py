@@ -20,12 +20,12 @@ import numpy as np
 from titan_like.config.errors import ConfigError
 from titan_like.metrics.devices import find_device
 from titan_like.planner.accuracy import Prediction, judgement, predict_row
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.measured_rows import STUDIES, Row, adapted, stated_dtype
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime, step_time
-from titan_like.planner.traffic import BYTES
 from titan_like.planner.workload import Workload
 
 _NOISE = 0.03  # standard deviation of a row's logarithm

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
+from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
@@ -24,6 +25,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
+from titan_like.planner.search_space import divisors, setting
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_rules
@@ -194,19 +196,11 @@ def valid_layouts(
     Raises:
         ConfigError: the rules accept none; the first refusal.
     """
-    training, parallelism = config.training, config.parallelism
-    tensor_degrees = pipeline_degrees = _divisors(gpus)
-    modes: Sequence[str] = ("full", "selective", "none")
-    if "parallelism.tensor_parallel_degree" in fixed:
-        tensor_degrees = [parallelism.tensor_parallel_degree]
-    if "parallelism.pipeline_parallel_degree" in fixed:
-        pipeline_degrees = [parallelism.pipeline_parallel_degree]
-    if "parallelism.zero_stage" in fixed:
-        zero_stages = [parallelism.zero_stage]
-    if "training.micro_batch_size" in fixed:
-        micro_batch_sizes = [training.micro_batch_size]
-    if "activation_checkpoint.mode" in fixed:
-        modes = [config.activation_checkpoint.mode]
+    free = (divisors(gpus), divisors(gpus), zero_stages, micro_batch_sizes, ("full", "selective", "none"))
+    choices: list[Sequence[Any]] = [
+        [setting(config, key)] if key in fixed else values for key, values in zip(CHOSEN, free, strict=True)
+    ]
+    tensor_degrees, pipeline_degrees, zero_stages, micro_batch_sizes, modes = choices
     refusal, accepted = None, False
     for tensor, pipeline in itertools.product(tensor_degrees, pipeline_degrees):
         model = model_for(tensor)
@@ -268,7 +262,3 @@ def _fastest(
     assert best is not None, "fits() found a layout"
     _, run, work = best
     return Capacity(nodes, run, forecast(work, profile, run))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

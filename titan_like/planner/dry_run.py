@@ -37,6 +37,7 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
 from titan_like.train.setup import check_folders, check_settings, open_data
@@ -62,16 +63,6 @@ class StageReport:
 
 
 @dataclass(frozen=True)
-class BuiltState:
-    """What the built stages and one step of their optimizer come to, on this process. Sizes in bytes."""
-
-    num_parameters: int
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True)
 class DryRun:
     """Everything that a dry run tells."""
 
@@ -89,7 +80,7 @@ class DryRun:
     global_batch_size: int
     seq_len: int
     stages: list[StageReport]
-    state: BuiltState
+    state: RankState  # of the stages as built, and of their optimizer after one step
     plan: StepPlan
     data: str
     notes: list[str]  # what could not be checked on this machine
@@ -178,7 +169,7 @@ def describe_stage(stage: Stage) -> StageReport:
     return StageReport(stage.index, (layers[0], layers[-1]), parameters)
 
 
-def built_state(config: JobConfig, model: ParallelModel) -> BuiltState:
+def built_state(config: JobConfig, model: ParallelModel) -> RankState:
     """Count what is here of the model, and what an optimizer made for it keeps after its first step."""
     # The fused kernel is for real devices. It keeps the same state.
     section = config.optimizer.model_copy(update={"implementation": "foreach"})
@@ -187,7 +178,7 @@ def built_state(config: JobConfig, model: ParallelModel) -> BuiltState:
     materialise_optimizer_state(optimizer)
     moments = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
     weights = _bytes(parameters)  # gradients are of the same shapes and types
-    return BuiltState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
+    return RankState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

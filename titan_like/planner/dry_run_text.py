@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -69,8 +70,16 @@ def _format_stage(stage: StageReport, num_stages: int) -> list[str]:
         rows += [
             (f"{indent}{short}", _shape(p.shape), _shape(p.local_shape), _split(p.split)) for short, p in parameters
         ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+    return _aligned(rows, "<>><")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
+    """Lines of a table; ``sides`` has < or > for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _collapse(parameters: list[ParameterReport]) -> list[tuple[str, list[tuple[str, ParameterReport]]]]:
@@ -163,8 +172,4 @@ def _format_collectives(run: DryRun) -> list[str]:
     rows = [("in one step", "kind", "of", "calls", "bytes")]
     for c in sorted(run.plan.collectives, key=lambda c: (c.group, c.kind, c.what)):
         rows.append((f"{c.group} ({c.size})", c.kind, c.what, f"{c.count:,}", _size(c.bytes)))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:>{widths[3]}}  {r[4]:>{widths[4]}}"
-        for r in rows
-    ]
+    return _aligned(rows, "<<<>>")

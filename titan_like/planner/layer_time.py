@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.planner.dtypes import NARROW, element_bytes, stored_dtype
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import description
 
@@ -20,13 +21,6 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (
 
 # Operators more than the fused one has, forward and backward: to float32, scale, make the mask, fill, softmax, back.
 _UNFUSED_SOFTMAX = (6, 4)
-
-_NARROW = ("float8", "float4")  # types of the layers' products with weights alone
-
-
-def _wide(dtype: str) -> str:
-    """The type of everything else."""
-    return "bfloat16" if dtype in _NARROW else dtype
 
 
 class Cost(NamedTuple):
@@ -58,14 +52,19 @@ class Microbatch(NamedTuple):
     accumulates: bool = False  # whole gradients are added to those of the microbatches before
     causal: bool = True
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of the microbatch on one rank; context parallelism splits each sequence."""
+        return self.size * self.seq_len / self.context
+
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
     """Seconds of ``batch`` products (rows × depth) · (depth × columns) with 2-byte elements (float32: 4)."""
     device = profile.device
     rate = device.peak_flops(dtype) * profile.gemm_efficiency
-    if dtype in _NARROW:
+    if dtype in NARROW:
         rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
-    element = 4 if dtype == "float32" else 2
+    element = element_bytes(dtype)
     width = device.multiprocessors
     best = float("inf")
     for tile_rows, tile_columns, relative in _TILES:
@@ -74,7 +73,7 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
         best = min(best, waves * tile_rows * tile_columns / relative)
     compute = best * width * 2 * (depth + profile.gemm_depth) / rate
     moved = element * batch * (rows * depth + depth * columns + rows * columns)
-    time = max(compute, moved / (device.memory_bandwidth * profile.memory_efficiency))
+    time = max(compute, moved / profile.memory_rate)
     aligned = device.tensor_element
     if columns % aligned or depth % aligned:
         time = max(time, 2 * rows * columns * depth * batch / profile.misaligned_rate)
@@ -100,17 +99,17 @@ def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) 
     flops = 4 * mb.size * heads * rows * columns * width
     if mb.flash:
         half = 0.5 if profile.causal_half and mb.causal else 1.0
-        peak = profile.device.peak_flops(_wide(mb.dtype))
+        peak = profile.device.peak_flops(stored_dtype(mb.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward
     batch = mb.size * heads
-    score = gemm_time(rows, columns, width, batch, _wide(mb.dtype), profile)
-    value = gemm_time(rows, width, columns, batch, _wide(mb.dtype), profile)
+    score = gemm_time(rows, columns, width, batch, stored_dtype(mb.dtype), profile)
+    value = gemm_time(rows, width, columns, batch, stored_dtype(mb.dtype), profile)
     matrix = batch * rows * columns  # elements
-    element = 4 if mb.dtype == "float32" else 2
+    element = element_bytes(mb.dtype)
     softmax = 2 * element if softmax_is_fused(model, mb, profile) else 8 * element
     dropout = 2 * element + 1 if mb.dropout else 0
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    bandwidth = profile.memory_rate
     forward = score + value + (softmax + dropout) * matrix / bandwidth
     backward = 2 * (score + value) + (softmax + element + dropout) * matrix / bandwidth
     return forward, backward
@@ -126,18 +125,16 @@ def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> fl
     """Adding a microbatch's gradients to the sum: the new ones are read, the sum is read and written."""
     if not mb.accumulates or profile.fused_accumulation:
         return 0.0
-    element = 4 if mb.dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / bandwidth
+    element = element_bytes(mb.dtype)
+    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / profile.memory_rate
 
 
 @lru_cache(maxsize=65536)
 def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Cost:
     """One transformer layer on one of the ranks that share it."""
-    tokens = mb.size * mb.seq_len / mb.context
-    t, dtype, parts = mb.tensor, mb.dtype, description(model)
-    element = 4 if dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    tokens, t, dtype, parts = mb.tokens, mb.tensor, mb.dtype, description(model)
+    element = element_bytes(dtype)
+    bandwidth = profile.memory_rate
     outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream here
     mask = 1 if mb.dropout else 0
     regions, norms = len(parts.regions), len(parts.norms)
@@ -199,12 +196,11 @@ def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Prof
     """
     if mb.tensor == 1 and mb.context == 1:
         return 0.0, 0.0, 0.0
-    tokens = mb.size * mb.seq_len / mb.context
-    element = 4 if mb.dtype == "float32" else 2
+    element = element_bytes(mb.dtype)
     forward = backward = recomputed = 0.0
     if mb.tensor > 1:
         sums = description(model).leaves
-        forward = sums * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+        forward = sums * profile.links.all_reduce(mb.tokens * model.hidden_size * element, mb.tensor, 1)
         backward = forward
         if mb.recompute == "full":
             # All but the last sum, which with sequence parallelism is half of an all-reduce.
@@ -225,10 +221,10 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     Logits of V/t columns on each rank; the loss reads and writes them in float32 about five times forward and twice
     backward (or reads and writes them as they are), and sums a few numbers per token over the ranks.
     """
-    tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
-    element = 4 if mb.dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    product_type = _wide(mb.dtype)
+    tokens, hidden, t = mb.tokens, model.hidden_size, mb.tensor
+    element = element_bytes(mb.dtype)
+    bandwidth = profile.memory_rate
+    product_type = stored_dtype(mb.dtype)
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)

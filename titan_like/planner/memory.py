@@ -17,14 +17,14 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
+from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import ParameterSplit, ShardOf, description, stage_units
 from titan_like.planner.training_state import Storage, rank_state
-from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_state
+from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_state
 from titan_like.planner.workload import PipelineRanks, Workload, pipeline_of, ranks_from
 
 MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
-_BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
 
 
 class RankMemory(NamedTuple):
@@ -133,8 +133,7 @@ def _activations(
     """
     chunk, working = of_layer
     activations = held * chunk * layers + (working if layers else 0)
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    element = _BYTES[work.dtype]
+    tokens, element = work.tokens, element_bytes(work.dtype)
     if ends[0]:
         activations += held * tokens * work.model.hidden_size * element
     logits = tokens * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
@@ -165,9 +164,7 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     inputs and outputs 4eh, masks 2h; divided by t: queries, keys, values and heads' output e(2h + 2kv), the MLP's
     2f (gated: 3f) elements; the unfused attention matrix: softmax, and with dropout its mask and result, 5as for e = 2.
     """
-    model, t = work.model, work.tensor
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    e = _BYTES[work.dtype]
+    model, t, tokens, e = work.model, work.tensor, work.tokens, element_bytes(work.dtype)
     parts, hidden = description(model), model.hidden_size
     outside = t if work.sequence_parallel else 1
     stream = (2 * len(parts.norms) * e * hidden + (len(parts.regions) * hidden if work.dropout else 0)) / outside
@@ -194,15 +191,15 @@ State = tuple[float, float, float, float]
 def _trainer_states(work: Workload, pipeline: PipelineRanks, ranks: Sequence[int], exact: bool) -> Iterator[State]:
     """Of our own trainer."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
+    sharing = Sharing(work.tensor, shard, work.data_parallel > 1, work.zero_stage, element_bytes(work.dtype))
     if exact and split:
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
         for rank in ranks:
-            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, *storage)
+            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, sharing)
         return
     turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
     for rank in ranks:
-        yield trainer_state(work.model, pipeline.here[rank], *turns, *storage)
+        yield trainer_state(work.model, pipeline.here[rank], *turns, sharing)
 
 
 def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank: int) -> State:

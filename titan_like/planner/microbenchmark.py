@@ -227,11 +227,14 @@ def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     return min(1.0, flops / machine.seconds(run) / peak)
 
 
+def _one_layer(seq_len: int, hidden: int, heads: int) -> GPTConfig:
+    return GPTConfig(num_layers=1, hidden_size=hidden, num_attention_heads=heads, vocab_size=128, max_seq_len=seq_len)
+
+
 def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
     """The host's time of a layer that has next to nothing to compute, over the operators that the planner counts."""
     samples, seq_len, hidden, heads = _TINY
-    sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
-    model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
+    model = _one_layer(seq_len, hidden, heads)
     layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
     parameters = list(layer.parameters())
     x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
@@ -250,8 +253,7 @@ def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
     """
     found = []
     for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
-        sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
-        model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
+        model = _one_layer(seq_len, hidden, heads)
         mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
         whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
         bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))

@@ -14,11 +14,11 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime
-from titan_like.planner.traffic import BYTES
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_rules
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -27,6 +28,7 @@ from titan_like.metrics.devices import (
     find_device,
 )
 from titan_like.planner.cluster import Links
+from titan_like.planner.dtypes import NARROW
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ class Profile:
         )
         object.__setattr__(self, "links", links)
 
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that operators bound by memory read and write."""
+        return self.device.memory_bandwidth * self.memory_efficiency
+
     def changed(self, **values: Any) -> Profile:
         """A copy with other values."""
         return replace(self, **values)
@@ -154,7 +161,7 @@ class Profile:
 _TUPLES = ("groups", "fitted_on", "host_operators")
 
 
-_DTYPES = ("float32", "bfloat16", "float16", "float8", "float4")
+_DTYPES = ("float32", "bfloat16", "float16", *NARROW)
 _PARTS = {"overlap", "contention", "compiled_traffic", "ring_part", "message_exposed", "tensor_exposed"}
 _PARTS |= {"tensor_async_exposed", "float8_relative", "float8_rowwise", "float4_relative"}
 _LEAST = 1e-6  # of what time is divided by
@@ -171,37 +178,10 @@ def problem_of(key: str, kind: str, value: Any) -> str | None:
         if _is_number(value) and (least <= value <= high or (key == "node_bandwidth" and value == 0)):
             return None
         return f"must be a number of at least {least:g}" + (" and at most 1" if is_part else "")
-    simple = {
-        "bool": (lambda: isinstance(value, bool), "must be true or false"),
-        "str": (lambda: isinstance(value, str), "must be a text"),
-        "int": (lambda: _is_whole(value, 1), "must be a whole number of at least 1"),
-        "int | None": (lambda: _is_whole(value, 0) and value <= 3, "must be a ZeRO stage, 0 to 3"),
-        "dict[str, float]": (
-            lambda: isinstance(value, dict) and all(_is_number(number) for number in value.values()),
-            "must be a table of numbers",
-        ),
-        "tuple[int, int]": (
-            lambda: isinstance(value, list) and len(value) == 2 and all(_is_whole(one, 0) for one in value),
-            "must be two whole numbers",
-        ),
-        "tuple[str, ...]": (
-            lambda: isinstance(value, list) and all(isinstance(one, str) for one in value),
-            "must be a list of texts",
-        ),
-        "tuple[tuple[str, str], ...]": (
-            lambda: (
-                isinstance(value, list)
-                and all(
-                    isinstance(one, list) and len(one) == 2 and all(isinstance(t, str) for t in one) for one in value
-                )
-            ),
-            "must be a list of pairs of texts",
-        ),
-    }
     if key == "dtype":
         return None if value in _DTYPES else f"unknown; use {', '.join(_DTYPES)}"
-    is_right, problem = simple[kind]
-    return None if is_right() else problem
+    is_right, problem = _KINDS[kind]
+    return None if is_right(value) else problem
 
 
 def _is_number(value: Any) -> bool:
@@ -210,6 +190,32 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 1_000_000
+
+
+def _is_list(value: Any, length: int | None, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and length in (None, len(value)) and all(map(is_item, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "must be true or false"),
+    "str": (_is_text, "must be a text"),
+    "int": (lambda value: _is_whole(value, 1), "must be a whole number of at least 1"),
+    "int | None": (lambda value: _is_whole(value, 0) and value <= 3, "must be a ZeRO stage, 0 to 3"),
+    "dict[str, float]": (
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        "must be a table of numbers",
+    ),
+    "tuple[int, int]": (lambda value: _is_list(value, 2, lambda one: _is_whole(one, 0)), "must be two whole numbers"),
+    "tuple[str, ...]": (lambda value: _is_list(value, None, _is_text), "must be a list of texts"),
+    "tuple[tuple[str, str], ...]": (
+        lambda value: _is_list(value, None, lambda pair: _is_list(pair, 2, _is_text)),
+        "must be a list of pairs of texts",
+    ),
+}
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:

@@ -21,6 +21,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.layer_time import layer_cost
 from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
@@ -40,7 +41,7 @@ from titan_like.planner.step_time import (
 from titan_like.planner.workload import Workload, pipeline_of
 
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
-_FLOAT32 = 4
+
 _CLOSED_FORMS = {True: 0.95, False: 0.98}  # of a layout's time, what simulation may give less; True: in a V
 _SIMULATED = 6  # layouts of a kind and schedule
 _UNSURE = (0.9, 1.25)  # between these the estimate of split backward passes' memory does not tell what fits
@@ -179,7 +180,9 @@ class BestFirst:
         if key not in self._held:
             pipelines = self.space.pipelines(group)
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
-        state = 2 * _FLOAT32 * group.model.num_parameters() / group.num_gpus if self.profile.trainer_state else 0.0
+        state = 0.0
+        if self.profile.trainer_state:  # master weights and their gradients
+            state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
         return self._held[key] * layer_kept(group, self.profile) + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:

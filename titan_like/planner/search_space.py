@@ -219,11 +219,7 @@ class Space:
 
     def _choices(self, name: str, free: list[Any]) -> list[Any]:
         """Values of a setting: those given, or the one that it is fixed to."""
-        key = _KEY[name]
-        if key not in self.fixed:
-            return free
-        section, _, option = key.partition(".")
-        return [getattr(getattr(self.config, section), option)]
+        return [setting(self.config, _KEY[name])] if _KEY[name] in self.fixed else free
 
     def _accepts(self, rule: Any, work: Workload) -> bool:
         try:
@@ -236,6 +232,12 @@ class Space:
 
 
 _KEY = {name: key for key, name in SEARCHED.items()}
+
+
+def setting(config: JobConfig, key: str) -> Any:
+    """The value of ``section.key``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def layout_of(work: Workload) -> Layout:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
+from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import RankLayers, Workload, pipeline_of
@@ -296,8 +297,7 @@ def _slowest_rank(
 
 def message_time(work: Workload, profile: Profile) -> float:
     """One microbatch's hidden states to the next stage; tensor-parallel ranks may each send a part and gather it."""
-    element = 4 if work.dtype == "float32" else 2
-    nbytes = work.micro_batch_size * work.seq_len / work.context * work.model.hidden_size * element
+    nbytes = work.tokens * work.model.hidden_size * element_bytes(work.dtype)
     stride = work.tensor * work.context * work.data_parallel
     t = work.tensor
     if t > 1 and work.sequence_parallel:
@@ -363,5 +363,4 @@ def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[fl
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         time += profile.links.message(table * profile.gradient_bytes, stride * size)
     shards = shard if zero else 1
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return time, parameters / shards * profile.optimizer_traffic / bandwidth
+    return time, parameters / shards * profile.optimizer_traffic / profile.memory_rate

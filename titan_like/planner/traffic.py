@@ -17,10 +17,9 @@ from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description
 from titan_like.planner.training_state import Storage
-
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
 
-_FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
+_FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and moments
 
 
 @dataclass(frozen=True)

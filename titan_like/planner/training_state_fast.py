@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
@@ -15,6 +16,16 @@ from titan_like.parallel.split import StageLayers
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.training_state import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
 from titan_like.planner.workload import RankStages
+
+
+class Sharing(NamedTuple):
+    """How the processes of a run share training state. A tuple, because it is hashed for every layout of a search."""
+
+    tensor: int  # processes that share each layer
+    shard: int  # processes that ZeRO shards over; 1 for stage 0
+    several: bool  # whether there is data parallelism
+    zero: int  # ZeRO stage
+    compute: int  # bytes of an element of the compute type
 
 
 def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
@@ -31,11 +42,7 @@ def trainer_state(
     splits_backward: bool,
     rounds: int,
     accumulates: bool,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
+    sharing: Sharing,
 ) -> tuple[int, int, int, int]:
     """Parameters, gradients and optimizer state between passes, and what exists beside them at the fullest moment.
 
@@ -49,14 +56,10 @@ def trainer_state(
         splits_backward: whether the schedule does.
         rounds: `rounds_of` the schedule.
         accumulates: whether a step has several microbatches.
-        tensor: processes that share each layer.
-        shard: processes that ZeRO shards over, 1 for stage 0.
-        several: whether there is data parallelism.
-        zero: the ZeRO stage.
-        compute: bytes of the type that is computed in.
+        sharing: how processes share the state.
     """
-    sizes = _sizes(model, here, tensor, shard, several, zero, compute)
-    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, zero))
+    sizes = _sizes(model, here, sharing)
+    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, sharing.zero))
 
 
 @lru_cache(maxsize=4096)
@@ -68,18 +71,13 @@ def exact_state(
     virtual: int,
     rank: int,
     microbatches: int,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
+    sharing: Sharing,
 ) -> tuple[int, int, int, int]:
     """`trainer_state`, by going through the rank's passes."""
-    ends = (tensor, shard, several, zero, compute)
-    sizes = _sizes(model, here, *ends)
+    sizes = _sizes(model, here, sharing)
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
-    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends))
+    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(sharing))
     return _state(sizes, peak - sum([size.shards for size in sizes]))
 
 
@@ -93,20 +91,17 @@ def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int
 
 
 @lru_cache(maxsize=4096)
-def _sizes(
-    model: TransformerConfig, here: RankStages, tensor: int, shard: int, several: bool, zero: int, compute: int
-) -> list[StageSizes]:
-    """Of each of a rank's stages."""
+def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list[StageSizes]:
     last = len(here.layers) - 1
-    storage = (tensor, shard, several, zero, compute)
     return [
-        _stage(model, layers, here.first and index == 0, here.last and index == last, *storage)
+        _stage(model, layers, here.first and index == 0, here.last and index == last, sharing)
         for index, layers in enumerate(here.layers)
     ]
 
 
 @lru_cache(maxsize=1024)
-def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
+def _storage(sharing: Sharing) -> Storage:
+    tensor, shard, several, zero, compute = sharing
     return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + several, compute=compute)
 
 
@@ -137,19 +132,8 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
 
 
 @lru_cache(maxsize=65536)
-def _stage(
-    model: TransformerConfig,
-    layers: int,
-    is_first: bool,
-    is_last: bool,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
-) -> StageSizes:
-    elements = _elements(model, layers, is_first, is_last, tensor)
-    return stage_sizes(elements, _storage(tensor, shard, several, zero, compute))
+def _stage(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
+    return stage_sizes(_elements(model, layers, is_first, is_last, sharing.tensor), _storage(sharing))
 
 
 @lru_cache(maxsize=4096)

@@ -35,6 +35,11 @@ class Workload(NamedTuple):
     causal: bool = True  # a position attends to those before it alone; BERT's (arXiv 1810.04805) to all
 
     @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch on one rank; context parallelism splits each sequence."""
+        return self.micro_batch_size * self.seq_len / self.context
+
+    @property
     def data_parallel(self) -> int:
         """Processes that see different samples."""
         return self.replicate * self.shard
@@ -80,7 +85,7 @@ class PipelineRanks(NamedTuple):
 
 def pipeline_of(work: Workload) -> PipelineRanks:
     """Of a run."""
-    return _pipeline(work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages)
+    return _pipeline(*_stage_key(work))
 
 
 @cache
@@ -106,9 +111,12 @@ def _pipeline(
 
 def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
     """Of the pipeline ranks from ``start`` on, the first with such stages."""
-    return _ranks_from(
-        work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages, start
-    )
+    return _ranks_from(*_stage_key(work), start)
+
+
+def _stage_key(work: Workload) -> tuple[tuple[int, ...] | None, int, str, int, int]:
+    """All that the stages of a pipeline depend on. Layouts that agree in it share one cached result."""
+    return work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages
 
 
 @cache
