@@ -1,4 +1,4 @@
-"""`parallelism.auto`: a run's layout chosen where it starts."""
+"""`parallelism.auto`: choose a run's layout when it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_like.train.environment import environment_number
 
 
 def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
-    """The configuration with a layout in place of `parallelism.auto`, chosen alike by every process; rank 0 tells it.
+    """Replace `parallelism.auto` by a layout. Every process chooses the same one, and rank 0 prints it.
 
     Raises:
         ConfigError: there is no GPU to plan for, or no layout is valid and fits.
@@ -32,16 +32,16 @@ def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
 def choose_layout(
     config: JobConfig, world_size: int, gpu: str | None, gpus_per_node: int | None
 ) -> tuple[JobConfig, str]:
-    """The configuration with the fastest layout that fits, and one line that says which and why.
+    """The configuration in the fastest layout that fits, and a line that says which it is and why.
 
-    What the file or the command line sets of the layout stays. The choice depends on the arguments alone, so that all
-    processes of a job make the same one without talking to each other.
+    The parts of the layout that the file or the command line sets stay as they are. The choice depends on the arguments
+    alone, so all processes of a job make the same one without communicating.
 
     Args:
-        config: the run; `cluster.gpu` and `cluster.gpus_per_node` come before what was found.
+        config: the run; its `cluster.gpu` and `cluster.gpus_per_node` have precedence over what was found.
         world_size: processes of the job.
         gpu: name of the GPU found.
-        gpus_per_node: processes on each node; None if they are not equally many.
+        gpus_per_node: processes on each node; None if nodes differ.
 
     Raises:
         ConfigError: it is not known what to plan for, or no layout is valid and fits.
