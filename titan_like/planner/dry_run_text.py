@@ -1,4 +1,4 @@
-"""A dry run as a page of text, and as JSON."""
+"""Print a dry run as a page of text, and write it as JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
 from titan_like.planner.step_plan import SchedulePlan
 
-_WHOLE_ROW = 64  # actions that are printed in full
+_WHOLE_ROW = 64  # the most actions that are printed in full
 
 
 def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     """Do a dry run, print it, and write it to a file if one is named.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
     if json_path is not None and (
         not json_path or Path(json_path).is_dir() or not os.access(Path(json_path).parent, os.W_OK)
@@ -34,7 +34,7 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
 
 
 def format_dry_run(run: DryRun) -> str:
-    """The page."""
+    """The dry run as a page of text."""
     replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1]
     lines = [
         f"{run.family} {run.flavor}: {run.num_parameters:,} parameters, {run.steps:,} steps of {run.global_batch_size} "
@@ -74,7 +74,7 @@ def _format_stage(stage: StageReport, num_stages: int) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
-    """Lines of a table; ``sides`` has < or > for each column."""
+    """Lines of a table. ``sides`` has < or > for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
@@ -83,7 +83,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
 
 
 def _collapse(parameters: list[ParameterReport]) -> list[tuple[str, list[tuple[str, ParameterReport]]]]:
-    """Parameters by layer, equal neighbours as one; those outside of layers under an empty name."""
+    """Parameters by layer, with runs of equal layers as one entry. Those outside layers have an empty name."""
     blocks = [(unit, list(group)) for unit, group in groupby(parameters, key=lambda p: _layer_of(p.name))]
     collapsed: list[tuple[str, list[tuple[str, ParameterReport]]]] = []
     seen: list[tuple[int, int, list]] = []
@@ -112,7 +112,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _split(split: dict[str, int]) -> str:
-    """Which dimension each group splits, tensor parallelism first as it comes first."""
+    """The dimension that each group splits; tensor parallelism comes first because it is applied first."""
     groups = sorted(split, key=lambda group: group != "tp")
     return ", ".join(f"{('rows', 'columns')[split[group]]} over {group}" for group in groups)
 
@@ -130,7 +130,7 @@ def _format_memory(run: DryRun) -> list[str]:
 
 
 def _size(count: float) -> str:
-    """Bytes in a unit that leaves at most four digits before the point."""
+    """Bytes in a unit that leaves at most four digits before the decimal point."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -11,18 +11,18 @@ from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.measured_rows import read_rows
 from titan_like.planner.profile import load_profile, profile_to_toml
 
-_REASONS = 5  # why rows were left out, at most
+_REASONS = 5  # the most reasons shown for rows that are left out
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options; it takes no settings of a run."""
+    """Add the command's options. It takes no settings of a run."""
     parser.add_argument("--profile", help="stack profile to start from: a shipped one or a TOML file")
     parser.add_argument("--points", metavar="FILE.csv", help="rows measured on one stack")
     parser.add_argument("--out", metavar="FILE.toml", help="where to write the fitted profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Fit and tell.
+    """Fit a profile and describe it.
 
     Raises:
         ConfigError: there are no rows to fit to, or no profile to start from.

@@ -23,7 +23,7 @@ from titan_like.planner.predict import predict
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     add_profile(parser)
     parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
     parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
@@ -31,10 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Days of the run, by the exact count and by the paper's formula.
+    """Compute the days by the exact count and by the paper's formula.
 
     Raises:
-        ConfigError: neither the command nor the run says how many tokens.
+        ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
     above_zero(options, "tokens", "tflops")
     if options.price is not None and not 0 <= options.price <= 1e9:

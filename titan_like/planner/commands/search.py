@@ -32,7 +32,7 @@ _MOST_GPUS = 1_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     parser.description = (
         f"{__doc__} What the run's file says of the layout is chosen anew; --section.key on this command line stays."
     )
@@ -43,10 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Search, and tell.
+    """Search and describe the best layouts.
 
     Raises:
-        ConfigError: an option that makes no sense, or no layout is valid, or none fits.
+        ConfigError: an option is out of range, no layout is valid, or none fits.
     """
     above_zero(options, "gpus", "top")
     if options.gpus is not None and options.gpus > _MOST_GPUS:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)
-    if options.profile:  # what is written is then predicted, and watched while it trains, with the same profile
+    if options.profile:  # the layout found is then predicted and trained with the same profile
         own = Path(options.profile)
         config = changed(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
     show = Progress()
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def summary(found: Found) -> list[str]:
-    """The best layout, what is expected of it, and of how many it is the best."""
+    """The best layout, its prediction, and how many layouts it is the best of."""
     best, counts = found.best, found.counts
     ahead = forecast(best.work, found.profile, found.config)
     tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
@@ -87,7 +87,7 @@ def summary(found: Found) -> list[str]:
 
 
 def describe(found: Found) -> str:
-    """The table."""
+    """The best layouts as a table."""
     lines = [*summary(found), ""]
     lines.append(
         f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>9s} {'micro':>5s} "
@@ -117,7 +117,7 @@ def _columns(one: Candidate, best: Candidate) -> str:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """For JSON."""
+    """The result for JSON."""
     counts, best = found.counts, found.best
 
     def entry(one: Candidate, why: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 
 def as_toml(found: Found, path: Path) -> str:
-    """The run in its best layout: what its file and command line set, with the layout's keys in place."""
+    """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
     config = found.config
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)
