@@ -145,7 +145,7 @@ def fewest_nodes(
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
         if show is not None:
-            show(f"do {nodes} nodes hold it?")
+            show(f"does it fit on {nodes} nodes?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on this many; another number may

@@ -239,7 +239,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     files = corpus_files(section)
     cache = Path(config.job.dump_folder) / "data_cache" / cache_name(section, files)
     if not cache.exists():
-        return f"{len(files):,} files, not tokenized yet and so not counted"
+        return f"{len(files):,} files, not tokenized yet, so not counted"
     return _counted(config, model)
 
 

@@ -17,7 +17,7 @@ _NAMES = {
     "bubble": "bubble",
     "data": "data-parallel traffic",
     "optimizer": "update",
-    "other": "delays of host and framework",
+    "other": "host and framework delays",
 }
 _WORTH_TELLING = 0.25  # of the largest loss
 
@@ -52,7 +52,7 @@ def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
 def _because(part: str, seconds: float, best: Workload, work: Workload, profile: Profile) -> str:
     if part == "compute":
         if 2 * (_adding_up(work, profile) - _adding_up(best, profile)) > seconds:
-            return f"ZeRO {work.zero_stage} adds up whole gradients of {work.microbatches} microbatches"
+            return f"ZeRO {work.zero_stage} accumulates whole gradients of {work.microbatches} microbatches"
         return _slower_products(best, work)
     if part == "recompute":
         return recomputed(work)
@@ -68,7 +68,7 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
         if work.zero_stage == 3:
             return f"ZeRO 3 gathers weights for each of {work.microbatches} microbatches over {work.shard} GPUs"
         often = f"after each of {work.microbatches} microbatches " if work.zero_stage == 2 else ""
-        return f"sums of gradients {often}{over}"
+        return f"gradient sums {often}{over}"
     if part == "optimizer":
         return f"ZeRO {work.zero_stage}" if work.zero_stage == 0 else f"{work.shard} shards"
     return f"{work.microbatches} microbatches"

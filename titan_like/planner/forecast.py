@@ -83,7 +83,7 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
     if profile is not None and on_gpu and profile.device.is_cpu:
-        raise ConfigError("cluster.profile", config.cluster.profile, "is of a CPU")
+        raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
     here: dict[str, Any] = {"gpu": config.cluster.gpu or device_name(run.device) or None}
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if config.cluster.gpus_per_node is None and local is not None:

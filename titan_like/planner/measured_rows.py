@@ -133,11 +133,11 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
             names = reader.fieldnames or []
             double = next((name for name in names if names.count(name) > 1), None)
             if double:
-                raise ConfigError("--points", str(path), f"has two columns {double}; leave one")
+                raise ConfigError("--points", str(path), f"has two columns {double}; remove one")
             missing = [column for column in COLUMNS if column not in names]
             if missing:
                 raise ConfigError("--points", str(path), f"has no column {missing[0]}")
-            left_out = [f"column {name}: is not one of those that are read" for name in _unknown(names)]
+            left_out = [f"column {name}: unknown, so not read" for name in _unknown(names)]
             tables = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
@@ -172,7 +172,7 @@ def row_from(table: dict[str, str]) -> Row:
     defaults = STUDIES.get(study, _MCORE)
     if cells.tp is None or cells.ep != 1:
         raise ValueError(
-            "tp is not stated" if cells.tp is None else "ep above 1: expert parallelism is not planned for"
+            "tp is not stated" if cells.tp is None else "ep above 1: the planner has no expert parallelism"
         )
     # Sizes: stated, or the likely ones.
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
@@ -181,7 +181,7 @@ def row_from(table: dict[str, str]) -> Row:
     data = _data_parallel(cells)
     micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
     if batch % (data * micro):
-        raise ValueError(f"gbs = {batch}: no multiple of {data} × microbatches of {micro}")
+        raise ValueError(f"gbs = {batch}: not a multiple of {data} × microbatches of {micro}")
     virtual = cells.vp or _likely_virtual(
         defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro)
     )
@@ -197,7 +197,7 @@ def row_from(table: dict[str, str]) -> Row:
     sequence = cells.seq_parallel if cells.seq_parallel is not None else defaults.get("sp", False)
     stages = pipeline * virtual
     if stages > model.num_layers + 2:  # the embedding and the output may have stages of their own
-        raise ValueError(f"{stages} stages of {model.num_layers} layers")
+        raise ValueError(f"{stages} stages for {model.num_layers} layers")
     work = Workload(
         model=model,
         seq_len=model.max_seq_len,

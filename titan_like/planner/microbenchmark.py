@@ -167,7 +167,7 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
     show("host")
     profile = profile.changed(operator_time=_operator_time(machine, main, profile))
-    show("what lies between products")
+    show("operators between products")
     profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
     profile = profile.changed(**more)
     return Measured(profile, _described(profile, links, main))

@@ -202,7 +202,7 @@ def _is_text(value: Any) -> bool:
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "must be true or false"),
-    "str": (_is_text, "must be a text"),
+    "str": (_is_text, "must be a string"),
     "int": (lambda value: _is_whole(value, 1), "must be a whole number of at least 1"),
     "int | None": (lambda value: _is_whole(value, 0) and value <= 3, "must be a ZeRO stage, 0 to 3"),
     "dict[str, float]": (
@@ -210,10 +210,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "must be a table of numbers",
     ),
     "tuple[int, int]": (lambda value: _is_list(value, 2, lambda one: _is_whole(one, 0)), "must be two whole numbers"),
-    "tuple[str, ...]": (lambda value: _is_list(value, None, _is_text), "must be a list of texts"),
+    "tuple[str, ...]": (lambda value: _is_list(value, None, _is_text), "must be a list of strings"),
     "tuple[tuple[str, str], ...]": (
         lambda value: _is_list(value, None, lambda pair: _is_list(pair, 2, _is_text)),
-        "must be a list of pairs of texts",
+        "must be a list of pairs of strings",
     ),
 }
 
@@ -234,7 +234,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         )
     for needed in ("device", "gpus_per_node", "node_bandwidth"):
         if needed not in table:
-            raise ConfigError(f"profile {name}: {needed}", None, "every profile must say it")
+            raise ConfigError(f"profile {name}: {needed}", None, "missing; every profile needs it")
     for key, value in table.items():
         problem = problem_of(key, "str" if key == "device" else known[key], value)
         if problem is not None:

@@ -120,7 +120,7 @@ class Space:
         for refusal in (*own, *others):
             return refusal
         fixed = ", ".join(sorted(self.fixed))
-        problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
+        problem = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
         return ConfigError("number of GPUs", self.num_gpus, problem)
 
     def _with_tensor(self, tensor: int, sequence: bool) -> Iterator[Workload]:

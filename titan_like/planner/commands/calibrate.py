@@ -1,4 +1,4 @@
-"""Fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit."""
+"""Fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
         *(f"  {reason}" for reason in left_out[:_REASONS]),
         *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
-        f"step time of the rows fitted on: {found.inside}",
+        f"step time of the fitted rows: {found.inside}",
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
     lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]

@@ -23,7 +23,7 @@ from titan_like.train.rules import CHECKS, check_sequence
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
-        f"{__doc__} What the run's file says of the layout is chosen anew; on this command line these stay: "
+        f"{__doc__} The layout in the run's file is chosen anew; these options of the command line stay as they are: "
         f"{', '.join(f'--{key}' for key in CHOSEN)}."
     )
     add_profile(parser)
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     above_zero(options, "tokens")
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     for key in sorted(fixed - {*CHOSEN}):
-        problem = f"can not be fixed here; these can: {', '.join(CHOSEN)}"
+        problem = f"cannot be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
     config = load_config(settings, CHECKS)
     context = config.parallelism.context_parallel_degree

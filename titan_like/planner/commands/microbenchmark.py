@@ -1,6 +1,6 @@
-"""Measure this machine and write a profile of it; start it with torchrun to measure what processes say to each other.
+"""Measure this machine and write a profile of it. Start it with torchrun to measure the links between processes.
 
-On GPUs all that torchrun starts measure at once over NCCL, on a CPU its processes share the cores over gloo.
+All processes measure at once: on GPUs over NCCL, on a CPU over gloo, where they share the cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All valid layouts of a run for a number of GPUs: the fastest that fits, and why the next best lose to it."""
+"""The fastest of a run's valid layouts that fits into a number of GPUs, and why the next best are slower."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_GPUS = 1_000_000
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
-        f"{__doc__} What the run's file says of the layout is chosen anew; --section.key on this command line stays."
+        f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
     )
     add_profile(parser)
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
@@ -81,8 +81,8 @@ def summary(found: Found) -> list[str]:
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
         f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
-        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), the others to be slower "
-        "by closed forms",
+        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and closed forms show that the "
+        "others are slower",
     ]
 
 

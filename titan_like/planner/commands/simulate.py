@@ -1,4 +1,4 @@
-"""The pipeline of one step pass by pass, as text and picture; and beside a measured one."""
+"""The pipeline of one step, pass by pass, as text or picture, and next to a measured step if one is given."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from titan_like.planner.simulator import timeline
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
-    parser.add_argument("--width", type=int, default=100, help="columns of the text's lanes (default 100)")
-    parser.add_argument("--picture", metavar="PATH", help="draw it too: a .png or .svg file; needs matplotlib")
-    parser.add_argument("--out", metavar="FILE.json", help="write it as the trainer writes a measured timeline")
-    parser.add_argument("--measured", metavar="FILE.json", help="lay it over this timeline, which the trainer wrote")
+    parser.add_argument("--width", type=int, default=100, help="width of the text's lanes in columns (default 100)")
+    parser.add_argument("--picture", metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib")
+    parser.add_argument("--out", metavar="FILE.json", help="write it in the format of the trainer's measured timelines")
+    parser.add_argument("--measured", metavar="FILE.json", help="compare it with this timeline from the trainer")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -92,7 +92,7 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
         raise ConfigError("--measured", path, problem) from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
-        raise ConfigError("--measured", path, f"is of {theirs}; the run has {ours}")
+        raise ConfigError("--measured", path, f"has {theirs}; the run has {ours}")
     return step
 
 
