@@ -58,10 +58,10 @@ def choose_layout(
     planned = changed(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     found = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = found.space.settings(found.best.work) | {"parallelism.auto": False}
-    return changed(config, values), _told(found)
+    return changed(config, values), _summary(found)
 
 
-def _told(found: Found) -> str:
+def _summary(found: Found) -> str:
     best, capacity = found.best, found.profile.device.memory_bytes
     line = (
         f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "

@@ -54,7 +54,7 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        errors = (log_errors(rows, with_values(point), step_time) + beside) / _NOISE
+        errors = (log_errors(rows, with_values(point), step_time) + correction) / _NOISE
         size = np.abs(errors)
         # Beyond `_HUBER` the squared residual grows linearly: its root is what least squares needs.
         tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
@@ -71,14 +71,14 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
 
     best = center
     for _ in range(2):
-        # `beside` turns closed forms into what the simulation gives, near this profile.
+        # `correction` turns closed forms into what the simulation gives, near this profile.
         profile = with_values(best)
-        beside = log_errors(rows, profile) - log_errors(rows, profile, step_time)
+        correction = log_errors(rows, profile) - log_errors(rows, profile, step_time)
         best = least_squares(residuals, best, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x
     return with_values(best)
 
 
-def needs_scipy() -> None:
+def check_scipy() -> None:
     """Refuse to fit without scipy.
 
     Raises:

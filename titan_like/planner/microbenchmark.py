@@ -29,7 +29,7 @@ from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
-from titan_like.planner.process_overhead import resident
+from titan_like.planner.process_overhead import measure_overhead
 from titan_like.planner.profile import Profile
 
 _SECONDS = 1.0  # per figure, with at least three runs
@@ -148,7 +148,7 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     more: dict[str, float] = {}
     if machine.is_cpu:
         show("resident memory")  # first, because the largest resident set never shrinks
-        more = {key: machine.mean(value) for key, value in resident()._asdict().items()}
+        more = {key: machine.mean(value) for key, value in measure_overhead()._asdict().items()}
     dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
     main = dtypes[-1]
     show("memory")

@@ -31,7 +31,7 @@ class Overhead(NamedTuple):
     fragmentation: float  # share of activations, logits and gathered weights
 
 
-def resident() -> Overhead:
+def measure_overhead() -> Overhead:
     """Measure this process. Every rank calls it, after `keep_freed_memory` and before it has held much else."""
     small, small_tensors = _train(_SMALL)
     large, large_tensors = _train(_LARGE)

@@ -57,7 +57,7 @@ class ParameterShape:
     at_entry: bool = False  # used before the layers, so its gradient is complete last
 
     @property
-    def can_wait(self) -> bool:
+    def is_deferrable(self) -> bool:
         """Whether a split backward pass defers its gradient, as it does for the matrices of linear layers."""
         return len(self.shape) == 2 and not self.at_entry
 

@@ -67,7 +67,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
     holds_end = place.pp in (ranks[0], ranks[-1])
     exchanges_table = model.tied_embeddings and ranks[0] != ranks[-1] and holds_end
     splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
-    steps = passes_in_fact(shape.steps(place.pp, microbatches, backward=True), splits_backward)
+    steps = steps_as_run(shape.steps(place.pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     output = output_cost(model, training.seq_len)
@@ -92,7 +92,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
     return StepPlan(schedule, collectives, state, peak)
 
 
-def passes_in_fact(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
+def steps_as_run(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
     """A schedule's steps as `Pipeline` runs them: all backward passes in two parts, I and W, or all whole."""
     found = []
     for step in steps:

@@ -56,7 +56,7 @@ class Passes(NamedTuple):
     ends_together: bool  # one rank holds both ends of the model
     largest: int  # the most layers on any rank
     parts: tuple[float, float, float, float, float, float]  # `StepTime.compute` to `bubble`, and `other`
-    bubble: float  # its length in microbatches of another rank, each of which waits for what that rank waits for
+    bubble: float  # its length in microbatches of another rank; each also takes `Sharding.elsewhere`
     link: float  # time that a rank's messages keep its link busy
 
     @property
@@ -229,7 +229,7 @@ class _Load(NamedTuple):
             host_and_device(self.host_backward, self.backward, profile),
         )
 
-    def late(self, profile: Profile) -> float:
+    def deferrable(self, profile: Profile) -> float:
         """Seconds of the backward pass that a schedule may defer, counting host and device."""
         half = self.host_backward / 2
         inputs = host_and_device(half, self.backward - self.weights, profile)
@@ -299,7 +299,7 @@ def _slowest_rank(
         others_forward, others = mean.seconds(profile)
         others += others_forward
         if split and not mb.compiled:  # the trainer does not split compiled layers
-            weights = mean.late(profile)
+            weights = mean.deferrable(profile)
     return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights)
 
 

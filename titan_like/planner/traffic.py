@@ -62,7 +62,7 @@ def step_collectives(
         model: its model.
         layout: its parallel degrees.
         stages: the process's stages.
-        steps: the process's passes and messages in order, after `step_plan.passes_in_fact`.
+        steps: the process's passes and messages in order, after `step_plan.steps_as_run`.
         storage: how the process keeps parameters and gradients.
         table_is_elsewhere: whether this process and another one each hold a copy of the tied embedding table.
     """
@@ -144,7 +144,7 @@ def _data_parallel_calls(
 
 
 def _matrices(unit: Unit) -> Unit:
-    return Unit(unit.name, tuple(parameter for parameter in unit.parameters if parameter.can_wait))
+    return Unit(unit.name, tuple(parameter for parameter in unit.parameters if parameter.is_deferrable))
 
 
 def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_replicas: bool) -> Iterator[_Call]:

@@ -150,14 +150,14 @@ class StageElements(NamedTuple):
     layer: int  # the largest layer
     entry: int  # in units before the layers
     early: int  # in the root, with gradients that come first: the head's
-    late: int  # with gradients that a split backward pass defers
+    deferred: int  # with gradients that a split backward pass defers
     rows: tuple[tuple[int, int], ...]  # (length of the first dimension, elements per row of all such parameters)
 
 
 def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElements:
     """Count a stage's parameters on one tensor-parallel process; the ZeRO part of ``split`` is not used."""
     rows: Counter[int] = Counter()
-    late = early = 0
+    deferred = early = 0
     sizes = []
     for unit in units:
         size = 0
@@ -166,13 +166,15 @@ def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElement
             row = prod(others)
             rows[length] += row
             size += length * row
-            late += length * row * parameter.can_wait
+            deferred += length * row * parameter.is_deferrable
             # A tied table's gradient is stored only after its second use, the embedding, has added its share.
             early += length * row * (unit is units[-1] and not parameter.at_entry)
         sizes.append(size)
     layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
     total, in_root = sum(sizes), sizes[-1]
-    return StageElements(total, in_root, max(layers), total - in_root - sum(layers), early, late, tuple(rows.items()))
+    return StageElements(
+        total, in_root, max(layers), total - in_root - sum(layers), early, deferred, tuple(rows.items())
+    )
 
 
 class StageSizes(NamedTuple):
@@ -191,7 +193,7 @@ class StageSizes(NamedTuple):
 
 def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     """The terms that `peak_of` adds up for a stage. From one layer on, each is linear in the number of layers."""
-    total, in_root, layer, entry, early, late, rows = elements
+    total, in_root, layer, entry, early, deferred, rows = elements
     part, compute = storage.split.shard, storage.compute
     gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # the same bytes as the weights
     shards = int((1 + storage.moments) * gradients)
@@ -200,7 +202,7 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
 
     # A layer's gradients are reduced as soon as they are complete; the head's are reduced last, with the root.
     fresh = compute * max(early + layer, in_root + entry)
-    vectors, matrices = storage.reduce * (total - late), compute * late
+    vectors, matrices = storage.reduce * (total - deferred), compute * deferred
     if storage.zero_stage == 3:
         in_backward = compute * max(layer + early + layer, in_root + 2 * entry)
         kept, gathered = compute * in_root, compute * layer

@@ -23,7 +23,7 @@ class Sharing(NamedTuple):
 
     tensor: int  # processes that share each layer
     shard: int  # processes that ZeRO shards over; 1 for stage 0
-    several: bool  # whether there is data parallelism
+    data_parallel: bool
     zero: int  # ZeRO stage
     compute: int  # bytes per element of the compute type
 
@@ -101,8 +101,8 @@ def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list
 
 @lru_cache(maxsize=1024)
 def _storage(sharing: Sharing) -> Storage:
-    tensor, shard, several, zero, compute = sharing
-    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + several, compute=compute)
+    tensor, shard, data_parallel, zero, compute = sharing
+    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + data_parallel, compute=compute)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.planner.calibrate import calibrated, needs_scipy, usable
+from titan_like.planner.calibrate import calibrated, check_scipy, usable
 from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.measured_rows import read_rows
 from titan_like.planner.profile import load_profile, profile_to_toml
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.profile is None:
         raise ConfigError("--profile", None, "say which profile to start from")
     check_toml(options.out)
-    needs_scipy()
+    check_scipy()
     start = load_profile(options.profile)
     read, untold = read_rows(options.points)
     rows, useless = usable(read, start)
