@@ -160,7 +160,7 @@ def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
     for member in members:
         work = member.row.work
         model = work.model
-        batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)
+        batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)  # steps of 4 %
         name = (
             f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} s{work.seq_len} "
             f"{member.row.gpus} GPUs {work.dtype} batch about {batch:.0f} {member.row.session}"

@@ -178,6 +178,7 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
 
     Errors are those of groups left out in turn: model sizes, or layouts if all rows have the same model.
     """
+    # The starting point: the rows' own device, and our own trainer's way of working if the rows are its.
     devices = {adapted(start, row).device for row in rows}
     if len(devices) == 1:
         start = start.changed(device=devices.pop())

@@ -197,6 +197,7 @@ def valid_layouts(
     Raises:
         ConfigError: the first refusal, if the rules accept no layout.
     """
+    # What each key of `CHOSEN` may be, in that order.
     free = (divisors(gpus), divisors(gpus), zero_stages, micro_batch_sizes, ("full", "selective", "none"))
     choices: list[Sequence[Any]] = [
         [setting(config, key)] if key in fixed else values for key, values in zip(CHOSEN, free, strict=True)

@@ -100,6 +100,7 @@ def dry_run(config: JobConfig) -> DryRun:
     Raises:
         ConfigError: the user has to change something.
     """
+    # Every check that a real run makes before it starts.
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
     check_profile(config)
@@ -107,6 +108,7 @@ def dry_run(config: JobConfig) -> DryRun:
     _check_gpu_type(config)
     data = describe_data(config, model)
     notes = _check_this_machine(config, model)
+    # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):
         mesh = build_mesh(layout, "cpu")
         parallel_model = build_parallel_model(config, model, mesh, torch.device("meta"))

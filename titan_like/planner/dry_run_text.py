@@ -88,6 +88,7 @@ def _collapse(parameters: list[ParameterReport]) -> list[tuple[str, list[tuple[s
     collapsed: list[tuple[str, list[tuple[str, ParameterReport]]]] = []
     seen: list[tuple[int, int, list]] = []
     for layer, group in blocks:
+        # A layer that equals the one before extends its entry.
         names = [p.name.removeprefix(f"layers.{layer}.") for p in group]
         if layer is None:
             collapsed.append(("", list(zip(names, group, strict=True))))

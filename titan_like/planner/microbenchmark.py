@@ -15,7 +15,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,8 +63,7 @@ class Links(NamedTuple):
     latency: float  # per hop of a ring
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A profile of this machine, and its figures in words."""
 
     profile: Profile
@@ -316,6 +314,7 @@ def _links(machine: Machine) -> Links:
 
         return machine.seconds_between(run, product)
 
+    # A ring all-reduce has 2(n-1) hops, an all-gather n-1. What the largest size takes beyond them is bandwidth.
     smallest, *_, largest = sizes
     latency = reduced(smallest) / (2 * (n - 1))
     ring = (n - 1) / n * largest

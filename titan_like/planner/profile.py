@@ -239,6 +239,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         problem = problem_of(key, "str" if key == "device" else known[key], value)
         if problem is not None:
             raise ConfigError(f"profile {name}: {key}", value, problem)
+    # TOML has names and lists where a profile has a device and tuples.
     values = dict(table)
     if own is not None:
         check_device_table(f"profile {name}: device_table", own)

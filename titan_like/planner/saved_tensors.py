@@ -85,6 +85,7 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
             found[inside[-1]][id(storage)] = storage
         return tensor
 
+    # Hooks note which module runs; what autograd packs meanwhile belongs to it.
     handles = [module.register_forward_pre_hook(partial(enter, name)) for name, module in regions.items()]
     handles += [module.register_forward_hook(leave) for module in regions.values()]
     result: dict[str, list[torch.UntypedStorage]] = {}

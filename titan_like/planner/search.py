@@ -152,11 +152,13 @@ class BestFirst:
                 break
             if self.progress is not None and turn % 256 == 0:
                 self.progress(self.counts)
+            # Whatever comes out first is replaced by its parts with closer bounds, until a simulated layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
             (self._add_pipelines, self._add_layouts, self._simulate, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
         self.ranked.sort(key=lambda one: one.time.total)  # needed where a bound was above what it bounds
+        # Layouts that would win if they fitted are worth reporting. Their times are known from closed forms so far.
         too_large = [self._predicted(one.work) for one in self.too_large.values() if self._may_be_best(one)]
         too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
         too_large.sort(key=lambda one: one.memory_bytes)
@@ -222,8 +224,7 @@ class BestFirst:
                     work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
                     if zero == 3 and choice[0] not in SPLIT_BACKWARD:
                         may_fit = self._fits(work)
-                        # In float32 this conclusion would be wrong: gathered weights are as large as all that ZeRO 0
-                        # has.
+                        # Not so in float32, where ZeRO 0 has its weights once and ZeRO 3 gathers a copy of that type.
                         nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
                     if may_fit:
                         whole = gradients_are_whole(work)
@@ -232,6 +233,7 @@ class BestFirst:
                         self._add_layout(work, found[whole])
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
+        """Whether a layout fits, by an estimate; if ``exact`` and that is too rough, by following every pass."""
         used = largest_memory(work, self.profile, exact=False)
         if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
             enough = fits(work, self.profile)

@@ -41,7 +41,7 @@ _EVERY = (1, 2, 3, 4, 8)  # recompute every n-th layer
 
 
 def set_keys(config: JobConfig) -> frozenset[str]:
-    """The keys that could be chosen but that the file or the command line sets."""
+    """The keys that a search could choose, but that the file or the command line sets."""
     keys = ((key, *key.split(".")) for key in (*SEARCHED, STAGE_SIZES))
     return frozenset(key for key, section, name in keys if name in getattr(config, section).model_fields_set)
 
@@ -90,6 +90,7 @@ class Space:
         Raises:
             ConfigError: about the last of the fixed degrees, or about the stages.
         """
+        # Fixed degrees must divide the GPUs, and all four together with the context degree must use every GPU.
         degrees = {"parallelism.context_parallel_degree": self._base.context}
         names = [name for name in ("pipeline", "replicate", "shard", "tensor") if _KEY[name] in self.fixed]
         degrees |= {_KEY[name]: self._choices(name, [])[0] for name in names}

@@ -151,6 +151,8 @@ def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, 
             members.setdefault(region, []).append((module, kinds.get(name, _WHOLE)))
     found = []
     for region, linears in members.items():
+        # The plan splits the first products by columns, dimension 0 of their weights, and the last by rows, dimension
+        # 1.
         first = [linear for linear, kind in linears if kind.split.get("weight") != 1]
         last = [linear for linear, kind in linears if kind.split.get("weight") == 1]
         inside = [kind for name, kind in kinds.items() if _is_inside(name, region)]

@@ -72,6 +72,7 @@ def _passes_of(
     products take equally long. The trainer does not split compiled layers. A third of `microbatch_overhead`, which the
     rank's stages share, belongs to the forward pass.
     """
+    # (cost, how many, how many of them recomputed) for the layers and for the ends of the model that the stage holds.
     mb = microbatch_of(work)
     entry, head = ends_cost(work.model, mb, profile)
     layer = layer_cost(work.model, mb, profile)
@@ -93,6 +94,7 @@ def _passes_of(
     host_forward = sum(n * cost.forward_host for cost, n, _ in parts)
     host_backward = sum(n * cost.backward_host for cost, n, _ in parts)
 
+    # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages
     first = host_and_device(host_forward, forward + tensor_forward, profile) + besides / 3
     second = host_and_device(host_backward, products + repeated + tensor_backward, profile) + 2 * besides / 3

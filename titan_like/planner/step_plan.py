@@ -86,6 +86,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         in_flight=round(max_in_flight(table)[place.pp]),
         actions=actions,
     )
+    # How much state that makes the process hold.
     passes = [Action(*step) for step in steps if step.kind in ("F", "B", "I", "W")]
     peak = peak_state(units, passes, storage)
     state = rank_state((unit for stage in stages for unit in stage.units), storage)

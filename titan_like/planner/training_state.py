@@ -197,6 +197,7 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     part, compute = storage.split.shard, storage.compute
     gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # the same bytes as the weights
     shards = int((1 + storage.moments) * gradients)
+    # The weights are used as they are, so nothing is gathered or cast.
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 

@@ -41,6 +41,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     for key in sorted(fixed - {*CHOSEN}):
         problem = f"cannot be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
+    # Everything but the layout must be a valid run.
     config = load_config(settings, CHECKS)
     context = config.parallelism.context_parallel_degree
     if context != 1:
