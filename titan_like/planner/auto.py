@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.planner.explanations import described, why_slower
 from titan_like.planner.search import Found, search
-from titan_like.planner.search_space import changed, set_keys
+from titan_like.planner.search_space import set_keys
 from titan_like.train.environment import environment_number
 
 
@@ -55,10 +56,10 @@ def choose_layout(
     if gpus_per_node is None:
         problem = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
         raise ConfigError("cluster.gpus_per_node", None, problem)
-    planned = changed(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
+    planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     found = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = found.space.settings(found.best.work) | {"parallelism.auto": False}
-    return changed(config, values), _summary(found)
+    return edit(config, values), _summary(found)
 
 
 def _summary(found: Found) -> str:

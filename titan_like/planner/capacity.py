@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Any
 
+from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -24,7 +25,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.search_space import divisors, setting
+from titan_like.planner.search_space import divisors
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_rules
@@ -218,8 +219,7 @@ def valid_layouts(
                 continue
             work, accepted = workload_of(run, model, layout), True
             for zero in zero_stages:
-                sections = {"parallelism": run.parallelism.model_copy(update={"zero_stage": zero})}
-                yield run.model_copy(update=sections), work._replace(zero_stage=zero)
+                yield edit(run, {"parallelism.zero_stage": zero}), work._replace(zero_stage=zero)
     if refusal is not None and not accepted:
         raise refusal
 
@@ -236,12 +236,10 @@ def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size:
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": layout.shard,
     }
-    sections = {
-        "parallelism": config.parallelism.model_copy(update=parallelism),
-        "training": config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
-        "activation_checkpoint": config.activation_checkpoint.model_copy(update={"mode": mode, "every_n_layers": 1}),
-    }
-    return config.model_copy(update=sections)
+    values = {f"parallelism.{name}": value for name, value in parallelism.items()}
+    values |= {"training.micro_batch_size": micro_batch_size}
+    values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": 1}
+    return edit(config, values)
 
 
 def _fastest(

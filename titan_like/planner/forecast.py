@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
@@ -84,12 +85,12 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
         return None
     if profile is not None and on_gpu and profile.device.is_cpu:
         raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
-    here: dict[str, Any] = {"gpu": config.cluster.gpu or device_name(run.device) or None}
+    here: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if config.cluster.gpus_per_node is None and local is not None:
-        here["gpus_per_node"] = int(local)
-    training = config.training.model_copy(update={"global_batch_size": global_batch_size, "batch_size_rampup": None})
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=here), "training": training})
+        here["cluster.gpus_per_node"] = int(local)
+    here |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
+    config = edit(config, here)
     return predict_layout(config, run.model, run.layout, *profile_and_device(config, profile))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -55,7 +56,7 @@ class Space:
         """Collect the choices. `groups` raises ConfigError if the fixed keys leave no layout."""
         self.model, self.num_gpus, self.fixed = model, num_gpus, fixed
         if STAGE_SIZES not in fixed:
-            config = changed(config, {STAGE_SIZES: None})
+            config = edit(config, {STAGE_SIZES: None})
         if config.parallelism.data_parallel_shard_degree == -1:
             self.fixed = fixed - {"parallelism.data_parallel_shard_degree"}
         self.config = config
@@ -217,7 +218,7 @@ class Space:
 
     def configured(self, work: Workload) -> JobConfig:
         """The configuration in a layout."""
-        return changed(self.config, self.settings(work) | {"parallelism.auto": False})
+        return edit(self.config, self.settings(work) | {"parallelism.auto": False})
 
     def _choices(self, name: str, free: list[Any]) -> list[Any]:
         """The values to try for a setting: ``free``, or the one that it is fixed to."""
@@ -236,12 +237,6 @@ class Space:
 _KEY = {name: key for key, name in SEARCHED.items()}
 
 
-def setting(config: JobConfig, key: str) -> Any:
-    """The value of ``section.key`` in a configuration."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
 def layout_of(work: Workload) -> Layout:
     """The degrees of a workload."""
     return Layout(work.pipeline, work.replicate, work.shard, work.context, work.tensor)
@@ -256,14 +251,4 @@ def divisors(number: int) -> list[int]:
 def _check_but_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Check all rules, with the plainest of pipelines."""
     plain = {_KEY["schedule"]: "1f1b", _KEY["virtual_stages"]: 1, STAGE_SIZES: None}
-    check_rules(changed(config, plain), model, layout)
-
-
-def changed(config: JobConfig, values: dict[str, Any]) -> JobConfig:
-    """A configuration with other values, which are not validated again."""
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in values.items():
-        section, _, key = dotted.partition(".")
-        sections.setdefault(section, {})[key] = value
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    return config.model_copy(update=changed)
+    check_rules(edit(config, plain), model, layout)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config.change import edit
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
 from titan_like.planner.commands.outcome import (
@@ -24,7 +25,7 @@ from titan_like.planner.explanations import described, differences, why_slower, 
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
-from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, changed, set_keys
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
 from titan_like.train.rules import CHECKS
 
 _TOO_LARGE_SHOWN = 3
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
         own = Path(options.profile)
-        config = changed(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
+        config = edit(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
     show = Progress()
 
     def told(counts: Counts) -> None:
