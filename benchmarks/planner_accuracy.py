@@ -39,6 +39,7 @@ from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.measured_rows import Row, read_rows
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
@@ -242,7 +243,7 @@ def trainer_state() -> float:
     for (family, flavor), zero, dtype in product(models, range(4), ("float32", "bfloat16")):
         model = config_class(family).model_validate(flavors(family)[flavor])
         (rank,) = memory(Workload(model, 1024, 1, 32, shard=8, zero_stage=zero, dtype=dtype), profile).ranks
-        exact = state_bytes(model, zero, 8, compute_bytes={"float32": 4, "bfloat16": 2}[dtype])
+        exact = state_bytes(model, zero, 8, compute_bytes=BYTES[dtype])
         planned = rank.parameters + rank.gradients + rank.optimizer + rank.gathered
         largest = max(largest, abs(planned - exact.peak), abs(rank.parameters + rank.optimizer - exact.between_steps))
     return largest

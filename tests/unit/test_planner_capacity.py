@@ -182,7 +182,7 @@ def test_more_nodes_hold_more(tmp_path):
         (["--tokens", "0"], "--tokens"),
         (["--tokens", "many"], "--tokens"),
         (["--training.seq_len", "4096"], "max_seq_len is 2048"),
-        (["--parallelism.pipeline_schedule", "gpipe"], "can not be fixed here"),
+        (["--parallelism.pipeline_schedule", "gpipe"], "cannot be fixed here"),
         (["--parallelism.context_parallel_degree", "2"], "context_parallel_degree"),
         (["--training.global_batch_size", "1", "--training.batch_size_rampup", "[2, 2, 100]"], "batch_size_rampup"),
     ],

@@ -200,7 +200,7 @@ def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
         ('trainer_state = "no"', "true or false"),
         ('dtype = "foo"', "use float32"),
         ("judged = 3", "table of numbers"),
-        ("groups = 5", "pairs of texts"),
+        ("groups = 5", "pairs of strings"),
         ("only_zero = 4", "ZeRO stage"),
         ("overhead_bytes = 1e12", "below the device's memory"),
     ],

@@ -9,11 +9,12 @@ from tests.unit.planner_cases import MODELS, flavor, random_workloads
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
 from titan_like.parallel.split import balanced_layers, split_layers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.training_state import Storage, peak_state, rank_state, state_bytes
-from titan_like.planner.training_state_fast import rounds_of, trainer_state
+from titan_like.planner.training_state_fast import Sharing, rounds_of, trainer_state
 from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -82,7 +83,7 @@ def test_memory_never_rises_with_recomputation():
 def test_state_of_our_trainer_is_its_own_formula(zero_stage, dtype, model):
     work = Workload(model, 1024, 1, 32, shard=8, zero_stage=zero_stage, dtype=dtype)
     (rank,) = memory(work, TRAINER).ranks
-    exact = state_bytes(model, zero_stage, 8, compute_bytes={"float32": 4, "bfloat16": 2}[dtype])
+    exact = state_bytes(model, zero_stage, 8, compute_bytes=BYTES[dtype])
     assert rank.parameters + rank.optimizer == exact.between_steps
     assert rank.parameters + rank.gradients + rank.optimizer + rank.gathered == exact.peak
 
@@ -184,12 +185,12 @@ def random_ranks(count):
         count -= 1
         layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
         rank = generator.randrange(degree)
-        storage = (tensor, shard if zero else 1, shard > 1, zero, compute)
+        sharing = Sharing(tensor, shard if zero else 1, shard > 1, zero, compute)
         splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
         counts = tuple(count for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
         turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
-        found = trainer_state(model, here, *turns, *storage)
+        found = trainer_state(model, here, *turns, sharing)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
         split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]

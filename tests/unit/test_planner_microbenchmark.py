@@ -8,8 +8,7 @@ import torch
 
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.devices import device_from
-from titan_like.planner import microbenchmark
-from titan_like.planner import process_overhead as resident
+from titan_like.planner import microbenchmark, process_overhead
 from titan_like.planner.layer_time import linear_times
 from titan_like.planner.microbenchmark import _PRODUCTS_CPU, Links, _start, _with_products
 from titan_like.planner.profile import load_profile, profile_to_toml
@@ -57,7 +56,7 @@ def one_thread():
 @pytest.mark.usefixtures("one_thread")
 def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_path, monkeypatch):
     monkeypatch.setattr(microbenchmark, "_SECONDS", 0.01)
-    monkeypatch.setattr(resident, "_LARGE", 128)
+    monkeypatch.setattr(process_overhead, "_LARGE", 128)
     monkeypatch.setattr(microbenchmark, "_PRODUCTS_CPU", ((64, 128, 64), (64, 64, 256)))
     monkeypatch.setattr(microbenchmark, "_LAYERS_CPU", ((1, 32, 64, 2),))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -223,7 +223,7 @@ def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
     found = search(config, 8, load_profile("selene_2021").changed(fused_accumulation=False), frozenset(fixed))
     stages = {one.work.zero_stage: one for one in found.ranked}
     assert differences(stages[2], stages[1])["compute"] > 0
-    assert "ZeRO 1 adds up whole gradients of 4 microbatches" in why_slower(stages[2], stages[1], found.profile)
+    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why_slower(stages[2], stages[1], found.profile)
 
 
 # The configurations of arXiv 2104.04473's Table 1 hold the paper's own layouts.

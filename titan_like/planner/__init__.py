@@ -1,1 +1,1 @@
-"""What a run will need and how long it will take, before it starts. Pure mathematics: no processes, no tensors."""
+"""What a run will need and how long it will take, computed before it starts."""

@@ -1,6 +1,6 @@
-"""How far predictions are from measured rows, by group, and whether they choose the layout that was fastest.
+"""Errors of predictions on measured rows, by group, and whether predictions choose the layout that was fastest.
 
-Rows that ran out of memory have no time: they are judged by whether they are predicted to fit, and by nothing else.
+Rows that ran out of memory have no time. They count only in the judgement of what fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL_REGRET = 0.02
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row beside what the planner says of it."""
+    """A measured row next to the planner's prediction."""
 
     row: Row
     profile: str
@@ -45,18 +45,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Layouts of one model on as many GPUs with about the same batch, all measured."""
+    """Measured layouts of one model on the same number of GPUs with about the same batch."""
 
     name: str
     layouts: int
-    regret: float  # measured time of the layout predicted to be fastest, over the fastest measured, minus 1
+    regret: float  # measured time of the layout predicted to be fastest over the fastest measured time, minus 1
     rank_correlation: float  # Spearman's
-    noise: float | None = None  # of a layout measured several times, largest over smallest, minus 1: the worst
+    noise: float | None = None  # the worst over layouts measured several times: largest time over smallest, minus 1
 
 
 @dataclass(frozen=True)
 class GroupAccuracy:
-    """One GPU and study. Errors are relative; absolute values but for the bias, which is the median with its sign."""
+    """One GPU and study. Errors are relative and absolute, except the bias, which is the median of signed errors."""
 
     name: str
     profiles: list[str]
@@ -70,13 +70,13 @@ class GroupAccuracy:
     memory_n: int = 0
     memory_median: float | None = None
     memory_p90: float | None = None
-    out_of_memory: int = 0  # rows that did not run for want of memory
-    wrongly_fits: int = 0  # of them, predicted to fit
+    out_of_memory: int = 0  # rows that ran out of memory
+    wrongly_fits: int = 0  # those of them that are predicted to fit
     wrongly_too_large: int = 0  # rows with measured memory that are predicted not to fit
 
     @property
     def worst_regret(self) -> float | None:
-        """Over all sweeps."""
+        """The largest regret of all sweeps."""
         return max((sweep.regret for sweep in self.sweeps), default=None)
 
     @property
@@ -86,13 +86,13 @@ class GroupAccuracy:
 
     @property
     def rank_correlation(self) -> float | None:
-        """Mean over sweeps, each weighed by its layouts."""
+        """Mean over sweeps, weighted by their layouts."""
         if not self.sweeps:
             return None
         return float(np.average([s.rank_correlation for s in self.sweeps], weights=[s.layouts for s in self.sweeps]))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The group for JSON."""
         return {
             **asdict(self),
             "regret": self.worst_regret,
@@ -102,7 +102,7 @@ class GroupAccuracy:
 
 
 def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
-    """What a profile, if none is given the row's own, says; None where none covers its GPU, study and type."""
+    """The prediction of a profile, by default the row's own; None if none covers its GPU, study and data type."""
     profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session)
     if profile is None:
         return None
@@ -117,7 +117,7 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
-    """By group, in the order of first appearance."""
+    """Accuracy by group, in the order of first appearance."""
     groups: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         groups[prediction.row.group].append(prediction)
@@ -151,14 +151,16 @@ def _group(name: str, members: list[Prediction]) -> GroupAccuracy:
 
 
 def sweeps(members: Sequence[Prediction]) -> list[Sweep]:
-    """Where at least three layouts of one model, number of GPUs and type were measured in one session; batches within
-    a twentieth count as one, and times are compared per sample. A layout that was measured several times counts once,
-    with its median."""
+    """Group rows into sweeps of at least three layouts, with one model, number of GPUs and data type in one session.
+
+    Batches within a twentieth of each other count as one, and times are compared per sample. A layout that was measured
+    several times counts once, with its median.
+    """
     found: dict[str, dict[tuple, list[Prediction]]] = defaultdict(lambda: defaultdict(list))
     for member in members:
         work = member.row.work
         model = work.model
-        batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)
+        batch = 2 ** (round(16 * math.log2(work.global_batch_size)) / 16)  # steps of 4 %
         name = (
             f"{member.row.model} {model.num_layers}x{model.hidden_size}/{model.num_attention_heads} s{work.seq_len} "
             f"{member.row.gpus} GPUs {work.dtype} batch about {batch:.0f} {member.row.session}"
@@ -178,8 +180,10 @@ def _sweep(name: str, layouts: list[list[Prediction]]) -> Sweep:
 
 
 def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float]:
-    """Of rows left out of the fit in so many groups, what a profile's file keeps beside its error band. Memory, whose
-    constants are not fitted, is that of the rows themselves."""
+    """What a profile's file records besides its error band, from rows of ``groups`` groups left out of the fit in turn.
+
+    The constants of memory are not fitted, so its errors are those of the rows themselves.
+    """
     found = _group("", list(predictions))
     kept: dict[str, float] = {"rows": found.n, "groups": groups, "mean": found.mean}
     if found.sweeps:
@@ -197,8 +201,8 @@ def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, equal values sharing their mean rank; 1 where all of one side are equal."""
-    from scipy.stats import spearmanr  # an extra
+    """Spearman's; equal values share their mean rank. 1 if all values of one side are equal."""
+    from scipy.stats import spearmanr  # an optional dependency
 
     if len(set(first)) == 1 or len(set(second)) == 1:
         return 1.0

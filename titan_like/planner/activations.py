@@ -1,19 +1,20 @@
-"""Activations of our own trainer: what its layers, its ends and its loss keep of a microbatch until the backward pass.
+"""Bytes of activations that our own trainer keeps of one microbatch until its backward pass.
 
-Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours is PyTorch's autograd over the modules
-of `titan_like.models`, and differs from the paper in named places:
+Other stacks keep what arXiv 2205.05198 says (`titan_like.planner.memory`). Ours keeps what PyTorch's autograd saves in
+the modules of `titan_like.models`. It differs from the paper as follows:
 
-- with sequence parallelism the whole input of each column-split matrix is kept, as it was gathered;
-- inside attention and MLP is kept what autograd saves as one layer runs (`saved_tensors`): rotated queries and keys
-  beside the projection's result; of a gated MLP the gate, the activated gate, the other half and their product;
-- RMSNorm is one operator on a GPU; on a CPU it is several, which keep float32 copies;
-- fused attention keeps the logarithm of each row's sum, in float32. Where torch has no fused kernel (a CPU with
-  dropout; a GPU with grouped queries in float32 or before the A100), the matrix is kept;
-- selective recomputation keeps the result of every product with weights and of every sum over processes, the layer's
-  two last products too, which the backward pass does not need;
-- the loss keeps its own logits with tensor parallelism and on a CPU, else float32 probabilities of the vocabulary.
+- With sequence parallelism, the gathered input of each column-split matrix is kept whole.
+- Inside attention and the MLP, autograd keeps what `saved_tensors` finds by running one layer: rotated queries and keys
+  as well as the projection's result, and for a gated MLP the gate, the activated gate, the other half and their
+  product.
+- RMSNorm is one operator on a GPU. On a CPU it is several operators, which keep float32 copies.
+- Fused attention keeps the log-sum-exp of each row in float32. Where torch has no fused kernel (on a CPU with dropout,
+  on a GPU with grouped queries in float32 or older than the A100), the attention matrix is kept.
+- Selective recomputation keeps the result of every product with weights and of every tensor-parallel sum, including the
+  layer's last two, which the backward pass does not need.
+- The loss keeps its own logits with tensor parallelism and on a CPU, and otherwise float32 probabilities.
 
-Bytes of one microbatch. Held to torch's memory tracker by tests/distributed/test_activation_memory.py.
+tests/distributed/test_activation_memory.py checks these formulas against torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_layer, only_layer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
 from titan_like.planner.workload import Workload
 
-_LOSS_BLOCK = 4 << 20  # bytes of logits that the loss works on at a time on a CPU
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_LOSS_BLOCK = 4 << 20  # bytes of logits per block of the loss on a CPU
 
 
 class Kept(NamedTuple):
-    """Bytes on one GPU, of one microbatch."""
+    """Bytes on one GPU for one microbatch."""
 
-    stage: float  # until the backward pass, of a stage besides its layers
-    layer: float  # of a layer: the mean where some are recomputed and some are not
-    entry: float  # of the embedding
-    head: float  # of the final norm
-    logits: float  # of the loss
-    layer_work: float  # more, while the backward pass is in a layer
-    loss_work: float  # more, while the loss or its backward pass is computed
-    message: float  # between pipeline stages
+    stage: float  # until the backward pass, for a whole stage, whatever its layers
+    layer: float  # per layer: the mean of recomputed and other layers
+    entry: float  # by the embedding
+    head: float  # by the final norm
+    logits: float  # by the loss
+    layer_work: float  # on top of these, while the backward pass is in a layer
+    loss_work: float  # on top of these, while the loss or its backward pass runs
+    message: float  # one message between pipeline stages
 
 
 @lru_cache(maxsize=4096)
@@ -60,48 +61,52 @@ def kept(
     dtype: str,
     device: Device,
 ) -> Kept:
-    """What a microbatch keeps that has so many tokens; ``tensor`` processes share each layer."""
-    e, t, h = _BYTES[dtype], tensor, model.hidden_size
-    outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token, here
+    """What a microbatch of ``tokens`` tokens keeps on one of the ``tensor`` processes that share each layer."""
+    e, t, h = BYTES[dtype], tensor, model.hidden_size
+    outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token on this process
     gathered = h if sequence_parallel else 0
     dropout = getattr(model, "dropout", 0.0) > 0
-    mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps it as factors
+    mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps the mask as factors
     parts, layer_module = description(model), only_layer(one_layer(model))
     saved = saved_inside(model, dtype)
 
-    # Of norms; of each region its gathered input, and what is split inside; of the sums behind regions.
+    # A layer without recomputation, in bytes per token: its norms, the gathered input and the dropout mask of each
+    # region, and what each region keeps inside, where tensor parallelism splits it.
     whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in parts.norms)
     whole += len(parts.regions) * (e * h + mask)
     for region in parts.regions:
         if not region.cores:
             whole += saved[region.name] / t
-        elif _has_fused_core(model, dtype, dropout, device):  # and the logarithm of each row's sum
+        elif _has_fused_core(model, dtype, dropout, device):  # plus the log-sum-exp of each row
             whole += saved[region.name] / t + region.cores * 4 * model.num_attention_heads / t
         else:
             whole += e * region.rows / t + region.cores * _unfused_core(model, seq_len, t, dtype, dropout, device)
     kept_of_recomputed, unused = whole, 0.0
+    # The same for a layer that is recomputed.
     if recompute == "full":
         kept_of_recomputed = e * outside
     elif recompute == "selective":
-        # Of the MLP's last product and its sum nothing is asked again: they stay until the layer is done.
+        # The backward pass needs neither the MLP's last product nor its sum, but both stay until the layer is done.
         unused = e * (h + (outside if t > 1 else 0))
         kept_of_recomputed = e * (outside + sum(region.columns for region in parts.regions) / t)
         kept_of_recomputed += len(parts.regions) * unused
     share = -(-model.num_layers // recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
-    # Gradients: of the stream; what is gathered of it; of the MLP's inner activations, some freed as others are made.
+    # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
+    # the larger of the gathered gradients and the MLP's inner gradients, some of which are freed before others exist.
     mlps = [region for region in parts.regions if not region.cores]
     inner = max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
+    # The loss: what it keeps until its backward pass, and its work space.
     logits = model.padded_vocab_size / t
-    if t == 1 and device.is_cpu:  # logits, which become their gradient, and per token a label
-        block = min(4 * logits, _LOSS_BLOCK / tokens)  # of probabilities in float32; narrower logits are copied, too
-        # Or, after the loss, the gradients of the head's input and weight, before that is added to what there is.
+    if t == 1 and device.is_cpu:  # the logits, whose memory their gradient takes over, and a label per token
+        block = min(4 * logits, _LOSS_BLOCK / tokens)  # float32 probabilities; 16-bit logits are also copied
+        # After the loss the peak may be the gradients of the head's input and weight, before the latter is accumulated.
         loss, loss_work = e * logits + 8, max((1 + (e < 4)) * block, e * h * (1 + logits / tokens))
-    elif t == 1:  # log-softmax; backward two gradients of it
+    elif t == 1:  # log-softmax; its backward pass holds two gradients of it
         loss, loss_work = 4 * logits, 8 * logits
-    else:  # logits, and per token a row, two masks and a sum; float32 copies of narrower ones
+    else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
     entry = mask + (9 if t > 1 else 0)
     norm = _norm(one_layer(model).norm, h, outside, dtype, device) + e * h  # the output is the next product's input
@@ -110,23 +115,23 @@ def kept(
 
 
 def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:
-    """Per token, without the output."""
-    if not isinstance(module, nn.RMSNorm):  # the input, mean and deviation
-        return _BYTES[dtype] * outside + 2 * 4 * outside / h
-    if device.is_cpu:  # the input and its normalised form in float32, and the deviation
+    """Bytes that a norm keeps per token, without its output."""
+    if not isinstance(module, nn.RMSNorm):  # the input, the mean and the deviation
+        return BYTES[dtype] * outside + 2 * 4 * outside / h
+    if device.is_cpu:  # float32 copies of the input and of its normalised form, and the deviation
         return 2 * 4 * outside + 4 * outside / h
-    return _BYTES[dtype] * outside + 4 * outside / h
+    return BYTES[dtype] * outside + 4 * outside / h
 
 
 def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
-    """Per token: scaled queries, keys and values, and of the matrix softmax, mask and result."""
-    e = _BYTES[dtype]
+    """Bytes per token: scaled queries, keys and values; of the matrix the softmax, the dropout mask and its result."""
+    e = BYTES[dtype]
     mask = (e if device.is_cpu else 1) + e if dropout else 0
     return 3 * e * model.hidden_size / t + model.num_attention_heads / t * seq_len * (e + mask)
 
 
 def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device) -> bool:
-    """Whether torch's scaled_dot_product_attention has a kernel that does not keep the matrix."""
+    """Whether torch's scaled_dot_product_attention has a kernel that does not keep the attention matrix."""
     if device.is_cpu:
         return not dropout
     is_grouped = model.num_kv_heads != model.num_attention_heads
@@ -134,10 +139,10 @@ def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device:
 
 
 def kept_of(work: Workload, device: Device) -> Kept:
-    """What a microbatch of a run keeps."""
+    """What one microbatch of a run keeps on ``device``."""
     return kept(
         work.model,
-        work.micro_batch_size * work.seq_len / work.context,
+        work.tokens,
         work.seq_len,
         work.tensor,
         work.sequence_parallel,
@@ -149,7 +154,7 @@ def kept_of(work: Workload, device: Device) -> Kept:
 
 
 class Moment(NamedTuple):
-    """Bytes on one GPU when it holds most."""
+    """Bytes on one GPU at its fullest moment."""
 
     gradients: float
     activations: float
@@ -157,43 +162,45 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of the three."""
         return sum(self)
 
 
 def fullest_moment(
     work: Workload, one: Kept, layers: int, held: int, stages: int, ends: tuple[bool, bool], gradients: float
 ) -> Moment:
-    """What a rank holds besides weights and optimizer state when it holds most.
+    """What a rank holds at its fullest moment, apart from weights and optimizer state.
 
-    Gradients exist from the first backward pass on: where all forward passes come before it, as with one microbatch,
-    most is held either before it or after it.
+    Gradients exist from the first backward pass on. If all forward passes come before it, as with one microbatch, the
+    fullest moment is either just before the first backward pass or in the last one.
 
     Args:
         work: the run.
-        one: what its microbatches keep.
-        layers: layers of the rank.
-        held: most microbatches in flight, summed over the rank's stages.
-        stages: stages of the rank.
-        ends: whether it has the first stage, and the last.
-        gradients: bytes, of the rank.
+        one: what one of its microbatches keeps.
+        layers: layers on the rank.
+        held: the most microbatches in flight, summed over the rank's stages.
+        stages: stages on the rank.
+        ends: whether the rank has the first stage, and whether it has the last.
+        gradients: bytes of the rank's gradients.
     """
     m, (is_first, is_last) = work.microbatches, ends
-    # The last stage's backward pass follows its forward pass at once, but where all forward passes come first.
+    # A last stage runs each backward pass right after its forward pass, unless all forward passes come first.
     losses = m if work.schedule in ("gpipe", "looped_bfs") else 1
     chunk = one.stage + (layers * one.layer + is_first * one.entry) / stages
     found = held * chunk + is_last * losses * one.head
     if work.pipeline > 1:
         found += (min(MAX_PENDING_SENDS, m * stages) + 2) * one.message
-    # While layers go back, what the loss needed is free again, but for the last layer's output, which selective
-    # recomputation holds on to (with tensor parallelism `unused` has it).
+    # First candidate: a layer's backward pass while the most microbatches are in flight. By then the memory of the loss
+    # is free again. Selective recomputation still holds the last layer's output; with tensor parallelism, that output
+    # is already counted in `unused`.
     head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
     more = one.layer_work - is_last * (head + one.logits + one.loss_work)
     logits = is_last * (losses * one.logits + one.loss_work)
     forward = found + max(0.0, more)
     if held < stages * m:
         return Moment(gradients, forward, logits)
-    # Or in the first layer of a stage, whose own gradients come last; or with all gradients, and a microbatch less.
+    # If every microbatch is in flight at once, there are two more candidates: the backward pass of a stage's first
+    # layer, whose own gradients come last, and the moment after it, with all gradients and one microbatch less.
     left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
     last_layer = gradients * (1 - 1 / (layers + 1)), left + one.stage + one.layer + one.layer_work, left_logits
     return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))

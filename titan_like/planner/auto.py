@@ -1,19 +1,20 @@
-"""`parallelism.auto`: a run's layout chosen where it starts."""
+"""`parallelism.auto`: choose a run's layout when it starts."""
 
 from __future__ import annotations
 
 import torch
 
+from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.planner.explanations import described, why_slower
 from titan_like.planner.search import Found, search
-from titan_like.planner.search_space import changed, set_keys
+from titan_like.planner.search_space import set_keys
 from titan_like.train.environment import environment_number
 
 
 def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
-    """The configuration with a layout in place of `parallelism.auto`, chosen alike by every process; rank 0 tells it.
+    """Replace `parallelism.auto` by a layout. Every process chooses the same one, and rank 0 prints it.
 
     Raises:
         ConfigError: there is no GPU to plan for, or no layout is valid and fits.
@@ -32,16 +33,16 @@ def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
 def choose_layout(
     config: JobConfig, world_size: int, gpu: str | None, gpus_per_node: int | None
 ) -> tuple[JobConfig, str]:
-    """The configuration with the fastest layout that fits, and one line that says which and why.
+    """The configuration in the fastest layout that fits, and a line that says which it is and why.
 
-    What the file or the command line sets of the layout stays. The choice depends on the arguments alone, so that all
-    processes of a job make the same one without talking to each other.
+    The parts of the layout that the file or the command line sets stay as they are. The choice depends on the arguments
+    alone, so all processes of a job make the same one without communicating.
 
     Args:
-        config: the run; `cluster.gpu` and `cluster.gpus_per_node` come before what was found.
+        config: the run; its `cluster.gpu` and `cluster.gpus_per_node` have precedence over what was found.
         world_size: processes of the job.
         gpu: name of the GPU found.
-        gpus_per_node: processes on each node; None if they are not equally many.
+        gpus_per_node: processes on each node; None if nodes differ.
 
     Raises:
         ConfigError: it is not known what to plan for, or no layout is valid and fits.
@@ -55,13 +56,13 @@ def choose_layout(
     if gpus_per_node is None:
         problem = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
         raise ConfigError("cluster.gpus_per_node", None, problem)
-    planned = changed(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
+    planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     found = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = found.space.settings(found.best.work) | {"parallelism.auto": False}
-    return changed(config, values), _told(found)
+    return edit(config, values), _summary(found)
 
 
-def _told(found: Found) -> str:
+def _summary(found: Found) -> str:
     best, capacity = found.best, found.profile.device.memory_bytes
     line = (
         f"layout chosen: {described(best.work)}; predicted {best.time.total:.4g} s a step and "

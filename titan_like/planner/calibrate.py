@@ -1,11 +1,11 @@
 """Fit a profile's constants to measured rows.
 
-Least squares on the logarithms of the constants, with the logarithms of predicted over measured step times as
-residuals (Huber's weights, so that single bad rows do not lead), and each constant's prior as one more residual: the
-data has to insist before a constant leaves its physical value.
+The fit is least squares on the logarithms of the constants. Residuals are the logarithms of predicted over measured
+step times, with Huber's loss so that single bad rows do not dominate. Each constant's prior is one more residual, so
+that only clear data moves a constant away from its physical value.
 
-Predictions simulate pipelines. A fit takes closed forms, which are faster, times what the simulation makes of them
-where the fit begins, and then once more.
+Predictions simulate pipelines. The fit uses the faster closed forms, multiplied by the ratio of simulation to closed
+form at its starting point, and repeats this once from where it ended.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import numpy as np
 from titan_like.config.errors import ConfigError
 from titan_like.metrics.devices import find_device
 from titan_like.planner.accuracy import Prediction, judgement, predict_row
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.measured_rows import STUDIES, Row, adapted, stated_dtype
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime, step_time
-from titan_like.planner.traffic import BYTES
 from titan_like.planner.workload import Workload
 
-_NOISE = 0.03  # standard deviation of a row's logarithm
-_HUBER = 1.5  # in units of it
-_STEP = 1e-3  # of differences: kernels' times have steps of their own, which smaller ones would meet
+_NOISE = 0.03  # standard deviation of the logarithm of a row's time
+_HUBER = 1.5  # in units of _NOISE
+_STEP = 1e-3  # of finite differences; kernels' times have steps of their own, which smaller differences would hit
 
 
 def log_errors(
     rows: Sequence[Row], profile: Profile, predicted: Callable[[Workload, Profile], StepTime] = simulated_step_time
 ) -> np.ndarray:
-    """Logarithm of predicted over measured step time, one a row."""
+    """Logarithm of predicted over measured step time for each row."""
     return np.array([np.log(predicted(row.work, adapted(profile, row)).total / row.seconds) for row in rows])
 
 
 def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
-    """The profile with the named constants fitted; ``start`` is where they begin and what the priors expect."""
-    from scipy.optimize import least_squares  # an extra
+    """The profile with the named constants fitted. They begin at ``start``, which is also the mean of the priors."""
+    from scipy.optimize import least_squares  # an optional dependency
 
     low = np.log([FITTED[name].low for name in names])
     high = np.log([FITTED[name].high for name in names])
@@ -54,8 +54,9 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        errors = (log_errors(rows, with_values(point), step_time) + beside) / _NOISE
+        errors = (log_errors(rows, with_values(point), step_time) + correction) / _NOISE
         size = np.abs(errors)
+        # Beyond `_HUBER` the squared residual grows linearly: its root is what least squares needs.
         tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
         robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
         return np.concatenate([robust * weight, (point - center) / spread])
@@ -70,14 +71,15 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
 
     best = center
     for _ in range(2):
+        # `correction` turns closed forms into what the simulation gives, near this profile.
         profile = with_values(best)
-        beside = log_errors(rows, profile) - log_errors(rows, profile, step_time)
+        correction = log_errors(rows, profile) - log_errors(rows, profile, step_time)
         best = least_squares(residuals, best, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x
     return with_values(best)
 
 
-def needs_scipy() -> None:
-    """Refuse to fit without it.
+def check_scipy() -> None:
+    """Refuse to fit without scipy.
 
     Raises:
         ConfigError: it is not installed.
@@ -89,7 +91,7 @@ def needs_scipy() -> None:
 def leave_one_group_out(
     rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
 ) -> dict[str, list[Prediction]]:
-    """For every group: predictions of its rows under the profile that all other groups give."""
+    """For every group, predictions of its rows under the profile that all other groups give."""
     predictions = {}
     for group in sorted({group_of(row) for row in rows}):
         kept = [row for row in rows if group_of(row) != group]
@@ -101,7 +103,7 @@ def leave_one_group_out(
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute errors of step times, relative; the bias is the median with its sign."""
+    """Relative errors of step times: the median and p90 of absolute values, and the median with its sign as bias."""
 
     n: int
     median: float
@@ -115,7 +117,7 @@ class Errors:
 
 
 def summary(errors: Sequence[float]) -> Errors:
-    """Of relative errors with sign."""
+    """Summarize signed relative errors."""
     found = np.asarray(errors)
     return Errors(
         len(found), float(np.median(np.abs(found))), float(np.quantile(np.abs(found), 0.9)), float(np.median(found))
@@ -124,15 +126,15 @@ def summary(errors: Sequence[float]) -> Errors:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted profile and how good it is."""
+    """A fitted profile and its errors."""
 
     profile: Profile
     inside: Errors
     left_out: dict[str, Errors]
-    constants: dict[str, tuple[float, float]]  # before, after
+    constants: dict[str, tuple[float, float]]  # before and after the fit
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The calibration for JSON."""
         return {
             "inside": vars(self.inside),
             "left_out": {group: vars(errors) for group, errors in self.left_out.items()},
@@ -141,9 +143,9 @@ class Calibration:
 
 
 def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
-    """Rows that have a time which the profile can predict, and for each of the others why not.
+    """Rows with a time that the profile can predict, and for each other row the reason why not.
 
-    A user's own row is of the profile's type, unless its notes name another.
+    A user's own row has the profile's data type, unless its notes name another one.
     """
     kept, left_out = [], []
     for row in rows:
@@ -151,9 +153,9 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
             row = replace(row, work=row.work._replace(dtype=profile.dtype))
         try:
             if is_builtin(profile.device):
-                find_device(row.gpu)  # refuses
+                find_device(row.gpu)  # raises ConfigError
             own = adapted(profile, row)
-            own.device.peak_flops(row.work.dtype)  # refuses
+            own.device.peak_flops(row.work.dtype)  # raises ConfigError
             if row.gpus > 1 and not own.node_bandwidth:
                 raise ConfigError("gpus", row.gpus, f"{profile.name} knows nothing of links between processes")
         except ConfigError as error:
@@ -167,17 +169,20 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
 
 
 def is_own(row: Row) -> bool:
-    """Whether it is of no study that is known, but of our own trainer."""
+    """Whether a row belongs to no known study, and so was measured with our own trainer."""
     return row.study not in STUDIES
 
 
 def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
-    """Fit the constants that `usable` rows can tell anything about; groups left out in turn are model sizes, or layouts
-    where all rows are of one model."""
+    """Fit the constants that `usable` rows tell anything about.
+
+    Errors are those of groups left out in turn: model sizes, or layouts if all rows have the same model.
+    """
+    # The starting point: the rows' own device, and our own trainer's way of working if the rows are its.
     devices = {adapted(start, row).device for row in rows}
     if len(devices) == 1:
         start = start.changed(device=devices.pop())
-    if all(is_own(row) for row in rows):  # what the fit assumes is what predictions will assume
+    if all(is_own(row) for row in rows):  # fit under the assumptions that predictions will make
         dtype = rows[0].work.dtype
         start = of_own_trainer(start, dtype if dtype in BYTES else start.dtype)
     names = informed(rows, start)
@@ -203,7 +208,7 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
 
 
 def layout_name(work: Workload) -> str:
-    """What a run's speed depends on besides its model, in short."""
+    """In short, what a run's speed depends on besides its model."""
     return (
         f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
         f"{work.microbatches} × {work.micro_batch_size}"

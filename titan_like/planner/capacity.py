@@ -1,11 +1,10 @@
-"""The largest model that so many GPUs can train, and the fewest that can train a model. Memory decides, of which
-a tenth is kept free as in a search.
+"""The largest model that a number of GPUs can train, and the fewest GPUs that can train a model.
 
-Models are GPT-3's: heads of 64 to 128, an MLP four times as wide as the model, and a depth that follows from the width
-as in arXiv 2005.14165 (table 2.1) and, beyond its 175 billion parameters, arXiv 2104.04473 (table 1). A layout is any
-that the trainer's own rules accept: tensor × pipeline × data parallelism, ZeRO 0 to 3, recomputation, and the size of a
-microbatch, each unless it is fixed; pipelines run 1f1b, which holds fewest activations, and tensor parallelism goes
-with sequence parallelism.
+Memory decides, and a tenth of it stays free, as in a search. Models have GPT-3's shape: heads of 64 to 128, an MLP four
+times as wide as the model, and a depth that follows from the width as in arXiv 2005.14165 (table 2.1) and, above its
+175 billion parameters, arXiv 2104.04473 (table 1). Layouts are all those that the trainer's own rules accept, with
+tensor, pipeline and data parallelism, ZeRO 0 to 3, recomputation and any microbatch size, each of which may be fixed.
+Pipelines run 1f1b, which holds the fewest activations. Tensor parallelism always comes with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
+from typing import Any
 
+from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -24,19 +25,20 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast, workload_of
 from titan_like.planner.profile import Profile
+from titan_like.planner.search_space import divisors
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_rules
 
-# (width, layers), GPT-3's and then PTD-P's.
+# (width, layers): GPT-3's models, then PTD-P's.
 _FAMILY = (
     *((768, 12), (1024, 24), (2048, 24), (2560, 32), (4096, 32), (5120, 40), (12288, 96)),
     *((16384, 96), (20480, 105), (25600, 128)),
 )
 _WIDTH_STEP = 128
-_HEAD_SIZES = range(128, 63, -8)  # the widest that does; multiples of 8 reach the fast kernels
+_HEAD_SIZES = range(128, 63, -8)  # the widest possible is taken; multiples of 8 reach the fast kernels
 
-# What is chosen here, unless it is fixed.
+# The keys that are chosen here, unless they are fixed.
 CHOSEN = (
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
@@ -45,26 +47,26 @@ CHOSEN = (
     "activation_checkpoint.mode",
 )
 
-Show = Callable[[str], None]  # is told how far the search is
+Show = Callable[[str], None]  # called with a line of progress
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """A model that fits, in the fastest of the layouts in which it does."""
+    """A model that fits, in the fastest layout in which it does."""
 
     nodes: int
-    config: JobConfig  # the run's, with this layout
+    config: JobConfig  # the run's, in this layout
     forecast: Forecast
 
     @property
     def model(self) -> TransformerConfig:
-        """Its shape."""
+        """The model's shape."""
         return self.forecast.work.model
 
 
 def depth(width: int) -> int:
-    """Layers of a GPT-3-style model of this width: between the family's models linear, as deep for its width beyond."""
+    """Layers of a GPT-3-style model: interpolated within the family, beyond it in proportion to the width."""
     if width >= _FAMILY[-1][0]:
         return round(width * _FAMILY[-1][1] / _FAMILY[-1][0])
     for (narrow, shallow), (wide, deep) in pairwise(_FAMILY):
@@ -74,7 +76,7 @@ def depth(width: int) -> int:
 
 
 def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, seq_len: int) -> GPTConfig | None:
-    """The model of a width with heads that ``tensor`` processes can share; None if there is none."""
+    """The model of a width, with heads that ``tensor`` processes can share; None if there is none."""
     for size in _HEAD_SIZES:
         if width % (size * tensor) == 0:
             return GPTConfig(
@@ -96,15 +98,15 @@ def largest_model(
     fixed: frozenset[str] = frozenset(),
     show: Show | None = None,
 ) -> Capacity | None:
-    """The GPT-3-style model with most parameters that fits on the nodes; None if not even the smallest does.
+    """The GPT-3-style model with the most parameters that fits on the nodes; None if not even the smallest fits.
 
     Args:
         config: the run, for its sequence length, batch, precision and nodes.
-        profile: constants of the stack, made for the run.
-        table: whose vocabulary is taken.
-        nodes: how many.
+        profile: the stack's constants for the run.
+        table: the model whose vocabulary is used.
+        nodes: the number of nodes.
         fixed: keys of `CHOSEN` that stay as the run has them.
-        show: receives progress.
+        show: called with lines of progress.
 
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.
@@ -114,6 +116,7 @@ def largest_model(
     def of_width(width: int) -> ModelFor:
         return lambda tensor: gpt3_style(width, tensor, table.vocab_size, table.vocab_multiple, config.training.seq_len)
 
+    # Go up while the evenly sharded state alone would fit, then down to the first width that really does.
     width, narrowest = _FAMILY[0][0], _FAMILY[0][0]
     while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
         width += _WIDTH_STEP
@@ -133,7 +136,7 @@ def fewest_nodes(
     fixed: frozenset[str] = frozenset(),
     show: Show | None = None,
 ) -> Capacity | None:
-    """The fewest nodes on which the model fits, up to ``most``; None if it takes more. ``fixed`` keys of `CHOSEN` stay.
+    """The fewest nodes on which the model fits, up to ``most``; None if it needs more. ``fixed`` keys of `CHOSEN` stay.
 
     Raises:
         ConfigError: no layout on any number of nodes is valid for the run.
@@ -143,10 +146,10 @@ def fewest_nodes(
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
         if show is not None:
-            show(f"do {nodes} nodes hold it?")
+            show(f"does it fit on {nodes} nodes?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
-        except ConfigError as error:  # no layout divides the batch on so many; another number may
+        except ConfigError as error:  # no layout divides the batch on this many; another number may
             refusal = refusal or error
             continue
         accepted = True
@@ -158,7 +161,7 @@ def fewest_nodes(
 
 
 def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
-    """GPUs below which not even the evenly sharded state fits."""
+    """A lower bound on the number of GPUs: what the state needs if it is sharded evenly."""
     bytes_each = (
         16 if profile.trainer_state else profile.weight_state + profile.gradient_state + profile.optimizer_state
     )
@@ -171,7 +174,8 @@ def fits(
 ) -> bool:
     """Whether there is a layout with enough memory.
 
-    Unless they are fixed, looked for among those with ZeRO 3 and microbatches of one sample: others never take less.
+    Where they are not fixed, it is enough to try ZeRO 3 and microbatches of one sample, which never take more than
+    others.
 
     Raises:
         ConfigError: no layout is valid.
@@ -189,24 +193,17 @@ def valid_layouts(
     zero_stages: Sequence[int] = (0, 1, 2, 3),
     micro_batch_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
 ) -> Iterator[tuple[JobConfig, Workload]]:
-    """Every layout on so many GPUs that the trainer's rules accept, as a configuration and as the planner's numbers.
+    """Every layout on ``gpus`` GPUs that the trainer's rules accept, as a configuration and as a `Workload`.
 
     Raises:
-        ConfigError: the rules accept none; the first refusal.
+        ConfigError: the first refusal, if the rules accept no layout.
     """
-    training, parallelism = config.training, config.parallelism
-    tensor_degrees = pipeline_degrees = _divisors(gpus)
-    modes: Sequence[str] = ("full", "selective", "none")
-    if "parallelism.tensor_parallel_degree" in fixed:
-        tensor_degrees = [parallelism.tensor_parallel_degree]
-    if "parallelism.pipeline_parallel_degree" in fixed:
-        pipeline_degrees = [parallelism.pipeline_parallel_degree]
-    if "parallelism.zero_stage" in fixed:
-        zero_stages = [parallelism.zero_stage]
-    if "training.micro_batch_size" in fixed:
-        micro_batch_sizes = [training.micro_batch_size]
-    if "activation_checkpoint.mode" in fixed:
-        modes = [config.activation_checkpoint.mode]
+    # What each key of `CHOSEN` may be, in that order.
+    free = (divisors(gpus), divisors(gpus), zero_stages, micro_batch_sizes, ("full", "selective", "none"))
+    choices: list[Sequence[Any]] = [
+        [setting(config, key)] if key in fixed else values for key, values in zip(CHOSEN, free, strict=True)
+    ]
+    tensor_degrees, pipeline_degrees, zero_stages, micro_batch_sizes, modes = choices
     refusal, accepted = None, False
     for tensor, pipeline in itertools.product(tensor_degrees, pipeline_degrees):
         model = model_for(tensor)
@@ -222,8 +219,7 @@ def valid_layouts(
                 continue
             work, accepted = workload_of(run, model, layout), True
             for zero in zero_stages:
-                sections = {"parallelism": run.parallelism.model_copy(update={"zero_stage": zero})}
-                yield run.model_copy(update=sections), work._replace(zero_stage=zero)
+                yield edit(run, {"parallelism.zero_stage": zero}), work._replace(zero_stage=zero)
     if refusal is not None and not accepted:
         raise refusal
 
@@ -240,18 +236,16 @@ def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size:
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": layout.shard,
     }
-    sections = {
-        "parallelism": config.parallelism.model_copy(update=parallelism),
-        "training": config.training.model_copy(update={"micro_batch_size": micro_batch_size}),
-        "activation_checkpoint": config.activation_checkpoint.model_copy(update={"mode": mode, "every_n_layers": 1}),
-    }
-    return config.model_copy(update=sections)
+    values = {f"parallelism.{name}": value for name, value in parallelism.items()}
+    values |= {"training.micro_batch_size": micro_batch_size}
+    values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": 1}
+    return edit(config, values)
 
 
 def _fastest(
     config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int, fixed: frozenset[str]
 ) -> Capacity:
-    """Of the layouts in which the model fits, the one with the shortest step."""
+    """The layout with the shortest step among those in which the model fits."""
     profile = profile.changed(one_node=nodes == 1)
     best: tuple[float, JobConfig, Workload] | None = None
     too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
@@ -268,7 +262,3 @@ def _fastest(
     assert best is not None, "fits() found a layout"
     _, run, work = best
     return Capacity(nodes, run, forecast(work, profile, run))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

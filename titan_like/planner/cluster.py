@@ -1,7 +1,8 @@
-"""How fast bytes move between GPUs. Times in seconds, sizes in bytes, bandwidths in bytes per second, one direction.
+"""How fast bytes move between GPUs. Seconds, bytes, and bytes per second in one direction.
 
-Rings, as NCCL runs them for large messages: an all-reduce of n ranks moves 2(n-1)/n of its bytes over every link, an
-all-gather or reduce-scatter (n-1)/n (NVIDIA nccl-tests, PERFORMANCE.md; arXiv 2104.04473, section 3.2).
+Collectives are rings, as NCCL runs them for large messages. Of its bytes, an all-reduce over n ranks moves 2(n-1)/n
+over every link, and an all-gather or reduce-scatter (n-1)/n (NVIDIA nccl-tests, PERFORMANCE.md; arXiv 2104.04473,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ class Links:
 
     gpus_per_node: int
     nvlink: float  # of one GPU
-    node: float  # all of a node's network cards together, for collectives
-    node_messages: float  # the same for messages between two GPUs
+    node: float  # of all network cards of a node together, in collectives
+    node_messages: float  # the same, in messages between two GPUs
     nvlink_latency: float
     network_latency: float
-    ring_part: float = 1.0  # of a node's cards, the most that one ring uses
-    switched: bool = True  # NVLink through switches: two GPUs can use all their links with each other
-    one_node: bool = False  # the job has no more GPUs than a node
+    ring_part: float = 1.0  # the largest share of a node's cards that one ring can use
+    switched: bool = True  # NVLink has switches, so two GPUs can use all their links with each other
+    one_node: bool = False  # the job has no more GPUs than one node
 
     def ring_bandwidth(self, size: int, stride: int) -> float:
-        """What one ring gets when all GPUs of a node are in such rings at once.
+        """Bytes per second of one ring while all GPUs of a node are in such rings.
 
-        Ranks ``stride`` apart, ``size`` of them: a node holds gpus_per_node / stride of a ring's ranks, and as many
-        rings as the stride, which share the node's cards.
+        A ring has ``size`` ranks, ``stride`` apart. A node holds gpus_per_node / stride of a ring's ranks, and
+        ``stride`` rings share its network cards.
         """
         if self._stays_inside(size, stride):
             return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
@@ -37,36 +38,36 @@ class Links:
         return min(share, self.nvlink) if rings < self.gpus_per_node else share
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
-        """Sum of ``nbytes`` on every rank."""
+        """Seconds to sum ``nbytes`` on every rank."""
         if size == 1 or nbytes == 0:
             return 0.0
         latency, per_byte = _ring(self, size, stride)
-        few = min(1, 64 / (size - 1))  # NCCL turns to trees, whose latency grows with the logarithm
+        few = min(1, 64 / (size - 1))  # NCCL changes to trees, whose latency grows with the logarithm
         return 2 * (few * latency + nbytes * per_byte)
 
     def all_gather(self, nbytes: float, size: int, stride: int) -> float:
-        """Result of ``nbytes`` on every rank; a reduce-scatter of such an input takes as long."""
+        """Seconds to all-gather a result of ``nbytes``; a reduce-scatter of an input of that size takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
         latency, per_byte = _ring(self, size, stride)
         return latency + nbytes * per_byte
 
     def _stays_inside(self, size: int, stride: int) -> bool:
-        """Whether no ring leaves its node. Where nodes do not hold a whole number of groups, some have ranks in two."""
+        """Whether no ring leaves its node. If groups do not divide a node evenly, some of them span two nodes."""
         ranks = size * stride
         return ranks <= self.gpus_per_node and (self.one_node or self.gpus_per_node % ranks == 0)
 
     def ring_latency(self, size: int, stride: int) -> float:
-        """Of a first byte's way round a ring; between nodes only where the ring leaves one."""
+        """Seconds until the first byte is round a ring, over hops inside nodes and, if it leaves one, between nodes."""
         hops, between = size - 1, 0
         if not self._stays_inside(size, stride):
             between = max(1, -(-size * stride // self.gpus_per_node) - 1) if stride < self.gpus_per_node else hops
         return between * self.network_latency + (hops - between) * self.nvlink_latency
 
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
-        """From each GPU to the one ``stride`` on, in rows of so many ranks, all GPUs at once: the slowest message.
+        """Seconds of the slowest message if each GPU sends one to the GPU ``stride`` further on, in rows of ``ranks``.
 
-        A row that does not end in its node leaves it, and each GPU has its part of the node's cards.
+        A row that does not fit in a node leaves it, and each GPU then has its share of the node's cards.
         """
         if stride * ranks <= self.gpus_per_node:
             return self.nvlink_latency + nbytes / self.nvlink
@@ -75,5 +76,5 @@ class Links:
 
 @lru_cache(maxsize=4096)
 def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
-    """Of one way round: seconds of the first byte, and of each byte of the result."""
+    """One way round a ring: seconds for the first byte, and seconds per byte of the result."""
     return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)

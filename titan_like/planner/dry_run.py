@@ -1,7 +1,7 @@
-"""What one process of a job of any size would hold, send and compute, found out by one process without a GPU.
+"""What one process of a job of any size would hold, send and compute, found by a single process without a GPU.
 
-The settings pass the checks of a real run. The process's stages are built by the real recipe, on the meta device and in
-torch's fake process group, where tensors have shapes and no memory. What happens in a step is `plan_step`'s.
+The settings pass the checks of a real run. The process's stages are built by the real recipe on the meta device and in
+torch's fake process group, where tensors have shapes but no memory. `plan_step` says what happens in a step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
 from titan_like.train.setup import check_folders, check_settings, open_data
@@ -51,7 +52,7 @@ class ParameterReport:
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    split: dict[str, int]  # dimension of the mesh → dimension of the parameter
+    split: dict[str, int]  # mesh dimension → dimension of the parameter
 
 
 @dataclass(frozen=True)
@@ -59,45 +60,35 @@ class StageReport:
     """One pipeline stage of the process."""
 
     index: int
-    layers: tuple[int, int]  # first, last
+    layers: tuple[int, int]  # first and last
     parameters: list[ParameterReport]
 
 
 @dataclass(frozen=True)
-class BuiltState:
-    """What the built stages and one step of their optimizer come to, on this process. Sizes in bytes."""
-
-    num_parameters: int
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True)
 class DryRun:
-    """Everything that a dry run tells."""
+    """Everything that a dry run reports."""
 
     family: str
     flavor: str
-    num_parameters: int  # of the whole model
+    num_parameters: int  # in the whole model
     zero_stage: int
     world_size: int
     rank: int
-    mesh: dict[str, tuple[int, int]]  # dimension → this process's coordinate, size
-    node: tuple[int, int] | None  # this process's node, and its place there
+    mesh: dict[str, tuple[int, int]]  # mesh dimension → this process's coordinate, size
+    node: tuple[int, int] | None  # this process's node, and its index on that node
     steps: int
     samples: int
     tokens: int
     global_batch_size: int
     seq_len: int
     stages: list[StageReport]
-    state: BuiltState
+    state: RankState  # of the stages as built, and of their optimizer after one step
     plan: StepPlan
     data: str
     notes: list[str]  # what could not be checked on this machine
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; actions are short words such as F2:0, the forward pass of microbatch 2 in stage 0."""
+        """The report for JSON. Actions become short words: F2:0 is the forward pass of microbatch 2 in stage 0."""
         tree = asdict(self)
         tree["plan"]["schedule"]["actions"] = [
             f"{action.kind}{action.microbatch}:{action.stage}" for action in self.plan.schedule.actions
@@ -106,11 +97,12 @@ class DryRun:
 
 
 def dry_run(config: JobConfig) -> DryRun:
-    """Check a run and find out about one of its processes.
+    """Check a run and report on one of its processes.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
+    # Every check that a real run makes before it starts.
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
     check_profile(config)
@@ -118,6 +110,7 @@ def dry_run(config: JobConfig) -> DryRun:
     _check_gpu_type(config)
     data = describe_data(config, model)
     notes = _check_this_machine(config, model)
+    # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):
         mesh = build_mesh(layout, "cpu")
         parallel_model = build_parallel_model(config, model, mesh, torch.device("meta"))
@@ -150,7 +143,7 @@ def dry_run(config: JobConfig) -> DryRun:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Be one process of many that do not exist; collectives return without doing anything."""
+    """Act as one of many processes that do not exist. Collectives return without doing anything."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -173,23 +166,23 @@ def describe_stage(stage: Stage) -> StageReport:
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for dimension, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
-                dim = getattr(placement, "dim", None)  # of a Shard, and of rows that are split a second time
+                dim = getattr(placement, "dim", None)  # Shard has one, and so have rows that are split a second time
                 if dim is not None and mesh[dimension].size() > 1:
                     split[dimension] = dim
         parameters.append(ParameterReport(name, tuple(parameter.shape), tuple(_local(parameter).shape), split))
     return StageReport(stage.index, (layers[0], layers[-1]), parameters)
 
 
-def built_state(config: JobConfig, model: ParallelModel) -> BuiltState:
-    """Count what is here of the model, and what an optimizer made for it keeps after its first step."""
-    # The fused kernel is for real devices. It keeps the same state.
+def built_state(config: JobConfig, model: ParallelModel) -> RankState:
+    """Count the model's local parameters, and what their optimizer keeps after its first step."""
+    # The fused implementation needs a real device, but keeps the same state.
     section = config.optimizer.model_copy(update={"implementation": "foreach"})
     parameters = list(model.parameters())
     optimizer = build_optimizer(parameters, section)
     materialise_optimizer_state(optimizer)
     moments = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
-    weights = _bytes(parameters)  # gradients are of the same shapes and types
-    return BuiltState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
+    weights = _bytes(parameters)  # gradients have the same shapes and types
+    return RankState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,14 +194,22 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _check_gpu_type(config: JobConfig) -> None:
-    """Refuse a type that the named GPU lacks; a real run looks at the GPU itself."""
+    """Refuse a data type that the named GPU lacks. A real run asks the GPU itself.
+
+    Raises:
+        ConfigError: the GPU has no bfloat16.
+    """
     gpu, dtype = config.cluster.gpu, config.training.dtype
     if gpu is not None and dtype == "bfloat16" and peak_tflops(gpu, dtype) is None:
         raise ConfigError("training.dtype", dtype, f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"')
 
 
 def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
-    """Check folders and checkpoints, unless the run is for another machine: then only say what is amiss here."""
+    """Check folders and checkpoints. If the run is for another machine, only report what is missing on this one.
+
+    Raises:
+        ConfigError: the run is for this machine, and something is wrong.
+    """
     try:
         check_folders(config, model, make=False)
     except ConfigError as error:
@@ -222,19 +223,19 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     """What is known of the data without tokenizing it. It may be on another machine.
 
     Raises:
-        ConfigError: settings that no data could make right, or data at hand that is unfit.
+        ConfigError: the settings cannot be right for any data, or the data at hand is unfit.
     """
     section = config.data
-    if section.dataset not in DATASETS:  # a package's own: only its class knows
+    if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
         return _counted(config, model)
     split_weights(section.split)
     shares = shares_of(section.paths, one_source_each=section.dataset == "indexed")
     sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
     if section.dataset == "text" and not section.paths:
-        corpus_files(section)  # refuses
+        corpus_files(section)  # raises ConfigError
     named = tokenizer_files(section.tokenizer)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
-        build_tokenizer(section.tokenizer)  # refuses
+        build_tokenizer(section.tokenizer)  # raises ConfigError
     absent = [str(path) for path in named if not path.exists()]
     if section.dataset != "stdlib":
         absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
@@ -246,7 +247,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
     new = [job for job in jobs if not corpus_folder(job, cache).exists()]
     if new:
-        return f"{sum(len(job.files) for job in new):,} files, not tokenized yet and so not counted"
+        return f"{sum(len(job.files) for job in new):,} files, not tokenized yet, so not counted"
     return _counted(config, model)
 
 

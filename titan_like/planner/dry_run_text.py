@@ -1,9 +1,10 @@
-"""A dry run as a page of text, and as JSON."""
+"""Print a dry run as a page of text, and write it as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
 from titan_like.planner.step_plan import SchedulePlan
 
-_WHOLE_ROW = 64  # actions that are printed in full
+_WHOLE_ROW = 64  # the most actions that are printed in full
 
 
 def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     """Do a dry run, print it, and write it to a file if one is named.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
     if json_path is not None and (
         not json_path or Path(json_path).is_dir() or not os.access(Path(json_path).parent, os.W_OK)
@@ -33,7 +34,7 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
 
 
 def format_dry_run(run: DryRun) -> str:
-    """The page."""
+    """The dry run as a page of text."""
     replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1]
     lines = [
         f"{run.family} {run.flavor}: {run.num_parameters:,} parameters, {run.steps:,} steps of {run.global_batch_size} "
@@ -69,16 +70,25 @@ def _format_stage(stage: StageReport, num_stages: int) -> list[str]:
         rows += [
             (f"{indent}{short}", _shape(p.shape), _shape(p.local_shape), _split(p.split)) for short, p in parameters
         ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+    return _aligned(rows, "<>><")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
+    """Lines of a table. ``sides`` has < or > for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _collapse(parameters: list[ParameterReport]) -> list[tuple[str, list[tuple[str, ParameterReport]]]]:
-    """Parameters by layer, equal neighbours as one; those outside of layers under an empty name."""
+    """Parameters by layer, with runs of equal layers as one entry. Those outside layers have an empty name."""
     blocks = [(unit, list(group)) for unit, group in groupby(parameters, key=lambda p: _layer_of(p.name))]
     collapsed: list[tuple[str, list[tuple[str, ParameterReport]]]] = []
     seen: list[tuple[int, int, list]] = []
     for layer, group in blocks:
+        # A layer that equals the one before extends its entry.
         names = [p.name.removeprefix(f"layers.{layer}.") for p in group]
         if layer is None:
             collapsed.append(("", list(zip(names, group, strict=True))))
@@ -103,7 +113,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _split(split: dict[str, int]) -> str:
-    """Which dimension each group splits, tensor parallelism first as it comes first."""
+    """The dimension that each group splits; tensor parallelism comes first because it is applied first."""
     groups = sorted(split, key=lambda group: group != "tp")
     return ", ".join(f"{('rows', 'columns')[split[group]]} over {group}" for group in groups)
 
@@ -121,7 +131,7 @@ def _format_memory(run: DryRun) -> list[str]:
 
 
 def _size(count: float) -> str:
-    """Bytes in a unit that leaves at most four digits before the point."""
+    """Bytes in a unit that leaves at most four digits before the decimal point."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -163,8 +173,4 @@ def _format_collectives(run: DryRun) -> list[str]:
     rows = [("in one step", "kind", "of", "calls", "bytes")]
     for c in sorted(run.plan.collectives, key=lambda c: (c.group, c.kind, c.what)):
         rows.append((f"{c.group} ({c.size})", c.kind, c.what, f"{c.count:,}", _size(c.bytes)))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]:>{widths[3]}}  {r[4]:>{widths[4]}}"
-        for r in rows
-    ]
+    return _aligned(rows, "<<<>>")

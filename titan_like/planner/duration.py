@@ -17,12 +17,12 @@ class Duration:
 
     days_by_formula: float
     days_exact: float
-    gpu_hours: float  # of the exact one
-    cost: float | None  # in the price's currency
+    gpu_hours: float  # from days_exact
+    cost: float | None  # in the currency of the price
 
 
 def days_by_formula(parameters: float, tokens: float, gpus: int, tflops: float) -> float:
-    """arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU, recomputation counted."""
+    """arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU including recomputation."""
     return 8 * tokens * parameters / (gpus * tflops * 1e12) / SECONDS_PER_DAY
 
 
@@ -35,7 +35,7 @@ def duration(
     recompute: ActivationCheckpoint,
     price_per_gpu_hour: float | None = None,
 ) -> Duration:
-    """Days at a rate of ``tflops`` TFLOP/s per GPU, counted with what is recomputed (`metrics.flops`, hardware)."""
+    """Days at ``tflops`` TFLOP/s per GPU, a rate that includes recomputation (hardware FLOPs of `metrics.flops`)."""
     seconds = tokens * hardware_flops_per_token(model, seq_len, recompute) / (gpus * tflops * 1e12)
     hours = seconds / 3600 * gpus
     return Duration(

@@ -1,4 +1,4 @@
-"""Layouts in words, and why one is slower than another, in numbers."""
+"""Layouts in words, and the reasons why one is slower than another, in numbers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NAMES = {
     "bubble": "bubble",
     "data": "data-parallel traffic",
     "optimizer": "update",
-    "other": "delays of host and framework",
+    "other": "host and framework delays",
 }
 _WORTH_TELLING = 0.25  # of the largest loss
 
 
 def differences(best: Candidate, other: Candidate) -> dict[str, float]:
-    """Seconds that each part of the step takes longer, largest first."""
+    """Seconds that each part of the step takes longer than in the best layout, largest first."""
     mine, theirs = other.time._asdict(), best.time._asdict()
     parts = {name: mine[name] - theirs[name] for name in _NAMES}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
-    """What costs most more than in the best layout, and what it gains elsewhere, if that is much."""
+    """What costs the most more than in the best layout, and what is gained elsewhere if that is much."""
     parts = differences(best, other)
     lost = next(iter(parts))
     if parts[lost] <= 0.0005 * best.time.total:
@@ -43,7 +43,7 @@ def why_slower(best: Candidate, other: Candidate, profile: Profile) -> str:
 
 
 def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
-    """By how much it does not fit, and what would be gained."""
+    """How far a layout is from fitting, and how much faster it would be."""
     faster = 1 - other.time.total / best.time.total
     needed = f"{other.memory_bytes / 2**30:.1f} GiB of {usable / 2**30:.1f}"
     return f"does not fit: {needed}; would be {100 * faster:.1f} % faster"
@@ -52,7 +52,7 @@ def why_too_large(best: Candidate, other: Candidate, usable: float) -> str:
 def _because(part: str, seconds: float, best: Workload, work: Workload, profile: Profile) -> str:
     if part == "compute":
         if 2 * (_adding_up(work, profile) - _adding_up(best, profile)) > seconds:
-            return f"ZeRO {work.zero_stage} adds up whole gradients of {work.microbatches} microbatches"
+            return f"ZeRO {work.zero_stage} accumulates whole gradients of {work.microbatches} microbatches"
         return _slower_products(best, work)
     if part == "recompute":
         return recomputed(work)
@@ -68,14 +68,14 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
         if work.zero_stage == 3:
             return f"ZeRO 3 gathers weights for each of {work.microbatches} microbatches over {work.shard} GPUs"
         often = f"after each of {work.microbatches} microbatches " if work.zero_stage == 2 else ""
-        return f"sums of gradients {often}{over}"
+        return f"gradient sums {often}{over}"
     if part == "optimizer":
         return f"ZeRO {work.zero_stage}" if work.zero_stage == 0 else f"{work.shard} shards"
     return f"{work.microbatches} microbatches"
 
 
 def _adding_up(work: Workload, profile: Profile) -> float:
-    """Seconds of a step in which gradients are added to those of the microbatches before."""
+    """Seconds per step in which gradients are added to those of earlier microbatches."""
     counts = pipeline_of(work).counts
     parameters = most_parameters(work.model, counts)
     return work.microbatches * accumulation_time(parameters, microbatch_of(work), profile)
@@ -90,7 +90,7 @@ def _slower_products(best: Workload, work: Workload) -> str:
 
 
 def recomputed(work: Workload) -> str:
-    """What is repeated."""
+    """Which layers are recomputed, and how."""
     ordinal = {2: "second", 3: "third"}.get(work.recompute_every, f"{work.recompute_every}th")
     return work.recompute if work.recompute_every == 1 else f"{work.recompute} of every {ordinal} layer"
 

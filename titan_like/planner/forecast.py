@@ -1,4 +1,4 @@
-"""The planner's step time and memory beside the measured ones, once in a run."""
+"""Compare the planner's step time and memory with the measured ones, once in a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
@@ -16,27 +17,27 @@ from titan_like.planner.profile import load_profile
 from titan_like.train.environment import environment_number
 from titan_like.train.setup import Run
 
-WARM_UP, MEASURED = 3, 5  # steps after the start: those left out, in which buffers and code are made, and those counted
-MEMORY_BAND = 0.1  # of the measured memory: nine in ten measured runs should lie within it
+WARM_UP, MEASURED = 3, 5  # steps left out at the start, while buffers and code are made, and steps counted then
+MEMORY_BAND = 0.1  # of the measured memory; nine in ten measured runs should lie within it
 
 
 def check_profile(config: JobConfig) -> None:
-    """Whether `cluster.profile` can be read.
+    """Refuse a `cluster.profile` that cannot be read.
 
     Raises:
-        ConfigError: it is not there, or is no profile.
+        ConfigError: there is no such profile, or it is not valid.
     """
     if config.cluster.profile is not None:
         load_profile(config.cluster.profile, "cluster.profile")
 
 
 def step_forecast(run: Run) -> Callable[[StepRecord], str | None] | None:
-    """What compares a run's steps with their prediction, on global rank 0."""
+    """The function that compares a run's steps with their prediction, on global rank 0; None on other ranks."""
     return StepForecast(run).add if environment_number("RANK", 0) == 0 else None
 
 
 class StepForecast:
-    """Compares. A run that the planner cannot predict goes on without."""
+    """The comparison of one run. If the planner cannot predict the run, training goes on without it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -46,10 +47,10 @@ class StepForecast:
         self._done = False
 
     def add(self, record: StepRecord) -> str | None:
-        """Take note of a step; the line to print, after the last of those that count."""
+        """Record a step. After the last step that counts, return the line to print."""
         if self._done:
             return None
-        if record.global_batch_size != self._batch_size:  # the batch grows: begin again
+        if record.global_batch_size != self._batch_size:  # the batch grew: begin again
             self._batch_size, self._seconds = record.global_batch_size, []
             self._found = self._predict()
         if self._left:
@@ -65,7 +66,7 @@ class StepForecast:
         return describe(found, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
 
     def _predict(self) -> Forecast | str | None:
-        """Or a sentence why not, or None where nothing was asked for."""
+        """The forecast, a sentence that says why there is none, or None if no forecast was asked for."""
         try:
             return predicted(self._run, self._batch_size)
         except Exception as error:  # whatever it is, training matters more
@@ -73,30 +74,30 @@ class StepForecast:
 
 
 def predicted(run: Run, global_batch_size: int) -> Forecast | None:
-    """The step of a run on this machine; None on a CPU for which no profile was given.
+    """Forecast a run's step on this machine; None on a CPU without a profile.
 
     Raises:
-        ConfigError: the GPU is not known, or the profile is not for this machine.
+        ConfigError: the GPU is unknown, or the profile is not for this machine.
     """
     config, on_gpu = run.config, run.device.type == "cuda"
     profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
     if profile is not None and on_gpu and profile.device.is_cpu:
-        raise ConfigError("cluster.profile", config.cluster.profile, "is of a CPU")
-    here: dict[str, Any] = {"gpu": config.cluster.gpu or device_name(run.device) or None}
+        raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
+    here: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if config.cluster.gpus_per_node is None and local is not None:
-        here["gpus_per_node"] = int(local)
-    training = config.training.model_copy(update={"global_batch_size": global_batch_size, "batch_size_rampup": None})
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=here), "training": training})
+        here["cluster.gpus_per_node"] = int(local)
+    here |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
+    config = edit(config, here)
     return predict_layout(config, run.model, run.layout, *profile_and_device(config, profile))
 
 
 def describe(found: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:
-    """Predicted beside measured, and a warning where they are further apart than the band says."""
+    """The prediction next to the measurement, with a warning if they differ by more than the error band."""
     first = found.memory.ranks[0]
-    # On a GPU tensors are measured, on a CPU the whole process.
+    # On a GPU the measured memory is that of tensors, on a CPU that of the whole process.
     memory = first.total - first.overhead if on_gpu else first.total
     off, memory_off = found.time.total / seconds - 1, memory / memory_bytes - 1
     line = (

@@ -1,9 +1,10 @@
-"""What one GPU does for one microbatch in one transformer layer, and before and after the layers. Times in seconds.
+"""Seconds that one GPU takes for one microbatch in one transformer layer, and in the ends of the model.
 
-Matrix products: a grid of output tiles is computed in waves of one tile per multiprocessor; the last wave may be
-partly empty, and the edge tiles too (NVIDIA, "Matrix Multiplication Background", tile and wave quantization). A tile
-of depth K takes as long as K + ``gemm_depth`` products at the sustained rate. Or the product is bound by memory.
-Everything else reads and writes memory: bytes counted as in arXiv 2205.05198, section 4, and Megatron-LM's operators.
+Matrix products are computed in waves, one output tile per multiprocessor. The last wave and the tiles at the edges may
+be partly empty (NVIDIA, "Matrix Multiplication Background": tile and wave quantization). A tile of depth K takes as
+long as K + ``gemm_depth`` multiply-adds per element at the sustained rate. A product may instead be bound by memory.
+All other operators read and write memory, with bytes counted as in arXiv 2205.05198, section 4, and Megatron-LM's
+operators.
 """
 
 from __future__ import annotations
@@ -12,34 +13,29 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.planner.dtypes import NARROW, element_bytes, stored_dtype
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import description
 
-# Rows, columns, and rate relative to the largest: a smaller tile reuses less of what it loads.
+# Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
 
-# Operators more than the fused one has, forward and backward: to float32, scale, make the mask, fill, softmax, back.
+# Additional operators without the fused softmax, forward and backward: cast up, scale, make the mask, fill, softmax,
+# cast down.
 _UNFUSED_SOFTMAX = (6, 4)
-
-_NARROW = ("float8", "float4")  # types of the layers' products with weights alone
-
-
-def _wide(dtype: str) -> str:
-    """The type of everything else."""
-    return "bfloat16" if dtype in _NARROW else dtype
 
 
 class Cost(NamedTuple):
-    """One pass over one layer (or over the ends of the model) for one microbatch."""
+    """Seconds of one pass over one layer, or over one end of the model, for one microbatch."""
 
     forward: float  # computation
     backward: float
-    recomputed: float  # forward computation that is repeated in the backward pass
+    recomputed: float  # forward computation repeated in the backward pass
     forward_tensor: float  # tensor- and context-parallel communication that computation waits for
     backward_tensor: float
     recomputed_tensor: float
-    forward_host: float  # the host's time to start the pass's operators
-    backward_host: float  # with the repeated ones
+    forward_host: float  # the host's time to launch the pass's operators
+    backward_host: float  # including the repeated ones
 
 
 class Microbatch(NamedTuple):
@@ -55,18 +51,24 @@ class Microbatch(NamedTuple):
     dropout: bool
     dtype: str
     compiled: bool = False
-    accumulates: bool = False  # whole gradients are added to those of the microbatches before
+    accumulates: bool = False  # whole gradients are added to those of earlier microbatches
     causal: bool = True
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the microbatch on one rank. Context parallelism splits each sequence."""
+        return self.size * self.seq_len / self.context
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
-    """Seconds of ``batch`` products (rows × depth) · (depth × columns) with 2-byte elements (float32: 4)."""
+    """Seconds of ``batch`` products [rows, depth] · [depth, columns], with elements of 4 bytes in float32, else 2."""
     device = profile.device
     rate = device.peak_flops(dtype) * profile.gemm_efficiency
-    if dtype in _NARROW:
+    if dtype in NARROW:
         rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
-    element = 4 if dtype == "float32" else 2
+    element = element_bytes(dtype)
     width = device.multiprocessors
+    # The best tile: waves, each as long as one tile takes, over all multiprocessors.
     best = float("inf")
     for tile_rows, tile_columns, relative in _TILES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns) * batch
@@ -74,7 +76,7 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
         best = min(best, waves * tile_rows * tile_columns / relative)
     compute = best * width * 2 * (depth + profile.gemm_depth) / rate
     moved = element * batch * (rows * depth + depth * columns + rows * columns)
-    time = max(compute, moved / (device.memory_bandwidth * profile.memory_efficiency))
+    time = max(compute, moved / profile.memory_rate)
     aligned = device.tensor_element
     if columns % aligned or depth % aligned:
         time = max(time, 2 * rows * columns * depth * batch / profile.misaligned_rate)
@@ -82,7 +84,7 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
 
 
 def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profile: Profile) -> tuple[float, float]:
-    """Forward, and backward (gradients of the input and of the weights), of one linear layer."""
+    """Seconds of one linear layer: forward, and backward with the gradients of input and weights."""
     forward = gemm_time(tokens, outputs, inputs, 1, dtype, profile)
     inwards = gemm_time(tokens, inputs, outputs, 1, dtype, profile)
     weights = gemm_time(outputs, inputs, tokens, 1, dtype, profile)
@@ -90,59 +92,62 @@ def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profi
 
 
 def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float]:
-    """The attention core, QKᵀ to PV: forward, backward.
+    """Seconds of the attention core, from QKᵀ to PV: forward and backward.
 
-    Fused (arXiv 2205.14135): bound by computation; its backward pass has five products where the forward pass has two.
-    Else two batched products each way, and softmax, dropout and mask over a matrix in memory.
+    Fused attention (arXiv 2205.14135) is bound by computation, with five products in the backward pass and two in the
+    forward pass. Unfused attention has two batched products forward and four backward, and reads and writes the matrix
+    for softmax, dropout and mask.
     """
     heads, width = model.num_attention_heads / mb.tensor, model.head_dim
     rows, columns = mb.seq_len / mb.context, mb.seq_len
     flops = 4 * mb.size * heads * rows * columns * width
     if mb.flash:
         half = 0.5 if profile.causal_half and mb.causal else 1.0
-        peak = profile.device.peak_flops(_wide(mb.dtype))
+        peak = profile.device.peak_flops(stored_dtype(mb.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward
     batch = mb.size * heads
-    score = gemm_time(rows, columns, width, batch, _wide(mb.dtype), profile)
-    value = gemm_time(rows, width, columns, batch, _wide(mb.dtype), profile)
+    score = gemm_time(rows, columns, width, batch, stored_dtype(mb.dtype), profile)
+    value = gemm_time(rows, width, columns, batch, stored_dtype(mb.dtype), profile)
     matrix = batch * rows * columns  # elements
-    element = 4 if mb.dtype == "float32" else 2
+    element = element_bytes(mb.dtype)
     softmax = 2 * element if softmax_is_fused(model, mb, profile) else 8 * element
     dropout = 2 * element + 1 if mb.dropout else 0
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
+    bandwidth = profile.memory_rate
     forward = score + value + (softmax + dropout) * matrix / bandwidth
     backward = 2 * (score + value) + (softmax + element + dropout) * matrix / bandwidth
     return forward, backward
 
 
 def softmax_is_fused(model: TransformerConfig, mb: Microbatch, profile: Profile) -> bool:
-    """Whether scale, mask and softmax are one operator: Megatron-LM's takes four rows of attention matrices at once,
-    and refuses a number of heads times samples that is no multiple of four."""
+    """Whether scale, mask and softmax are one operator.
+
+    Megatron-LM's fused operator takes four rows of attention matrices at once, so it needs a multiple of four samples ×
+    heads.
+    """
     return profile.fused_softmax and mb.size * model.num_attention_heads // mb.tensor % 4 == 0
 
 
 def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> float:
-    """Adding a microbatch's gradients to the sum: the new ones are read, the sum is read and written."""
+    """Seconds to add a microbatch's gradients to the sum: read the new ones, read and write the sum."""
     if not mb.accumulates or profile.fused_accumulation:
         return 0.0
-    element = 4 if mb.dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / bandwidth
+    element = element_bytes(mb.dtype)
+    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / profile.memory_rate
 
 
 @lru_cache(maxsize=65536)
 def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Cost:
-    """One transformer layer on one of the ranks that share it."""
-    tokens = mb.size * mb.seq_len / mb.context
-    t, dtype, parts = mb.tensor, mb.dtype, description(model)
-    element = 4 if dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream here
+    """Seconds of one transformer layer on one of the ranks that share it."""
+    tokens, t, dtype, parts = mb.tokens, mb.tensor, mb.dtype, description(model)
+    element = element_bytes(dtype)
+    bandwidth = profile.memory_rate
+    outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream
     mask = 1 if mb.dropout else 0
     regions, norms = len(parts.regions), len(parts.norms)
-    # Forward: norms (2 each), residual additions with bias and dropout (3 each), activations, and copies of queries,
-    # keys and values and of the heads' output. Backward: gradients in and out, and the saved inputs.
+    # Bytes moved between products. Forward: norms (2 each), residual additions with bias and dropout (3 each),
+    # activation functions, and copies of queries, keys, values and the heads' output. Backward: gradients in and out,
+    # and the saved inputs.
     forward_bytes = outside * ((2 * norms + 3 * regions) * element + regions * mask)
     backward_bytes = outside * ((4 * norms + 3 * regions) * element + regions * mask)
     forward = backward = core_forward = core_backward = last_product = 0.0
@@ -155,7 +160,7 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
             core_forward, core_backward = core_forward + region.cores * core[0], core_backward + region.cores * core[1]
             copied = 2 * element * tokens * (region.columns + region.rows) / t
             forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
-        else:  # element by element, from the first products' results to the last products' input
+        else:  # elementwise, from the results of the first products to the inputs of the last
             inner = tokens / t * element
             forward_bytes += inner * (region.columns + region.rows)
             backward_bytes += inner * (region.columns + 3 * region.rows)
@@ -172,6 +177,8 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     elif mb.recompute == "selective" and not mb.flash:
         recomputed = core_forward
     forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(model, mb, profile)
+
+    # The host launches the layer's operators and its collectives.
     operators_forward, operators_backward = profile.host_operators
     messages = parts.leaves if t > 1 else 0
     if not mb.flash and not softmax_is_fused(model, mb, profile):
@@ -192,22 +199,21 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
 def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:
     """Seconds of exposed tensor- and context-parallel communication: forward, backward, repeated forward.
 
-    An all-reduce of the hidden states each way for attention and for the MLP (arXiv 1909.08053, figure 4); with
-    sequence parallelism an all-gather and a reduce-scatter in place of each, which move as much (arXiv 2205.05198),
-    and in the backward pass one more all-gather of the input for each pair, which overlaps with the gradient of the
-    input.
+    Attention and the MLP each need one all-reduce of the hidden states per pass (arXiv 1909.08053, figure 4). Sequence
+    parallelism replaces it by an all-gather and a reduce-scatter, which move as much (arXiv 2205.05198). Its second
+    all-gather in the backward pass overlaps with the gradient of the input, so it is not counted. Context parallelism
+    gathers keys and values.
     """
     if mb.tensor == 1 and mb.context == 1:
         return 0.0, 0.0, 0.0
-    tokens = mb.size * mb.seq_len / mb.context
-    element = 4 if mb.dtype == "float32" else 2
+    element = element_bytes(mb.dtype)
     forward = backward = recomputed = 0.0
     if mb.tensor > 1:
         sums = description(model).leaves
-        forward = sums * profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+        forward = sums * profile.links.all_reduce(mb.tokens * model.hidden_size * element, mb.tensor, 1)
         backward = forward
         if mb.recompute == "full":
-            # All but the last sum, which with sequence parallelism is half of an all-reduce.
+            # Everything but the last sum. With sequence parallelism that is a reduce-scatter, half an all-reduce.
             last = 0 if profile.recompute_whole else 0.5 if mb.sequence_parallel else 1
             recomputed = forward * (1 - last / max(sums, 1))
     if mb.context > 1:
@@ -220,15 +226,16 @@ def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Prof
 
 @lru_cache(maxsize=65536)
 def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[Cost, Cost]:
-    """What the first stage does before its layers (embedding), and the last after its (norm, logits, loss).
+    """Costs of the embedding before the first layer, and of norm, logits and loss after the last.
 
-    Logits of V/t columns on each rank; the loss reads and writes them in float32 about five times forward and twice
-    backward (or reads and writes them as they are), and sums a few numbers per token over the ranks.
+    Each rank has V/t columns of logits. An unfused loss reads and writes them in float32 about five times forward and
+    twice backward; a fused one reads and writes them as they are. The sums of a few numbers per token over the ranks
+    are not counted.
     """
-    tokens, hidden, t = mb.size * mb.seq_len / mb.context, model.hidden_size, mb.tensor
-    element = 4 if mb.dtype == "float32" else 2
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    product_type = _wide(mb.dtype)
+    tokens, hidden, t = mb.tokens, model.hidden_size, mb.tensor
+    element = element_bytes(mb.dtype)
+    bandwidth = profile.memory_rate
+    product_type = stored_dtype(mb.dtype)
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)

@@ -1,9 +1,9 @@
-"""Measured rows: reading them, and what they leave unsaid.
+"""Measured rows: how to read them, and how to fill in what they leave out.
 
-A row is one published measurement of a training step. Columns: source, model, layers, hidden, heads, kv_heads, ffn,
-seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs, tflops_per_gpu,
-step_time_s, mem_gib, notes. Blank means unknown. The first word of the notes names the study, and with it the stack.
-A row without a time whose notes say OOM ran out of memory.
+A row is one published measurement of a training step. Its columns are source, model, layers, hidden, heads, kv_heads,
+ffn, seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs,
+tflops_per_gpu, step_time_s, mem_gib and notes. Blank means unknown. The first word of the notes names the study, which
+determines the stack. A row without a time whose notes say OOM ran out of memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from titan_like.models.llama.config import LlamaConfig
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
-COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # without these a file is no file of rows
+COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # a file of rows has at least these
 
 _RECOMPUTE = {  # mode, and every how many layers
     "none": ("none", 1),
     "full": ("full", 1),
     "selective": ("selective", 1),
-    "selective-ac": ("full", 2),  # torchtitan's, of every second layer
+    "selective-ac": ("full", 2),  # torchtitan's, which recomputes every second layer
     "selective-ac(per-op)": ("full", 2),
 }
 
@@ -44,7 +44,7 @@ _Size = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class _Cells(BaseModel):
-    """A row's numbers, those that are stated. The bounds are far outside of what anybody ran."""
+    """The numbers of a row that are stated. The bounds are far beyond anything that has been run."""
 
     layers: _Size | None = None
     hidden: _Size | None = None
@@ -69,7 +69,7 @@ class _Cells(BaseModel):
     mem_gib: float | None = Field(None, gt=0, lt=1e4)
 
 
-# What a study's rows do not say: from its paper or its scripts.
+# What a study's rows leave out, from its paper or its scripts.
 _MEGATRON_2021 = {"flash": False, "dropout": True, "dtype": "float16", "zero": 0, "recompute": "full"}
 _FSDP = {"flash": True, "dtype": "bfloat16", "zero": 3, "recompute": "none"}
 _MCORE = {"flash": True, "dtype": "bfloat16", "zero": 1, "recompute": "none", "sp": True}
@@ -82,7 +82,7 @@ STUDIES: dict[str, dict[str, Any]] = {
     "vtrain_single": _MEGATRON_2021,
     "bloom": {**_MEGATRON_2021, "zero": 1},
     "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
-    # Its memory is the first node's: runs with a third of it filled ran out of memory elsewhere.
+    # Its memory is the first node's. Runs that filled a third of it ran out of memory elsewhere.
     "jz_v100": {**_MEGATRON_2021, "zero": 1, "memory_of_first": True},
     "foundry": _FSDP,
     "torchtitan": _FSDP,
@@ -102,30 +102,30 @@ class Row:
     gpus: int
     gpus_per_node: int
     work: Workload
-    seconds: float  # of a step, given or from the rate
+    seconds: float  # per step, stated or computed from the rate
     memory_gib: float | None
     source: str
     model: str
     notes: str
-    out_of_memory: bool = False  # it did not run, and has no time
-    memory_of_first: bool = False  # memory_gib is that of the first pipeline rank, not of the fullest
+    out_of_memory: bool = False  # the run did not start to train, and has no time
+    memory_of_first: bool = False  # memory_gib is the first pipeline rank's, not the fullest's
 
     @property
     def group(self) -> str:
-        """GPU and study, as reports name it."""
+        """GPU and study, as reports name them."""
         return f"{self.gpu} {self.study}"
 
     @property
     def session(self) -> str:
-        """What the notes say before the first semicolon, such as "bloom 02-25": rows of one state of a cluster."""
+        """The notes up to the first semicolon, such as "bloom 02-25". Its rows share one state of a cluster."""
         return self.notes.partition(";")[0].strip()
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
-    """All rows of a CSV that say enough to predict them; and which columns, and why which lines, are left out.
+    """The rows of a CSV that say enough to be predicted, and which columns and lines are left out and why.
 
     Raises:
-        ConfigError: no such file, or columns are missing.
+        ConfigError: the file cannot be read, or columns are missing or doubled.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -133,11 +133,11 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
             names = reader.fieldnames or []
             double = next((name for name in names if names.count(name) > 1), None)
             if double:
-                raise ConfigError("--points", str(path), f"has two columns {double}; leave one")
+                raise ConfigError("--points", str(path), f"has two columns {double}; remove one")
             missing = [column for column in COLUMNS if column not in names]
             if missing:
                 raise ConfigError("--points", str(path), f"has no column {missing[0]}")
-            left_out = [f"column {name}: is not one of those that are read" for name in _unknown(names)]
+            left_out = [f"column {name}: unknown, so not read" for name in _unknown(names)]
             tables = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
@@ -151,7 +151,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
 
 
 def study_of(notes: str) -> str:
-    """The first word, without punctuation and without a number that it equals."""
+    """The first word of the notes without punctuation. From "tokens/s=…" the value is dropped."""
     word = (notes or "").split()[0].strip(";:,") if (notes or "").split() else ""
     return word.split("=")[0] if word.startswith("tokens/s") else word
 
@@ -162,28 +162,30 @@ def _unknown(names: Sequence[str]) -> list[str]:
 
 
 def row_from(table: dict[str, str]) -> Row:
-    """One row.
+    """Read one row.
 
     Raises:
-        ValueError: it says too little, or what it says cannot be.
+        ValueError: it says too little, or something impossible.
     """
     cells, notes = _cells(table), table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
     if cells.tp is None or cells.ep != 1:
         raise ValueError(
-            "tp is not stated" if cells.tp is None else "ep above 1: expert parallelism is not planned for"
+            "tp is not stated" if cells.tp is None else "ep above 1: the planner has no expert parallelism"
         )
+    # Sizes: stated, or the likely ones.
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
     model = _model(cells)
     gpus, batch = cells.gpus, cells.gbs
     data = _data_parallel(cells)
     micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
     if batch % (data * micro):
-        raise ValueError(f"gbs = {batch}: no multiple of {data} × microbatches of {micro}")
+        raise ValueError(f"gbs = {batch}: not a multiple of {data} × microbatches of {micro}")
     virtual = cells.vp or _likely_virtual(
         defaults, layers=model.num_layers, pipeline=pipeline, m=batch // (data * micro)
     )
+    # Recomputation and sharding: stated, or the study's.
     stated = (table.get("recompute") or defaults["recompute"]).strip().lower()
     if stated not in _RECOMPUTE:
         raise ValueError(f"recompute = {stated}: must be one of {', '.join(_RECOMPUTE)}")
@@ -194,8 +196,8 @@ def row_from(table: dict[str, str]) -> Row:
     zero = int(zero_text) if zero_text else defaults["zero"]
     sequence = cells.seq_parallel if cells.seq_parallel is not None else defaults.get("sp", False)
     stages = pipeline * virtual
-    if stages > model.num_layers + 2:  # embedding and output may have stages of their own
-        raise ValueError(f"{stages} stages of {model.num_layers} layers")
+    if stages > model.num_layers + 2:  # the embedding and the output may have stages of their own
+        raise ValueError(f"{stages} stages for {model.num_layers} layers")
     work = Workload(
         model=model,
         seq_len=model.max_seq_len,
@@ -236,7 +238,7 @@ def row_from(table: dict[str, str]) -> Row:
 
 
 def _cells(table: dict[str, str]) -> _Cells:
-    if None in table:  # where csv puts what is left over
+    if None in table:  # where the csv module puts surplus cells
         raise ValueError("more cells than the file has columns")
     try:
         return _Cells.model_validate({name: text for name, text in table.items() if (text or "").strip()})
@@ -247,7 +249,7 @@ def _cells(table: dict[str, str]) -> _Cells:
 
 
 def _model(cells: _Cells) -> TransformerConfig:
-    """Its shape, as long as the row's sequences."""
+    """The model's shape, with the row's sequence length."""
     layers, hidden, seq, vocab = cells.layers, cells.hidden, cells.seq, cells.vocab
     if cells.heads and cells.heads % (cells.tp or 1):
         raise ValueError(f"tp = {cells.tp}: does not divide the {cells.heads} heads")
@@ -263,7 +265,7 @@ def _model(cells: _Cells) -> TransformerConfig:
 
 
 def _data_parallel(cells: _Cells) -> int:
-    """As many as the GPUs that tensor, pipeline and context parallelism leave."""
+    """The data-parallel degree: stated, or what the other degrees leave of the GPUs."""
     others = (cells.tp or 1) * cells.pp * cells.cp
     data = cells.dp or cells.gpus // others
     if data * others != cells.gpus:
@@ -272,7 +274,7 @@ def _data_parallel(cells: _Cells) -> int:
 
 
 def _likely_heads(hidden: int, tensor: int) -> int:
-    """Where the heads are not stated: a width near 128 that the sizes allow."""
+    """If heads are not stated: the number that gives a width nearest to 128 among those that the sizes allow."""
     fits = [h for h in range(tensor, hidden + 1, tensor) if hidden % h == 0] or [1]
     return min(fits, key=lambda h: abs(math.log(hidden / h / 128)))
 
@@ -294,17 +296,17 @@ def _shape(
 
 
 def _likely_micro_batch(share: int, pipeline: int) -> int:
-    """Where the micro-batch is not stated: all at once up to 16 without a pipeline, else one."""
+    """If the micro-batch is not stated: one with a pipeline, else the largest size up to 16 that divides the share."""
     if pipeline > 1:
         return 1
     return max(size for size in range(1, 17) if share % size == 0)
 
 
 def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:
-    """Where interleaving is not stated: the newer stacks interleave as finely as layers and microbatches allow."""
+    """If interleaving is not stated: newer stacks interleave as finely as layers and microbatches allow."""
     if defaults is not _MCORE or pipeline == 1 or m % pipeline:
         return 1
-    padded = layers + -layers % pipeline  # embedding and output may take the place of layers
+    padded = layers + -layers % pipeline  # the embedding and the output may take the place of layers
     return padded // pipeline if padded <= layers + 2 else 1
 
 
@@ -320,14 +322,14 @@ def _dtype(notes: str, study: str, default: str) -> str:
 
 
 def stated_dtype(notes: str) -> str | None:
-    """The type that the notes of a user's own row name."""
+    """The data type that the notes of a user's own row name."""
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     names |= {name: name for name in names.values()}
     return next((dtype for word, dtype in names.items() if re.search(rf"\b{word}\b", notes.lower())), None)
 
 
 def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:
-    """From TFLOP/s per GPU by the convention that the notes name."""
+    """Seconds per step, from TFLOP/s per GPU by the convention that the notes name."""
     if tflops_per_gpu is None:
         raise ValueError("neither step_time_s nor tflops_per_gpu is stated")
     model, seq = work.model, work.seq_len
@@ -339,12 +341,15 @@ def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str
 
 
 def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile on the row's own GPU, and with what its notes name: the network, such as "400 Gbps" for a node,
-    asynchronous tensor parallelism, or float8 with a scale for every row."""
+    """The profile on the row's own GPU, with what its notes name.
+
+    Notes can name the network ("400 Gbps" per node), asynchronous tensor parallelism, or float8 with a scale for each
+    row.
+    """
     changes: dict[str, Any] = {}
-    own = builtin_devices().get(profile.device.name) is not profile.device  # described by the profile itself
+    own = builtin_devices().get(profile.device.name) is not profile.device  # the profile itself describes its device
     if not own and "memory size not stated" not in row.notes:
-        with suppress(ConfigError):  # of a GPU that is not known, the profile's own
+        with suppress(ConfigError):  # for an unknown GPU, keep the profile's own
             device = find_device(row.gpu)
             if device is not profile.device:
                 changes["device"] = device
@@ -353,7 +358,7 @@ def adapted(profile: Profile, row: Row) -> Profile:
         if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
             changes["node_bandwidth"] = float(number) * 1e9 / 8
     if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
-        # The bf16 optimizer of 28 February sums gradients in float32 too, and does not shard them.
+        # The bf16 optimizer of 28 February also sums gradients in float32, and does not shard them.
         changes["gradient_state"] = profile.gradient_state + 4
     if "asyncTP" in row.notes:
         changes["tensor_exposed"] = profile.tensor_async_exposed

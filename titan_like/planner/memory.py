@@ -1,9 +1,9 @@
-"""Memory of one GPU of every pipeline rank, by what takes it. Bytes.
+"""Bytes of memory on one GPU of every pipeline rank, by what takes them.
 
-Parameters, gradients and optimizer state of our own trainer come from `training_state`, which is exact; of other stacks
-from their bytes per parameter. Activations are those of arXiv 2205.05198, equations 1 to 6, written for
-grouped-query attention, gated MLPs and fused attention; how many are alive at once is what
-`titan_like.parallel.schedules.tables` says of each schedule.
+For our own trainer, parameters, gradients and optimizer state come from `training_state`, which is exact, and
+activations from `activations`. For other stacks, states follow from their bytes per parameter, and activations from
+arXiv 2205.05198, equations 1 to 6, extended to grouped-query attention, gated MLPs and fused attention.
+`titan_like.parallel.schedules.tables` says how many microbatches' activations each schedule holds at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
+from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import ParameterSplit, ShardOf, description, stage_units
 from titan_like.planner.training_state import Storage, rank_state
-from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_state
+from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_state
 from titan_like.planner.workload import PipelineRanks, Workload, pipeline_of, ranks_from
 
-MEMORY_MARGIN = 0.1  # part of a GPU's memory that a prediction must leave free: what memory is mistaken by, nine in ten
-_BYTES = {"float16": 2, "bfloat16": 2, "float8": 2, "float4": 2, "float32": 4}  # of an activation
+MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
 
 
 class RankMemory(NamedTuple):
@@ -33,7 +33,7 @@ class RankMemory(NamedTuple):
     parameters: float
     gradients: float
     optimizer: float
-    gathered: float  # weights gathered, and gradients between being made and being summed
+    gathered: float  # gathered weights, and gradients that are not summed yet
     activations: float
     logits: float
     overhead: float
@@ -41,7 +41,7 @@ class RankMemory(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The job's memory."""
+    """Bytes on the GPUs of a job."""
 
     ranks: tuple[RankMemory, ...]  # by pipeline rank
     largest: float
@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
 
 def usable_bytes(device: Device) -> float:
-    """What a layout that is chosen by its prediction may take of a GPU."""
+    """Bytes of a GPU's memory that a layout chosen by its prediction may take."""
     return device.memory_bytes * (1 - MEMORY_MARGIN)
 
 
@@ -65,32 +65,36 @@ def memory(work: Workload, profile: Profile) -> Memory:
 
 
 def fits(work: Workload, profile: Profile) -> bool:
-    """Whether a choice by prediction may take the layout: its largest rank leaves the margin free.
+    """Whether every rank leaves the margin free, so that a search may choose the layout.
 
-    Most layouts that do not fit are known by the first rank that is looked at.
+    It stops at the first rank that is too full, which for most layouts is the first one it looks at.
     """
     usable = usable_bytes(profile.device)
     return all(rank.total <= usable for rank in rank_memories(work, profile, _ranks_to_judge(work, exact=True)))
 
 
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
-    """`memory`'s largest rank, found among the few that can be it: the ends, and the first with such stages, of all and
-    of those that hold fewer microbatches than a step has.
+    """The largest total of `memory`, found without computing every rank.
 
-    Not ``exact``: where a schedule splits backward passes, an estimate of the trainer's state, much faster.
+    Candidates are the first and the last rank, and the first rank with each combination of stages: once among all
+    ranks, once among those that hold fewer microbatches than the step has. With ``exact`` unset, the trainer's state
+    under a schedule that splits backward passes is a much faster estimate.
     """
     return max([rank.total for rank in rank_memories(work, profile, _ranks_to_judge(work, exact), exact)])
 
 
 def _ranks_to_judge(work: Workload, exact: bool) -> Sequence[int]:
     if exact and work.schedule in SPLIT_BACKWARD:
-        return range(work.pipeline)  # any may hold most
+        return range(work.pipeline)  # any rank may be the fullest
     ranks, start = pipeline_of(work).largest, _first_with_gradients(work)
     return (*ranks, *ranks_from(work, start)) if 0 < start < work.pipeline else ranks
 
 
 def _first_with_gradients(work: Workload) -> int:
-    """The first rank that has gradients when it holds most activations: not a whole step's (`in_flight`)."""
+    """The first rank that already has gradients when it holds the most activations.
+
+    It does not hold all microbatches of the step at once: solve `in_flight` < v·m for the rank.
+    """
     p, m, stages = work.pipeline, work.microbatches, stages_per_rank(work.schedule, work.virtual_stages)
     if work.schedule not in ("1f1b", "interleaved_1f1b"):
         return p
@@ -98,7 +102,7 @@ def _first_with_gradients(work: Workload) -> int:
 
 
 def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact: bool = True) -> Iterator[RankMemory]:
-    """Memory of some pipeline ranks; ``exact`` as for `largest_memory`."""
+    """Memory of some pipeline ranks; ``exact`` as in `largest_memory`."""
     pipeline, m = pipeline_of(work), work.microbatches
     if profile.trainer_state:
         one, of_layer = kept_of(work, profile.device), (0.0, 0.0)
@@ -127,14 +131,19 @@ def _activations(
     ends: tuple[bool, bool],
     logit_state: float,
 ) -> tuple[float, float]:
-    """Activations and logits of other stacks.
+    """Bytes of activations and of logits for other stacks.
 
-    ``of_layer``: `layer_activations`; ``held``: microbatches of all the rank's layers; ``ends``: first, last.
+    Args:
+        work: the run.
+        of_layer: the result of `layer_activations`.
+        layers: layers on the rank.
+        held: microbatches whose activations all the rank's layers hold.
+        ends: whether the rank has the first stage, and whether it has the last.
+        logit_state: bytes per logit at the loss, apart from the logit itself.
     """
     chunk, working = of_layer
     activations = held * chunk * layers + (working if layers else 0)
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    element = _BYTES[work.dtype]
+    tokens, element = work.tokens, element_bytes(work.dtype)
     if ends[0]:
         activations += held * tokens * work.model.hidden_size * element
     logits = tokens * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
@@ -142,7 +151,7 @@ def _activations(
 
 
 def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
-    """Most chunks (a microbatch in one of the rank's stages) held at once; `tables` has the formulas."""
+    """The most chunks (one microbatch in one of the rank's stages) held at once; the formulas are those of `tables`."""
     everything = stages * microbatches
     if schedule in ("gpipe", "looped_bfs"):
         return everything
@@ -154,26 +163,26 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 
 def layer_kept(work: Workload, profile: Profile) -> float:
-    """Bytes that one layer keeps of one microbatch, of which a rank holds `in_flight`."""
+    """Bytes that one layer keeps of one microbatch; a rank holds `in_flight` of them."""
     return kept_of(work, profile.device).layer if profile.trainer_state else layer_activations(work)[0]
 
 
 def layer_activations(work: Workload) -> tuple[float, float]:
-    """Bytes that one layer keeps of one microbatch until its backward pass; bytes that only the layer at work needs.
+    """Bytes that one layer keeps of a microbatch until its backward pass, and bytes that only the running layer needs.
 
-    Per token, with e bytes an element, in the residual stream (divided by t with sequence parallelism): two norms'
-    inputs and outputs 4eh, masks 2h; divided by t: queries, keys, values and heads' output e(2h + 2kv), the MLP's
-    2f (gated: 3f) elements; the unfused attention matrix: softmax, and with dropout its mask and result, 5as for e = 2.
+    arXiv 2205.05198, per token, with e bytes an element:
+
+    - residual stream, divided by t with sequence parallelism: inputs and outputs of two norms 4eh, dropout masks 2h;
+    - divided by t: queries, keys, values and the heads' output e(2h + 2kv), and 2f elements of an MLP (gated: 3f);
+    - the unfused attention matrix, divided by t: the softmax, and with dropout its mask and result, 5as for e = 2.
     """
-    model, t = work.model, work.tensor
-    tokens = work.micro_batch_size * work.seq_len / work.context
-    e = _BYTES[work.dtype]
+    model, t, tokens, e = work.model, work.tensor, work.tokens, element_bytes(work.dtype)
     parts, hidden = description(model), model.hidden_size
     outside = t if work.sequence_parallel else 1
     stream = (2 * len(parts.norms) * e * hidden + (len(parts.regions) * hidden if work.dropout else 0)) / outside
-    inside = 0.0  # of each region the results of its first products and the input of its last
+    inside = 0.0  # per region, the results of its first products and the inputs of its last
     for region in parts.regions:
-        # A compiler makes what is computed from several results, such as the product of a gated MLP, again.
+        # A compiler recomputes what depends on several results, such as the product inside a gated MLP.
         is_made_again = work.compiled and not region.cores and region.columns > region.rows
         inside += e * (region.columns + (0 if is_made_again else region.rows)) / t
     heads = model.num_attention_heads / t
@@ -188,31 +197,32 @@ def layer_activations(work: Workload) -> tuple[float, float]:
 
 
 State = tuple[float, float, float, float]
-"""Bytes of parameters, gradients, optimizer state, and what of the first two exists beside them for a while."""
+"""Bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
 
 
 def _trainer_states(work: Workload, pipeline: PipelineRanks, ranks: Sequence[int], exact: bool) -> Iterator[State]:
-    """Of our own trainer."""
+    """The state of our own trainer on each rank."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    storage = (work.tensor, shard, work.data_parallel > 1, work.zero_stage, _BYTES[work.dtype])
+    sharing = Sharing(work.tensor, shard, work.data_parallel > 1, work.zero_stage, element_bytes(work.dtype))
     if exact and split:
+        # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
         for rank in ranks:
-            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, *storage)
+            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, sharing)
         return
     turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
     for rank in ranks:
-        yield trainer_state(work.model, pipeline.here[rank], *turns, *storage)
+        yield trainer_state(work.model, pipeline.here[rank], *turns, sharing)
 
 
 def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank: int) -> State:
-    """Of other stacks, by their bytes per parameter."""
+    """The state of another stack, from its bytes per parameter."""
     here = pipeline.here[rank]
     count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
-    zero, shard = work.zero_stage, work.shard * work.context  # the ranks of a sequence share shards too
+    zero, shard = work.zero_stage, work.shard * work.context  # ranks that share a sequence also share the shards
     weights = profile.weight_state * count
     gradients = profile.gradient_state * count
-    # Two layers at a time are whole: their gradients before they are scattered, in ZeRO 3 their weights too.
+    # Two layers exist unsharded at a time: their gradients before the reduce-scatter, with ZeRO 3 also their weights.
     whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
     gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
     gathered += profile.buffer_state * count if zero < 3 else 0.0
@@ -226,7 +236,7 @@ def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank
 
 @lru_cache(maxsize=4096)
 def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> int:
-    """Parameters of one GPU before ZeRO, exact. All layers have as many."""
+    """The exact number of parameters on one GPU before ZeRO. All layers have the same number."""
     if layers > 2:
         two, one = (rank_parameters(model, count, is_first, is_last, tensor) for count in (2, 1))
         return two + (layers - 2) * (two - one)

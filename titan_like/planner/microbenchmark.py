@@ -1,9 +1,10 @@
-"""Measures the machine it runs on, in under a minute: the constants of a stack profile.
+"""Measure the constants of a stack profile on this machine, in under a minute.
 
-Each constant is measured by what the planner uses it for: matrix products by linear layers, forward and backward;
-attention by its core; the host by a layer too small to compute much; norms, activations and sums by themselves; links
-by collectives. The shortest of many runs counts: others on the machine only ever add to it. On several processes
-(torchrun) all measure at once, as in training, and the mean counts. On a CPU they share its cores and its memory.
+Each constant is measured with what the planner uses it for. Linear layers, forward and backward, give matrix products;
+an attention core gives attention; a tiny layer gives the host's launch time; single norms, activations and sums give
+the memory's efficiency; collectives give links. The shortest of many runs counts, because other load on the machine
+only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean counts. On a CPU
+they share cores and memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,13 @@ from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
 from titan_like.planner.predict import default_profile
-from titan_like.planner.process_overhead import resident
+from titan_like.planner.process_overhead import measure_overhead
 from titan_like.planner.profile import Profile
 
-_SECONDS = 1.0  # spent on one figure, and at least three runs
-_DEPTHS = [10 * 1.15**i for i in range(32)]  # tried for gemm_depth: 10 to 760
+_SECONDS = 1.0  # per figure, with at least three runs
+_DEPTHS = [10 * 1.15**i for i in range(32)]  # candidates for gemm_depth: 10 to 760
 
-# Of a linear layer: tokens, inputs, outputs. A CPU trains smaller models.
+# Linear layers: tokens, inputs, outputs. Models on a CPU are smaller.
 _PRODUCTS_CPU = (
     (512, 128, 384),
     (512, 128, 512),
@@ -44,27 +44,26 @@ _PRODUCTS_CPU = (
     (256, 1024, 1024),
 )
 _PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
-# Of a layer: samples, tokens of each, hidden size, heads.
+# Transformer layers: samples, tokens of each, hidden size, heads.
 _LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
 _LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
 _TINY = (1, 8, 16, 2)
 
-_ALTERNATIONS = 10  # of a product and a collective
-_COLLECTIVE_BYTES = (1 << 12, 1 << 20, 1 << 24)  # 4 KiB for latency, 16 MiB for bandwidth
+_ALTERNATIONS = 10  # rounds of a product and a collective
+_COLLECTIVE_BYTES = (1 << 12, 1 << 20, 1 << 24)  # 4 KiB for latency, the largest for bandwidth
 _COLLECTIVE_BYTES_GPU = (1 << 12, 1 << 24, 1 << 28)
 
 
 class Links(NamedTuple):
-    """What processes achieve with each other: bytes per second in one direction of one process, and seconds."""
+    """What processes achieve: bytes per second in one direction of one process, and seconds."""
 
     all_reduce: float
     all_gather: float
     message: float
-    latency: float  # of one hop of a ring
+    latency: float  # per hop of a ring
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A profile of this machine, and its figures in words."""
 
     profile: Profile
@@ -72,16 +71,16 @@ class Measured:
 
 
 class Machine:
-    """One process's device, the times of operations on it, and what the others measure."""
+    """One process's device, with timers for operations on it and on all processes."""
 
     def __init__(self, device: torch.device, show: Callable[[str], None]) -> None:
         self.device, self.show = device, show
         self.is_cpu = device.type == "cpu"
         self.processes = dist.get_world_size()
-        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # on this machine
+        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
 
     def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
-        """Shortest time of one run, of which the device has finished the work."""
+        """Seconds of the shortest run, until the device has finished its work."""
         run()
         self._finish()
         times: list[float] = []
@@ -94,10 +93,10 @@ class Machine:
         return self.mean(min(times))
 
     def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
-        """What one run adds to products before and after it, on every process alike.
+        """Seconds that a run adds when it alternates with products on every process.
 
-        As in training: on a CPU the threads that carry a message find the cores taken, and in between the others of
-        the machine come in, for which everybody waits.
+        This is how collectives run in training. On a CPU, the threads that carry a message find the cores busy, and
+        everyone waits while other processes of the machine are scheduled.
         """
 
         def several(*steps: Callable[[], object]) -> float:
@@ -115,7 +114,7 @@ class Machine:
         return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
 
     def host_seconds(self, run: Callable[[], object]) -> float:
-        """Shortest time until the host has started one run's operators; the device may still work."""
+        """Seconds of the shortest run until the host has launched its operators; the device may still be working."""
         times = []
         for _ in range(30):
             self._finish()
@@ -125,7 +124,7 @@ class Machine:
         return self.mean(min(times))
 
     def mean(self, value: float) -> float:
-        """Over the processes."""
+        """The mean of a value over the processes."""
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item() / self.processes
@@ -139,15 +138,15 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     """Measure this machine. Every process of the default group calls it.
 
     Args:
-        device: this process's.
-        name: of the profile.
-        show: receives progress, a line at a time.
+        device: this process's device.
+        name: name of the profile.
+        show: called with lines of progress.
     """
     machine = Machine(device, show)
     more: dict[str, float] = {}
     if machine.is_cpu:
-        show("resident memory")  # first: the most that a process has held does not sink
-        more = {key: machine.mean(value) for key, value in resident()._asdict().items()}
+        show("resident memory")  # first, because the largest resident set never shrinks
+        more = {key: machine.mean(value) for key, value in measure_overhead()._asdict().items()}
     dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
     main = dtypes[-1]
     show("memory")
@@ -166,7 +165,7 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
     show("host")
     profile = profile.changed(operator_time=_operator_time(machine, main, profile))
-    show("what lies between products")
+    show("operators between products")
     profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
     profile = profile.changed(**more)
     return Measured(profile, _described(profile, links, main))
@@ -177,14 +176,14 @@ def _half_types(device: torch.device) -> list[str]:
 
 
 def _memory_bandwidth(machine: Machine) -> float:
-    """Bytes per second of c = a + b on arrays too large for caches."""
+    """Bytes per second of c = a + b on arrays that exceed the caches."""
     elements = (1 << 24) if machine.is_cpu else (1 << 28)
     a, b, c = (torch.ones(elements, device=machine.device) for _ in range(3))
     return 3 * 4 * elements / machine.seconds(lambda: torch.add(a, b, out=c))
 
 
 def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], float]:
-    """Seconds of a linear layer's three products by shape."""
+    """Seconds of a linear layer's three products, by shape."""
     found = {}
     for shape in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
         tokens, inputs, outputs = shape
@@ -200,7 +199,7 @@ def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], f
 
 
 def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], dtype: str) -> Profile:
-    """The depth and the efficiency that fit the measured products best, by the squares of relative errors."""
+    """The profile with the depth and the efficiency that fit the measured products best, by squared relative errors."""
     best, least = profile, math.inf
     for depth in _DEPTHS:
         trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
@@ -213,7 +212,7 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
 
 
 def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
-    """Causal fused attention, forward and backward: half of 4·s²·h FLOPs, three and a half times."""
+    """Efficiency of causal fused attention, forward and backward: 3.5 times half of 4·s²·h FLOPs per sample."""
     samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
     shape = samples, heads, seq_len, hidden // heads
     options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
@@ -227,11 +226,14 @@ def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     return min(1.0, flops / machine.seconds(run) / peak)
 
 
+def _one_layer(seq_len: int, hidden: int, heads: int) -> GPTConfig:
+    return GPTConfig(num_layers=1, hidden_size=hidden, num_attention_heads=heads, vocab_size=128, max_seq_len=seq_len)
+
+
 def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
-    """The host's time of a layer that has next to nothing to compute, over the operators that the planner counts."""
+    """Seconds per operator: the host's time for a layer with almost nothing to compute, over its counted operators."""
     samples, seq_len, hidden, heads = _TINY
-    sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
-    model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
+    model = _one_layer(seq_len, hidden, heads)
     layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
     parameters = list(layer.parameters())
     x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
@@ -244,14 +246,14 @@ def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
 
 
 def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
-    """What a layer computes between products, by the bytes that the planner counts for it.
+    """Efficiency of what a layer computes between products, by the bytes that the planner counts for it.
 
-    Operator by operator, and not as what a whole layer takes more: short runs find a moment when nothing else runs.
+    Operators are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment
+    in which nothing else runs.
     """
     found = []
     for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
-        sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": heads}
-        model = GPTConfig.model_validate(sizes | {"vocab_size": 128, "max_seq_len": seq_len})
+        model = _one_layer(seq_len, hidden, heads)
         mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
         whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
         bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
@@ -270,19 +272,19 @@ def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
         def add(gradient: torch.Tensor = gradient) -> object:
             return gradient + gradient
 
-        # Two norms; two residual sums forward, and two sums of their gradients.
+        # Two norms, two residual sums forward, and two sums of their gradients.
         seconds = 2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, add)
         found.append((whole.forward + whole.backward - bare.forward - bare.backward) / seconds)
-    return min(1.0, statistics.geometric_mean(found))  # caches may be faster than memory, which updates go through
+    return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
 
 
 def _repeated(machine: Machine, run: Callable[[], object], times: int = 4) -> float:
-    """Seconds of one of several runs in a row, of which a GPU does not wait for the host."""
+    """Seconds of one run, from several in a row, so that a GPU does not wait for the host."""
     return machine.seconds(lambda: [run() for _ in range(times)]) / times
 
 
 def _links(machine: Machine) -> Links:
-    """Collectives over all processes, and messages between neighbours, all at once."""
+    """Measure collectives over all processes, and messages between neighbours that all processes send at once."""
     n, rank = machine.processes, dist.get_rank()
     sizes = _COLLECTIVE_BYTES if machine.is_cpu else _COLLECTIVE_BYTES_GPU
     tokens, inputs, outputs = (_PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU)[-1]
@@ -298,7 +300,7 @@ def _links(machine: Machine) -> Links:
     def gathered(nbytes: int) -> float:
         part = torch.ones(nbytes // 4 // n, device=machine.device)
         whole = torch.empty(part.numel() * n, device=machine.device)
-        with warnings.catch_warnings():  # later versions have another name for it
+        with warnings.catch_warnings():  # deprecated in later versions
             warnings.simplefilter("ignore", FutureWarning)
             return machine.seconds_between(lambda: dist.all_gather_into_tensor(whole, part), product)
 
@@ -312,6 +314,7 @@ def _links(machine: Machine) -> Links:
 
         return machine.seconds_between(run, product)
 
+    # A ring all-reduce has 2(n-1) hops, an all-gather n-1. What the largest size takes beyond them is bandwidth.
     smallest, *_, largest = sizes
     latency = reduced(smallest) / (2 * (n - 1))
     ring = (n - 1) / n * largest
@@ -322,20 +325,20 @@ def _links(machine: Machine) -> Links:
 
 
 def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: Links | None) -> Device:
-    """This machine's device with what was measured of it."""
+    """This machine's device with its measured figures."""
     if machine.is_cpu:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
         link = links.all_reduce if links else bandwidth
         return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
     properties = torch.cuda.get_device_properties(machine.device)
     known = _known(properties.name)
-    inside = links is not None and machine.processes == machine.here  # else links are those between machines
+    inside = links is not None and machine.processes == machine.here  # else the links are those between machines
     link = links.all_reduce if links and inside else known.nvlink_bandwidth if known else bandwidth
     return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
 
 
 def _known(gpu: str) -> Device | None:
-    """The data sheet's device of a GPU's name."""
+    """The data sheet's device for a GPU's name, or None."""
     try:
         return find_device(gpu)
     except ConfigError:
@@ -343,7 +346,7 @@ def _known(gpu: str) -> Device | None:
 
 
 def _start(machine: Machine, name: str, device: Device, links: Links | None) -> Profile:
-    """What is not measured: of the nearest shipped profile on a GPU, nothing on a CPU."""
+    """The constants that are not measured: on a GPU the nearest shipped profile's, on a CPU the defaults."""
     several = machine.processes > machine.here
     if machine.is_cpu:
         profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
@@ -361,7 +364,7 @@ def _start(machine: Machine, name: str, device: Device, links: Links | None) -> 
     )
     if links is None:
         return profile.changed(node_bandwidth=0.0)
-    # Collectives and messages over the slowest link that there is: between machines where there are several.
+    # Collectives and messages run over the slowest link, which is between machines if there are several.
     fastest = max(links.all_reduce, links.message)
     network = {
         "node_bandwidth": fastest * machine.here,

@@ -1,4 +1,4 @@
-"""A run's configuration → step time, memory, rates, and how far to trust them."""
+"""From a run's configuration to its step time, memory and rates, with an error band."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime
-from titan_like.planner.traffic import BYTES
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_rules
 
-# Whose constants our own trainer is predicted with, until it has been measured itself: PyTorch's FSDP with fused
-# attention on A100 and newer; on V100 a stack with unfused attention.
+# Profiles whose constants stand in for our own trainer until it has been measured: PyTorch's FSDP with fused attention
+# on the A100 and newer GPUs, and a stack with unfused attention on the V100.
 _NEAREST = {"V100": "dgx2_v100", "T4": "dgx2_v100"} | dict.fromkeys(
     ("A100", "A800", "A30", "A40", "A10", "A10G"), "fsdp_a100"
 )
@@ -40,11 +40,11 @@ class Forecast:
     time: StepTime
     memory: Memory
     rates: Throughput
-    seconds_low: float  # nine in ten rows that the profile was not fitted on lie between these
+    seconds_low: float  # nine in ten rows that the profile was not fitted on lie within these
     seconds_high: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The forecast for JSON."""
         return {
             "profile": self.profile.name,
             "gpus": self.num_gpus,
@@ -63,10 +63,10 @@ class Forecast:
 
 
 def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
-    """The step of a run on the cluster that it names.
+    """Forecast the step of a run on the cluster that it names.
 
     Raises:
-        ConfigError: the settings contradict each other, or the GPU is not known.
+        ConfigError: the settings contradict each other, or the GPU is unknown.
     """
     model = model_config(config.model)
     profile, device = profile_and_device(config, profile)
@@ -78,36 +78,36 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
 def predict_layout(
     config: JobConfig, model: TransformerConfig, layout: Layout, profile: Profile, device: Device
 ) -> Forecast:
-    """The step of a run on a cluster that its layout fits.
+    """Forecast the step of a run in a layout that its cluster holds.
 
     Raises:
-        ConfigError: the device lacks the type, or the profile knows nothing of links between processes.
+        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
     work = workload_of(config, model, layout)
     return forecast(work, checked_profile(config, layout.num_processes, profile, device), config)
 
 
 def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
-    """The stack's constants `for_run`.
+    """The stack's constants for this run: `for_run`, checked.
 
     Raises:
-        ConfigError: the device lacks the type, or the profile knows nothing of links between processes.
+        ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
     profile = for_run(profile, config, device)
     if num_processes > 1 and not profile.node_bandwidth:
         problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
         raise ConfigError("cluster.node_bandwidth", None, problem)
-    device.peak_flops(compute_type(config))  # refuses
+    device.peak_flops(compute_type(config))  # raises ConfigError
     return profile.changed(one_node=num_processes <= profile.gpus_per_node)
 
 
 def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Profile, Device]:
-    """The stack and what it runs on: the profile's own device where it brings one, else the cluster's GPU.
+    """The stack's profile and its device: the profile's own if it describes one, else the cluster's GPU.
 
-    Without a profile it is the configuration's, or the GPU's own.
+    If ``profile`` is None, the configuration names the profile, or the GPU's default is used.
 
     Raises:
-        ConfigError: no GPU is named, or one that is not known.
+        ConfigError: no GPU is named, or it is unknown.
     """
     if profile is None and config.cluster.profile is not None:
         profile = load_profile(config.cluster.profile, "cluster.profile")
@@ -119,11 +119,11 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
     return profile or default_profile(device), device
 
 
-_LARGEST_BAND = 0.9  # errors are relative to what is measured: at 1 nothing is known
+_LARGEST_BAND = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
 
 
 def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
-    """Predict, and put rates and an error band beside it."""
+    """Predict a run's step, with rates and an error band."""
     time, device = simulated_step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
     meter = ThroughputMeter(work.model, work.seq_len, config.activation_checkpoint, work.num_gpus, peak)
@@ -142,7 +142,11 @@ def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
 
 
 def cluster_size(config: JobConfig) -> int:
-    """GPUs of the job: of the cluster, else the product of the degrees."""
+    """GPUs of the job: those of the cluster, else the product of the degrees.
+
+    Raises:
+        ConfigError: the cluster has nodes of unknown size.
+    """
     cluster, degrees = config.cluster, config.parallelism
     if cluster.nodes is not None:
         if cluster.gpus_per_node is None:
@@ -159,13 +163,13 @@ def cluster_size(config: JobConfig) -> int:
 
 
 def default_profile(device: Device) -> Profile:
-    """Constants for our own trainer on a device that no profile was asked for."""
+    """The default constants for our own trainer on a device."""
     name = _NEAREST.get(device.name.split("-")[0], _NEWEST)
     return builtin_profiles()[name].changed(device=device)
 
 
 def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
-    """A stack's constants, with what is known of our own trainer and of the run's cluster in their place."""
+    """A stack's constants, with those of our own trainer and of the run's cluster in their place."""
     training, cluster = config.training, config.cluster
     return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
         device=device,
@@ -175,18 +179,18 @@ def for_run(profile: Profile, config: JobConfig, device: Device) -> Profile:
 
 
 def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") -> Profile:
-    """A stack's constants with how our own trainer works in the place of how that stack does."""
+    """A stack's constants, with our own trainer's way of working in place of that stack's."""
     return profile.changed(
         trainer_state=True,
-        message_exposed=1.0 if profile.device.is_cpu else 0.0,  # waited for where a pass needs it, and not before
-        # Weights are DTensors, whose local parts are taken and given gradients one by one: a GPT's layer of 12 takes
-        # the host 375 and 880 µs in place of 90 and 150 (PyTorch 2.13, a server's CPU).
+        message_exposed=1.0 if profile.device.is_cpu else 0.0,  # our trainer waits only when a pass needs it
+        # Weights are DTensors, and taking their local parts and gradients costs the host time. For a GPT layer with 12
+        # parameters it needs 375 µs forward and 880 µs backward instead of 90 and 150 (PyTorch 2.13, server CPU).
         tensor_host_forward=285e-6,
         tensor_host_backward=730e-6,
-        fused_loss=False,  # PyTorch's, in float32
+        fused_loss=False,  # PyTorch's loss, in float32
         logit_state=8.0,
-        recompute_whole=False,  # torch stops recomputing where nothing more is needed
-        optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; the norm before it
+        recompute_whole=False,  # torch stops recomputing when nothing more is needed
+        optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; plus the gradient norm
         gradient_bytes=BYTES[reduce_dtype],
         parameter_bytes=BYTES[dtype],
         dtype=dtype,
@@ -194,13 +198,13 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
 
 
 def compute_type(config: JobConfig) -> str:
-    """The type whose speed counts; float64 is taken for float32."""
+    """The data type whose speed counts. float64 is treated as float32."""
     dtype = config.training.dtype
     return "float32" if dtype == "float64" else dtype
 
 
 def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
-    """The configuration's sections as the planner's numbers."""
+    """The configuration's sections as a `Workload`."""
     training, parallelism, recompute = config.training, config.parallelism, config.activation_checkpoint
     schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
     stages = layout.pipeline * stages_per_rank(schedule, virtual)

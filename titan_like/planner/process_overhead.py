@@ -1,4 +1,4 @@
-"""What a training process on a CPU holds besides its tensors: measured by training two models for two steps."""
+"""Bytes that a training process on a CPU holds besides its tensors, measured by training two models for two steps."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _SMALL, _LARGE = 64, 512  # hidden sizes
 
 
 class Overhead(NamedTuple):
-    """What the planner adds to tensors."""
+    """What the planner adds to the tensors."""
 
-    overhead_bytes: float  # interpreter, libraries, threads
-    fragmentation: float  # of activations, logits and gathered weights
+    overhead_bytes: float  # bytes of interpreter, libraries and threads
+    fragmentation: float  # share of activations, logits and gathered weights
 
 
-def resident() -> Overhead:
-    """Measure this process, which has called `keep_freed_memory` and not held much else; every rank calls it."""
+def measure_overhead() -> Overhead:
+    """Measure this process. Every rank calls it, after `keep_freed_memory` and before it has held much else."""
     small, small_tensors = _train(_SMALL)
     large, large_tensors = _train(_LARGE)
+    # Two sizes tell a constant part from one that grows with the tensors that come and go.
     moving = large_tensors.activations + large_tensors.logits + large_tensors.gathered
     beyond = large - small - (large_tensors.total - small_tensors.total)
     return Overhead(small - small_tensors.total, max(0.0, beyond / moving))
 
 
 def _train(hidden_size: int) -> tuple[float, RankMemory]:
-    """Two steps: the largest resident set so far, and what the tensors should take of it."""
+    """Train for two steps; the largest resident set so far in bytes, and what the tensors should take of it."""
     n = dist.get_world_size()
     config = JobConfig.model_validate(
         {

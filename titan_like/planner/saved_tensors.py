@@ -1,4 +1,4 @@
-"""What autograd keeps of one layer for its backward pass, found by running the layer for two tokens."""
+"""Bytes that autograd keeps of one layer for its backward pass, found by running the layer on two tokens."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from titan_like.models.parts import new_one_layer, one_layer, only_layer
 from titan_like.parallel.tensor_styles import replace_forward
 from titan_like.planner.shapes import description
 
-_TOKENS = 2  # of the sequence that is run; with a single one, copies of transposed tensors would be views
+_TOKENS = 2  # with a single token, copies of transposed tensors would be views
 
 
 @lru_cache(maxsize=4096)
 def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
-    """Bytes of what every layer takes besides the hidden states, such as rotary tables."""
+    """Bytes of a layer's inputs other than the hidden states, such as rotary tables."""
     return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(seq_len, torch.device("meta")))
 
 
 @lru_cache(maxsize=4096)
 def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
-    """Bytes that each of a layer's regions keeps of one token, by its name, before tensor parallelism splits them.
+    """Bytes that each region of a layer keeps per token, by the region's name, before tensor parallelism splits them.
 
-    Storages count once, however many tensors share them, and only those that the region made: not its input. Of the
-    attention core its queries, keys and values count, as of a fused kernel.
+    Each storage counts once, however many tensors share it, and a region's own input does not count. An attention core
+    counts with its queries, keys and values, as a fused kernel keeps them.
 
-    What products, norms and attention cores keep is known: they are not run, and their weights stay on the meta device.
-    The rest runs on the CPU, since on the meta device any sum of two tensors first loads torch's compiler.
+    It is known what matrix products, norms and attention cores keep, so stand-ins replace them and their weights stay
+    on the meta device. The other operators run on the CPU: on the meta device, any sum of two tensors would first
+    import torch's compiler.
     """
     whole, parts, cpu = new_one_layer(model), description(model), torch.device("cpu")
     layer = only_layer(whole).to(getattr(torch, dtype))
@@ -53,7 +54,7 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), _saved_in(regions) as found:
         layer(x, *inputs)
-    # Storages of one tensor are one object, as long as the tensor lives.
+    # `id` tells storages apart: all tensors that share a storage return the same object while one of them is alive.
     known = {id(storage) for storage in others}
     return {
         name: sum(storage.nbytes() for storage in storages if id(storage) not in known) / _TOKENS
@@ -63,7 +64,10 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
 
 @contextmanager
 def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch.UntypedStorage]]]:
-    """Storages that autograd saves within each of some modules that do not enclose each other, but their inputs'."""
+    """Collect the storages that autograd saves inside each of some modules, except the modules' inputs.
+
+    The modules must not contain each other.
+    """
     found: dict[str, dict[int, torch.UntypedStorage]] = {name: {} for name in regions}
     inputs: list[torch.UntypedStorage] = []
     inside: list[str] = []
@@ -81,6 +85,7 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
             found[inside[-1]][id(storage)] = storage
         return tensor
 
+    # Hooks note which module runs; what autograd packs meanwhile belongs to it.
     handles = [module.register_forward_pre_hook(partial(enter, name)) for name, module in regions.items()]
     handles += [module.register_forward_hook(leave) for module in regions.values()]
     result: dict[str, list[torch.UntypedStorage]] = {}
@@ -93,17 +98,17 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
 
 
 def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Like q. The result, which a fused kernel keeps too, is the next product's input."""
+    """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input."""
     return _KeepInputs.apply(q.shape, q, k, v)
 
 
 def _product(outputs: int, x: torch.Tensor) -> torch.Tensor:
-    """[batch, seq, in] → [batch, seq, outputs]."""
+    """Linear layer: [batch, seq, in] → [batch, seq, outputs]."""
     return _KeepInputs.apply((*x.shape[:-1], outputs), x)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """Like x."""
+    """Norm: [batch, seq, hidden] → the same shape."""
     return _KeepInputs.apply(x.shape, x)
 
 

@@ -1,9 +1,9 @@
-"""The fastest layout that fits, among all that the trainer accepts, and the best of other kinds.
+"""A best-first search for the fastest layout that fits, among all that the trainer accepts, and the best of each kind.
 
-Best first: groups of layouts wait in the order of a lower bound of their step time, and a layout's own time is found
-when nothing that waits can be faster. So layouts come out in the exact order of their times by closed forms, and the
-many that can not be among the first are never computed. Of every kind, the first few of each schedule are then
-simulated pass by pass, and ranked by what that gives.
+Groups of layouts wait in a heap in the order of a lower bound of their step time. A layout's own time is computed when
+nothing in the heap can be faster. So layouts come out in the exact order of their times by closed forms, and the many
+that cannot be among the first are never computed. For every kind and schedule, the first few layouts are then simulated
+pass by pass and ranked by the simulated time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.layer_time import layer_cost
 from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
 from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
@@ -39,11 +40,11 @@ from titan_like.planner.step_time import (
 )
 from titan_like.planner.workload import Workload, pipeline_of
 
-_ROUNDING = 1 - 1e-9  # a bound is summed in another order than what it bounds
-_FLOAT32 = 4
-_CLOSED_FORMS = {True: 0.95, False: 0.98}  # of a layout's time, what simulation may give less; True: in a V
-_SIMULATED = 6  # layouts of a kind and schedule
-_UNSURE = (0.9, 1.25)  # between these the estimate of split backward passes' memory does not tell what fits
+_ROUNDING = 1 - 1e-9  # a bound and what it bounds are sums in different orders
+
+_CLOSED_FORMS = {True: 0.95, False: 0.98}  # least simulated time, relative to the closed form; True: V-shaped
+_SIMULATED = 6  # layouts per kind and schedule
+_UNSURE = (0.9, 1.25)  # in this range, the estimate for split backward passes cannot tell what fits
 
 
 @dataclass(frozen=True)
@@ -52,33 +53,33 @@ class Candidate:
 
     work: Workload
     time: StepTime
-    memory_bytes: float  # of the fullest GPU
+    memory_bytes: float  # on the fullest GPU
 
 
 @dataclass
 class Counts:
-    """What became of the valid layouts. The rest is slower than all that are told, by a bound on their time."""
+    """What became of the valid layouts. By a bound on their time, the rest is slower than all that are reported."""
 
     valid: int = 0
-    too_large: int = 0  # known not to fit; of those passed over nobody asked
+    too_large: int = 0  # known not to fit; layouts that were passed over may not fit either
     computed: int = 0  # layouts, and pipelines of a group, whose step time was computed
     simulated: int = 0  # layouts whose pipeline was simulated
 
 
 @dataclass(frozen=True)
 class Found:
-    """The end of a search."""
+    """The result of a search."""
 
     space: Space
     profile: Profile
     ranked: list[Candidate]  # the fastest of every kind, fastest first
-    too_large: list[Candidate]  # faster than the best, but too large: of their degrees those nearest to fitting
+    too_large: list[Candidate]  # faster than the best but too large; for each pair of degrees, the nearest to fitting
     counts: Counts
-    usable_bytes: float  # of a GPU's memory, the margin off
+    usable_bytes: float  # of a GPU's memory, without the margin
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits."""
+        """The fastest layout that fits."""
         return self.ranked[0]
 
     @property
@@ -95,25 +96,25 @@ def search(
     kinds: int = 10,
     progress: Callable[[Counts], None] | None = None,
 ) -> Found:
-    """The best layouts of a run for ``num_gpus`` GPUs (default: its cluster's).
+    """Find the best layouts of a run.
 
     Args:
-        config: the run; what `space.SEARCHED` names in it is chosen anew, but for ``fixed`` keys.
-        num_gpus: GPUs of the job.
+        config: the run. The keys of `search_space.SEARCHED` are chosen anew, except those in ``fixed``.
+        num_gpus: GPUs of the job (default: those of the run's cluster).
         profile: the stack (default: that of the GPU).
-        fixed: keys that stay.
-        kinds: combinations of tensor and pipeline degree and ZeRO stage to find the best of.
-        progress: is told how far the search is, now and then.
+        fixed: keys that stay as they are.
+        kinds: how many combinations of tensor degree, pipeline degree and ZeRO stage to find the best layout of.
+        progress: called now and then with the counts so far.
 
     Raises:
-        ConfigError: the GPU is not known, or no layout is valid, or none fits.
+        ConfigError: the GPU is unknown, no layout is valid, or none fits.
     """
     num_gpus = num_gpus or cluster_size(config)
     stack = profile_and_device(config, profile)
     profile = checked_profile(config, num_gpus, *stack)
     space = Space(config, model_config(config.model), num_gpus, fixed)
     collects = gc.isenabled()
-    gc.disable()  # it would look through hundreds of thousands of tuples, none of them in a cycle, again and again
+    gc.disable()  # it would scan hundreds of thousands of tuples over and over, none of them in a cycle
     try:
         return BestFirst(space, profile, kinds, progress).run()
     finally:
@@ -122,14 +123,14 @@ def search(
 
 
 class BestFirst:
-    """The search at work."""
+    """The state of a running search."""
 
     def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None] | None) -> None:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what): groups at depth 0, a group's pipelines at 1, layouts at 2, simulated ones at 3.
-        # Orders are unique, so that nothing else is compared: plainer settings first among layouts that are as fast.
+        # (bound, depth, order, what). Depth 0 has groups, 1 the pipelines of a group, 2 layouts, 3 simulated layouts.
+        # Orders are unique, so comparisons stop there; among equally fast layouts, plainer settings come first.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
         self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
@@ -151,18 +152,20 @@ class BestFirst:
                 break
             if self.progress is not None and turn % 256 == 0:
                 self.progress(self.counts)
+            # Whatever comes out first is replaced by its parts with closer bounds, until a simulated layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
             (self._add_pipelines, self._add_layouts, self._simulate, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
-        self.ranked.sort(key=lambda one: one.time.total)  # where a bound was above what it bounds
+        self.ranked.sort(key=lambda one: one.time.total)  # needed where a bound was above what it bounds
+        # Layouts that would win if they fitted are worth reporting. Their times are known from closed forms so far.
         too_large = [self._predicted(one.work) for one in self.too_large.values() if self._may_be_best(one)]
         too_large = [one for one in too_large if one.time.total < self.ranked[0].time.total]
         too_large.sort(key=lambda one: one.memory_bytes)
         return Found(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
 
     def _add_group(self, group: Workload) -> None:
-        """Put a group into the heap, unless no layout of it can fit."""
+        """Put a group into the heap, unless none of its layouts can fit."""
         layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
         self.counts.valid += layouts
         if self.least_memory(group) > self.usable:
@@ -174,16 +177,18 @@ class BestFirst:
         heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
 
     def least_memory(self, group: Workload) -> float:
-        """Bytes below which no layout of a group stays: activations, and its part of weights and gradients."""
+        """A lower bound in bytes on a group's layouts: activations, and an equal share of weights and gradients."""
         key = group.pipeline, group.microbatches
         if key not in self._held:
             pipelines = self.space.pipelines(group)
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
-        state = 2 * _FLOAT32 * group.model.num_parameters() / group.num_gpus if self.profile.trainer_state else 0.0
+        state = 0.0
+        if self.profile.trainer_state:  # master weights and their gradients
+            state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
         return self._held[key] * layer_kept(group, self.profile) + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
-        """Most layers times microbatches whose activations a rank holds."""
+        """The most layers times microbatches whose activations a rank holds."""
         work = self.space.member(group, schedule, virtual, 0, 1, group.shard)
         p, per_rank, layers = group.pipeline, stages_per_rank(schedule, virtual), pipeline_of(work).layers
         held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * layers[rank] for rank in range(p))
@@ -198,11 +203,11 @@ class BestFirst:
             self._push(bounds.least_time(*choice) * _least_part(group.pipeline, choice[0]), 1, (group, choice))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
-        """Put a pipeline's layouts into the heap by their step times, but for those known not to fit.
+        """Put a pipeline's layouts into the heap by their step times, except those known not to fit.
 
-        Most sharded first: with fewer shards memory only grows, and in 16-bit types, where backward passes are whole,
-        with a lower ZeRO stage. Split ones are judged when their turn comes: exactly, which takes long, where an
-        estimate does not say.
+        The most sharded layouts come first. With fewer shards, memory only grows. In 16-bit types it also grows with a
+        lower ZeRO stage, if backward passes are whole. Layouts with split backward passes are judged when their turn
+        comes, because the exact judgement, needed where the estimate does not decide, takes long.
         """
         if self._done(group):
             return
@@ -219,7 +224,7 @@ class BestFirst:
                     work = pipeline._replace(zero_stage=zero, replicate=replicas, shard=shards)
                     if zero == 3 and choice[0] not in SPLIT_BACKWARD:
                         may_fit = self._fits(work)
-                        # In float32 gathered weights are as large as those that ZeRO 0 has once.
+                        # Not so in float32, where ZeRO 0 has its weights once and ZeRO 3 gathers a copy of that type.
                         nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
                     if may_fit:
                         whole = gradients_are_whole(work)
@@ -228,6 +233,7 @@ class BestFirst:
                         self._add_layout(work, found[whole])
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
+        """Whether a layout fits, by an estimate; if ``exact`` and that is too rough, by following every pass."""
         used = largest_memory(work, self.profile, exact=False)
         if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
             enough = fits(work, self.profile)
@@ -243,19 +249,19 @@ class BestFirst:
         heapq.heappush(self.heap, (time.total * _least_part(work.pipeline, work.schedule), 2, _order(work), (work,)))
 
     def _remember(self, work: Workload, used: float) -> None:
-        """Count what is too large; of every pair of degrees keep what is nearest to fitting."""
+        """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
         self.counts.too_large += 1
         key = work.tensor, work.pipeline
         if key not in self.too_large or used < self.too_large[key].memory_bytes:
             self.too_large[key] = Candidate(work, step_time(work, self.profile), used)
 
     def _done(self, group: Workload) -> bool:
-        """Whether the best of all its kinds is known."""
+        """Whether the best layouts of all the group's kinds are known."""
         zeros = {zero for zero, _, _ in self.space.splits(group)}
         return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
 
     def _simulate(self, work: Workload) -> None:
-        """Of a layout that may be the first of its kind, and fits, find the time that it is ranked by."""
+        """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         is_known_to_fit = work.zero_stage == 3 and work.schedule not in SPLIT_BACKWARD
         tried = self.tried[_cell(work), work.schedule]
         if _cell(work) in self.cells or tried == _SIMULATED or (tried and work.pipeline == 1):
@@ -267,7 +273,7 @@ class BestFirst:
             heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time)))
 
     def _take(self, work: Workload, time: StepTime) -> None:
-        """The next layout in the order of time: one of the ranked, if it is the first of its kind."""
+        """Rank the next layout in the order of time, if it is the first of its kind."""
         if _cell(work) not in self.cells:
             self.cells.add(_cell(work))
             self.ranked.append(Candidate(work, time, largest_memory(work, self.profile)))
@@ -291,7 +297,7 @@ class BestFirst:
 
 
 def least_group_time(group: Workload, profile: Profile) -> float:
-    """Seconds below which no layout of a group stays: its layers on a rank that has no fewer than others."""
+    """A lower bound in seconds on a group's layouts: the passes of a rank with at least the mean number of layers."""
     work = group._replace(zero_stage=_least_zero(group))
     cost = layer_cost(work.model, microbatch_of(work), profile)
     once = cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
@@ -300,10 +306,10 @@ def least_group_time(group: Workload, profile: Profile) -> float:
 
 
 class PipelineBounds:
-    """Seconds below which no way of splitting a pipeline of one group by ZeRO stays.
+    """Lower bounds in seconds for a group's pipelines, over all ways in which ZeRO can split them.
 
-    Pipelines with the same slowest rank share what data parallelism adds. ZeRO 0 and 1 are taken with the passes of
-    ZeRO 2, which are shorter by more than they hide less.
+    Pipelines with the same slowest rank share what data parallelism adds. For ZeRO 0 and 1, the passes are those of
+    ZeRO 2: they are shorter, and by more than the communication that they would hide less.
     """
 
     def __init__(self, space: Space, group: Workload, profile: Profile) -> None:
@@ -311,10 +317,10 @@ class PipelineBounds:
         self._added: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
 
     def least_time(self, schedule: str, virtual: int) -> float:
-        """Of one pipeline."""
+        """The bound of one pipeline."""
         work = self._space.member(self._group, schedule, virtual, _least_zero(self._group), 1, self._group.shard)
         found = passes(work, self._profile)
-        key = found[:5]  # what `sharding` goes by
+        key = found[:5]  # everything that `sharding` depends on
         if key not in self._added:
             self._added[key] = [self._of_split(work, found, *split) for split in self._space.splits(work)]
         return found.seconds + min([added + found.bubble * elsewhere for added, elsewhere in self._added[key]])
@@ -326,12 +332,12 @@ class PipelineBounds:
 
 
 def _least_zero(work: Workload) -> int:
-    """The ZeRO stage whose microbatches take least: 2 adds up gradients of shards alone, and gathers only once."""
+    """The ZeRO stage with the fastest microbatches: 2 accumulates only shards of gradients and gathers only once."""
     return 2 if work.data_parallel > 1 else 0
 
 
 def _cell(work: Workload) -> tuple[int, int, int]:
-    """Its kind: tensor and pipeline degree, and ZeRO stage."""
+    """A layout's kind: tensor degree, pipeline degree and ZeRO stage."""
     return work.tensor, work.pipeline, work.zero_stage
 
 

@@ -1,8 +1,8 @@
 """Every layout that the trainer accepts for a model, a batch and a number of GPUs.
 
-The trainer's own rules decide what is valid. They are asked in parts, each once for all layouts that it is the same
-for: what depends on tensor parallelism, batch and recomputation, and what depends on the pipeline's schedule. Context
-and expert parallelism are left as the configuration has them.
+The trainer's own rules decide what is valid. They are checked in parts, each once for all layouts that it is the same
+for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Context
+and expert parallelism stay as the configuration has them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -21,7 +22,7 @@ from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
 from titan_like.train.rules import check_pipeline, check_rules, check_tensor_parallel
 
-# The keys that are chosen, and the `Workload`'s name of each.
+# The keys that a search chooses, each with its name in `Workload`.
 SEARCHED = {
     "parallelism.tensor_parallel_degree": "tensor",
     "parallelism.sequence_parallel": "sequence_parallel",
@@ -37,25 +38,25 @@ SEARCHED = {
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
-_EVERY = (1, 2, 3, 4, 8)  # between repeating all and nothing
+_EVERY = (1, 2, 3, 4, 8)  # recompute every n-th layer
 
 
 def set_keys(config: JobConfig) -> frozenset[str]:
-    """Those of the keys that could be chosen that the file or the command line sets."""
+    """The keys that a search could choose, but that the file or the command line sets."""
     keys = ((key, *key.split(".")) for key in (*SEARCHED, STAGE_SIZES))
     return frozenset(key for key, section, name in keys if name in getattr(config, section).model_fields_set)
 
 
 class Space:
-    """The valid layouts of one run on ``num_gpus`` GPUs; ``fixed`` keys stay as the configuration has them."""
+    """The valid layouts of one run on ``num_gpus`` GPUs. Keys in ``fixed`` stay as the configuration has them."""
 
     def __init__(
         self, config: JobConfig, model: TransformerConfig, num_gpus: int, fixed: frozenset[str] = frozenset()
     ) -> None:
-        """Raises ConfigError where a key is fixed to what leaves no layout; see `groups`."""
+        """Collect the choices. `groups` raises ConfigError if the fixed keys leave no layout."""
         self.model, self.num_gpus, self.fixed = model, num_gpus, fixed
         if STAGE_SIZES not in fixed:
-            config = changed(config, {STAGE_SIZES: None})
+            config = edit(config, {STAGE_SIZES: None})
         if config.parallelism.data_parallel_shard_degree == -1:
             self.fixed = fixed - {"parallelism.data_parallel_shard_degree"}
         self.config = config
@@ -69,10 +70,10 @@ class Space:
         self.refusals: list[ConfigError] = []
 
     def groups(self) -> Iterator[Workload]:
-        """Layouts that differ in more than the pipeline's schedule and how ZeRO splits: each stands for its group.
+        """One layout for each group. Members of a group differ only in the pipeline's schedule and in how ZeRO splits.
 
         Raises:
-            ConfigError: there is none; what the rules said first of a setting that is not chosen here.
+            ConfigError: no layout is valid; the error is the rules' first refusal of a setting that is not chosen here.
         """
         self._check_fixed()
         found = False
@@ -85,11 +86,12 @@ class Space:
             raise self.no_layout()
 
     def _check_fixed(self) -> None:
-        """Refuse degrees that the GPUs can not have, and stages that are not the model's layers.
+        """Refuse degrees that the GPUs cannot have, and stages that are not the model's layers.
 
         Raises:
-            ConfigError: the last of the fixed degrees, or the stages.
+            ConfigError: about the last of the fixed degrees, or about the stages.
         """
+        # Fixed degrees must divide the GPUs, and all four together with the context degree must use every GPU.
         degrees = {"parallelism.context_parallel_degree": self._base.context}
         names = [name for name in ("pipeline", "replicate", "shard", "tensor") if _KEY[name] in self.fixed]
         degrees |= {_KEY[name]: self._choices(name, [])[0] for name in names}
@@ -113,17 +115,18 @@ class Space:
             raise ConfigError(STAGE_SIZES, counts, problem)
 
     def no_layout(self) -> ConfigError:
-        """Why there is none: the first refusal of a fixed setting, else of one that is not chosen here."""
+        """Why there is no layout: the first refusal of a fixed setting, else of a setting that is not chosen here."""
         chosen = {*SEARCHED, STAGE_SIZES} if self.fixed else set()
         own = [refusal for refusal in self.refusals if refusal.key in self.fixed]
         others = [refusal for refusal in self.refusals if refusal.key not in chosen]
         for refusal in (*own, *others):
             return refusal
         fixed = ", ".join(sorted(self.fixed))
-        problem = f"no layout of that many is valid with {fixed} fixed; set fewer of them, or others"
+        problem = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
         return ConfigError("number of GPUs", self.num_gpus, problem)
 
     def _with_tensor(self, tensor: int, sequence: bool) -> Iterator[Workload]:
+        # The trainer's rules are asked as early as they can be decided, so that each refusal prunes most layouts.
         context = self._base.context
         work = self._base._replace(tensor=tensor, sequence_parallel=sequence)
         left = self.num_gpus // (tensor * context)
@@ -147,7 +150,7 @@ class Space:
                         yield of_batch._replace(recompute=mode, recompute_every=n)
 
     def pipelines(self, group: Workload) -> list[tuple[str, int]]:
-        """Schedules, and stages per rank, of a group."""
+        """Pairs of schedule and stages per rank that are valid for a group."""
         key = group.pipeline, group.micro_batch_size * group.data_parallel
         if key not in self._pipelines:
             choices = self._schedules(group.pipeline)
@@ -167,9 +170,9 @@ class Space:
         return found
 
     def splits(self, group: Workload) -> list[tuple[int, int, int]]:
-        """ZeRO stages with replicas × shards, most sharded first.
+        """Triples of ZeRO stage, replicas and shards, most sharded first.
 
-        Replicas are of use with ZeRO 3, which else gathers over all nodes.
+        Replicas help only ZeRO 3, which otherwise gathers weights over all nodes.
         """
         size = group.data_parallel
         if size not in self._splits:
@@ -205,7 +208,7 @@ class Space:
         return self._stages[stages]
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """The layout as keys of the configuration."""
+        """A layout as keys of the configuration."""
         values = {key: getattr(work, name) for key, name in SEARCHED.items()}
         if work.pipeline == 1 and _KEY["schedule"] in self.fixed:
             values[_KEY["schedule"]] = self.config.parallelism.pipeline_schedule
@@ -214,16 +217,12 @@ class Space:
         return values
 
     def configured(self, work: Workload) -> JobConfig:
-        """The configuration with a layout's settings in it."""
-        return changed(self.config, self.settings(work) | {"parallelism.auto": False})
+        """The configuration in a layout."""
+        return edit(self.config, self.settings(work) | {"parallelism.auto": False})
 
     def _choices(self, name: str, free: list[Any]) -> list[Any]:
-        """Values of a setting: those given, or the one that it is fixed to."""
-        key = _KEY[name]
-        if key not in self.fixed:
-            return free
-        section, _, option = key.partition(".")
-        return [getattr(getattr(self.config, section), option)]
+        """The values to try for a setting: ``free``, or the one that it is fixed to."""
+        return [setting(self.config, _KEY[name])] if _KEY[name] in self.fixed else free
 
     def _accepts(self, rule: Any, work: Workload) -> bool:
         try:
@@ -239,27 +238,17 @@ _KEY = {name: key for key, name in SEARCHED.items()}
 
 
 def layout_of(work: Workload) -> Layout:
-    """The workload's degrees."""
+    """The degrees of a workload."""
     return Layout(work.pipeline, work.replicate, work.shard, work.context, work.tensor)
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """Divisors in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _check_but_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """All rules, with the plainest of pipelines."""
+    """Check all rules, with the plainest of pipelines."""
     plain = {_KEY["schedule"]: "1f1b", _KEY["virtual_stages"]: 1, STAGE_SIZES: None}
-    check_rules(changed(config, plain), model, layout)
-
-
-def changed(config: JobConfig, values: dict[str, Any]) -> JobConfig:
-    """A configuration with other values, which are known to be of the right types."""
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in values.items():
-        section, _, key = dotted.partition(".")
-        sections.setdefault(section, {})[key] = value
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    return config.model_copy(update=changed)
+    check_rules(edit(config, plain), model, layout)

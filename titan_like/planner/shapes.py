@@ -1,7 +1,8 @@
-"""Shapes of every parameter, whole and on one process.
+"""Shapes of every parameter, in the whole model and on one process.
 
-They come from one layer and the ends of the model on the meta device and from its family's tensor-parallel plan, once
-for each shape. How `data` groups parameters is said here again; tests hold it to the built modules.
+They are read from one layer and the ends of the model on the meta device, and from the family's tensor-parallel plan,
+once per model. `stage_units` repeats how `titan_like.parallel.data` groups parameters; tests compare it with the built
+modules.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import styles_by_module
 from titan_like.parallel.tensor_styles import StyleKind
 
-_WHOLE = StyleKind({}, (), enters=False, leaves=False)  # a module that the plan leaves as it is
+_WHOLE = StyleKind({}, (), enters=False, leaves=False)  # for modules that the plan does not name
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Coordinates of one process."""
+    """Coordinates of one process in the mesh."""
 
     pp: int
     dp_replicate: int
@@ -38,7 +39,7 @@ class Coordinates:
 
 
 def coordinates_of(layout: Layout, rank: int) -> Coordinates:
-    """Coordinates of a rank: the last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
+    """Coordinates of a rank. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
     rest, tensor = divmod(rank, layout.tensor)
     rest, shard = divmod(rest, layout.shard)
     pipeline, replicate = divmod(rest, layout.replicate)
@@ -49,36 +50,36 @@ def coordinates_of(layout: Layout, rank: int) -> Coordinates:
 class ParameterShape:
     """One parameter of the model."""
 
-    name: str  # in the whole model
+    name: str  # within the whole model
     shape: tuple[int, ...]
-    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: every process has it whole
-    partial: bool = False  # sequence parallelism leaves its gradient to be summed over the processes
-    at_entry: bool = False  # used before the layers, so that its gradient is complete last
+    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None if every process has all of it
+    partial: bool = False  # with sequence parallelism, its gradient must still be summed over the processes
+    at_entry: bool = False  # used before the layers, so its gradient is complete last
 
     @property
-    def can_wait(self) -> bool:
-        """Whether its gradient is a product that a split backward pass puts off: a linear layer's matrix."""
+    def is_deferrable(self) -> bool:
+        """Whether a split backward pass defers its gradient, as it does for the matrices of linear layers."""
         return len(self.shape) == 2 and not self.at_entry
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that data parallelism gathers and reduces together; the root's name is empty."""
+    """Parameters that data parallelism gathers and reduces together. The root's name is empty."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
 
 
 class Region(NamedTuple):
-    """A part of a layer that tensor parallelism splits inside: attention or an MLP. Sizes are elements of one token."""
+    """A part of a layer that tensor parallelism splits inside: attention or an MLP. Sizes are elements per token."""
 
     name: str  # within the layer
-    inputs: int  # of its first products
-    columns: int  # results of the matrices that are split by columns: its first
-    rows: int  # inputs of the matrices that are split by rows: its last
+    inputs: int  # width of the inputs of its first products
+    columns: int  # total width of the results of its column-split matrices, which come first
+    rows: int  # total width of the inputs of its row-split matrices, which come last
     outputs: int
-    cores: int  # softmax attentions
-    enters: int  # times that activations enter, and leave, what is split
+    cores: int  # number of softmax attentions
+    enters: int  # how often activations enter the split part
     leaves: int
 
 
@@ -90,7 +91,7 @@ class Description(NamedTuple):
     head: tuple[ParameterShape, ...]  # without a tied table
     regions: tuple[Region, ...]
     norms: tuple[str, ...]  # modules of a layer that have parameters and are in no region
-    enters: int  # of a layer's regions together
+    enters: int  # summed over a layer's regions
     leaves: int
     entry_leaves: int
     head_enters: int
@@ -101,7 +102,7 @@ def description(model: TransformerConfig) -> Description:
     """What a model is made of, read from its ends and one layer on the meta device.
 
     Raises:
-        ConfigError: its family's plan has a style that is not known.
+        ConfigError: the family's plan has an unknown style.
     """
     whole = one_layer(model)
     layer = only_layer(whole)
@@ -139,8 +140,8 @@ def _shape(
 def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, ...]:
     """The modules around linear layers, in the order of the layer's modules.
 
-    Each linear layer belongs to the nearest module around it that activations enter; where the plan names none, to the
-    module that it is in.
+    Each linear layer belongs to the nearest enclosing module that activations enter, or, if the plan names none, to its
+    parent module.
     """
     members: dict[str, list[tuple[nn.Linear, StyleKind]]] = {}
     for name, module in layer.named_modules():
@@ -150,6 +151,8 @@ def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, 
             members.setdefault(region, []).append((module, kinds.get(name, _WHOLE)))
     found = []
     for region, linears in members.items():
+        # The plan splits the first products by columns, dimension 0 of their weights, and the last by rows, dimension
+        # 1.
         first = [linear for linear, kind in linears if kind.split.get("weight") != 1]
         last = [linear for linear, kind in linears if kind.split.get("weight") == 1]
         inside = [kind for name, kind in kinds.items() if _is_inside(name, region)]
@@ -169,7 +172,7 @@ def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, 
 
 
 def _around(name: str) -> list[str]:
-    """Names of the modules around one, the nearest first; the layer itself, whose name is empty, only if it is that."""
+    """Names of the enclosing modules, innermost first; "" for the layer itself, only if it is the parent."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] or [""]
 
@@ -179,7 +182,7 @@ def _is_inside(name: str, region: str) -> bool:
 
 
 def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
-    """The units of a pipeline stage in the order of its forward pass. The root, which may have no parameters, is last.
+    """The units of a pipeline stage in the order of its forward pass. The root, which may be empty, comes last.
 
     An untied embedding table is a unit of its own; a tied one belongs to the root.
     """
@@ -203,41 +206,41 @@ def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
 
 @dataclass(frozen=True)
 class ShardOf:
-    """One of several processes that a dimension is split over: equal parts, rounded up, until nothing is left."""
+    """One of ``size`` processes that share a dimension in equal parts, rounded up until nothing is left."""
 
     size: int = 1
     index: int = 0
 
     def of(self, length: int) -> int:
-        """What is here of a dimension."""
+        """The length of this process's part of a dimension."""
         largest = -(-length // self.size)
         return largest if self.index == 0 else min(largest, max(0, length - self.index * largest))
 
     def largest_of(self, length: int) -> int:
-        """What the first process has of it."""
+        """The length of the first process's part, which is the largest."""
         return -(-length // self.size)
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How one process's part of every parameter is cut out: by tensor parallelism, then over rows by ZeRO."""
+    """How one process's part of every parameter is cut out: first by tensor parallelism, then by rows through ZeRO."""
 
     tensor: ShardOf = ShardOf()
-    shard: ShardOf = ShardOf()  # of one process where nothing is sharded
+    shard: ShardOf = ShardOf()  # of one process if nothing is sharded
 
     def before_sharding(self, parameter: ParameterShape) -> tuple[int, ...]:
-        """Shape of what the processes of a ZeRO group share."""
+        """The shape that the processes of a ZeRO group share."""
         dim, shape = parameter.tensor_dim, parameter.shape
         if dim is None or self.tensor.size == 1:
             return shape
         return (*shape[:dim], self.tensor.of(shape[dim]), *shape[dim + 1 :])
 
     def here(self, parameter: ParameterShape) -> tuple[int, ...]:
-        """Shape on this process."""
+        """The shape on this process."""
         shape = self.before_sharding(parameter)
         return shape if self.shard.size == 1 else (self.shard.of(shape[0]), *shape[1:])
 
     def padded(self, parameter: ParameterShape) -> int:
-        """Elements of each process's shard in a collective, where all are as large as the first."""
+        """Elements of each process's shard in a collective, where every shard is padded to the size of the first."""
         rows, *columns = self.before_sharding(parameter)
         return self.shard.largest_of(rows) * prod(columns)

@@ -1,8 +1,8 @@
-"""The pipeline of one step, pass by pass, in the order of the trainer's own schedule tables. Seconds.
+"""Seconds of one step's pipeline, pass by pass, in the order of the trainer's own schedule tables.
 
-`step_time` uses closed forms, which are fast and exact for equal stages: a search goes by them. Here every pass has its
-own time, so that uneven stages, the ends of the model and the messages between ranks show where and when ranks wait.
-This is what predictions of pipelines are made of.
+`step_time` uses closed forms, which are fast and exact for equal stages, so searches rank by them. Here every pass has
+its own time, so that uneven stages, the ends of the model and the messages between ranks show when and where ranks
+wait. Predictions of pipelines are made with this module.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _KINDS = "FBIW"
 
 
 class StagePasses(NamedTuple):
-    """One microbatch in one stage: its passes, as the host and the device have them, and what is in F and B of these.
+    """Seconds of one microbatch in one stage: its passes, counting host and device, and what F and B consist of.
 
-    B is I and W. What is left of F and B are the host's delays.
+    B is I plus W. The rest of F and B is the host's delay.
     """
 
     F: float
@@ -47,13 +47,13 @@ class StagePasses(NamedTuple):
     recompute: float
     tensor: float
     messages: float  # pipeline messages that the rank itself waits for
-    gathered: float  # ZeRO 3
+    gathered: float  # by ZeRO 3
 
 
 def stage_passes(work: Workload, profile: Profile) -> list[StagePasses]:
-    """Of every stage, the time of its passes."""
+    """The passes of every stage."""
     counts, ranks = pipeline_of(work)[:2]
-    # Messages between a stage and the one before it, from before the first to behind the last.
+    # Messages across each boundary: before the first stage, between neighbours, and after the last.
     messages = [0, *(int(one != other) for one, other in pairwise(ranks)), 0]
     last = len(counts) - 1
     kinds = [
@@ -66,12 +66,13 @@ def stage_passes(work: Workload, profile: Profile) -> list[StagePasses]:
 def _passes_of(
     work: Workload, profile: Profile, num_stages: int, layers: int, is_first: bool, is_last: bool, back: int, on: int
 ) -> StagePasses:
-    """Of a stage with so many layers, which sends ``on`` messages in its forward and ``back`` in its backward pass.
+    """The passes of a stage with ``layers`` layers, which sends ``on`` messages forward and ``back`` messages backward.
 
-    Of a split backward pass, the first part repeats the forward pass, communicates and gathers; the products' two
-    halves take equally long. Where layers are compiled the trainer does not split. A third of what a microbatch costs
-    besides (`microbatch_overhead`, of a rank, shared by its stages) is the forward pass's.
+    The first part of a split backward pass repeats the forward pass, communicates and gathers. The two halves of the
+    products take equally long. The trainer does not split compiled layers. A third of `microbatch_overhead`, which the
+    rank's stages share, belongs to the forward pass.
     """
+    # (cost, how many, how many of them recomputed) for the layers and for the ends of the model that the stage holds.
     mb = microbatch_of(work)
     entry, head = ends_cost(work.model, mb, profile)
     layer = layer_cost(work.model, mb, profile)
@@ -93,6 +94,7 @@ def _passes_of(
     host_forward = sum(n * cost.forward_host for cost, n, _ in parts)
     host_backward = sum(n * cost.backward_host for cost, n, _ in parts)
 
+    # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages
     first = host_and_device(host_forward, forward + tensor_forward, profile) + besides / 3
     second = host_and_device(host_backward, products + repeated + tensor_backward, profile) + 2 * besides / 3
@@ -118,15 +120,15 @@ def _passes_of(
 
 
 def transfer_time(work: Workload, profile: Profile) -> float:
-    """Time of a message in which its sender and its receiver may compute."""
+    """Seconds of a message during which its sender and its receiver may compute."""
     return message_time(work, profile) * (1 - profile.message_exposed) if work.pipeline > 1 else 0.0
 
 
 def timeline(work: Workload, profile: Profile) -> StepTimeline:
-    """Every pass of one step, the waits between them, and after the last pass what `step_time` has for it.
+    """Every pass of one step, the waits between them, and after the last pass the phases that `step_time` adds.
 
     Raises:
-        ValueError: the schedule can not run with so many microbatches.
+        ValueError: the schedule cannot run with this many microbatches.
     """
     times = stage_passes(work, profile)
 
@@ -149,18 +151,20 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
 
 
 def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
-    """`step_time` with the passes of a pipeline, and when ranks wait for each other, as the simulation finds them."""
+    """`step_time`, with a pipeline's passes and waits taken from the simulation."""
     if work.pipeline == 1:
         return step_time(work, profile)
     times, ranks = stage_passes(work, profile), pipeline_of(work).ranks
     busy = [0.0] * work.pipeline
     for stage, rank in zip(times, ranks, strict=True):
         busy[rank] += stage.F + stage.B
+    # The busiest rank's work, by what takes it.
     busiest = max(range(work.pipeline), key=busy.__getitem__)
     m = work.microbatches
     here = [stage for stage, rank in zip(times, ranks, strict=True) if rank == busiest]
     compute, recompute, tensor, messages, gathered = (m * sum(parts) for parts in list(zip(*here, strict=True))[4:])
     delays = m * busy[busiest] - compute - recompute - tensor - messages - gathered
+    # All ranks together, from the first pass to the last, and then what follows the passes.
     durations = [getattr(stage, kind) for stage in times for kind in _KINDS]
     shape = work.schedule, work.pipeline, work.virtual_stages
     span = span_of(*shape, m, durations, transfer_time(work, profile))
@@ -176,15 +180,19 @@ def simulated_step_time(work: Workload, profile: Profile) -> StepTime:
 def span_of(
     schedule: str, pipeline: int, virtual: int, microbatches: int, durations: Sequence[float], transfer: float
 ) -> float:
-    """From the start of the first pass to the end of the last.
+    """Seconds from the start of the first pass to the end of the last.
 
-    Of many microbatches, those of three rounds through the ranks are simulated, and of one round more: each further
-    round takes as long as that one, and no less than the busiest rank computes. Mostly that is exact, with uneven
-    stages and slow messages within a few hundredths.
+    If there are many microbatches, the simulation covers three rounds through the ranks and one more. Each further
+    round takes as long as that one, but no less than the busiest rank computes. This is mostly exact; with uneven
+    stages and slow messages it is off by a few per cent.
 
     Args:
-        durations: of F, B, I and W of the first stage, then of the next.
-        transfer: time from a pass's end until another rank has its result.
+        schedule: its name.
+        pipeline: ranks.
+        virtual: stages per rank.
+        microbatches: of one step.
+        durations: seconds of F, B, I and W of the first stage, then of the next.
+        transfer: seconds from a pass's end until another rank has its result.
     """
     ranks = stage_ranks(schedule, pipeline, virtual)
     rounds = max(0, microbatches // pipeline - 3)
@@ -201,20 +209,23 @@ def span_of(
 
 
 Program = list[tuple[int, int, int]]
-"""Passes in an order in which each comes after those it needs: rank, index of the duration, and the pass of another
-rank that it waits for, or -1. Those of its own rank come before it anyway."""
+"""Passes, each after those that it needs: rank, index of its duration, and the number of the pass of another rank that
+it waits for, or -1. It runs after all earlier passes of its own rank anyway."""
 
 
 @lru_cache(maxsize=256)
 def _program(schedule: str, pipeline: int, virtual: int, microbatches: int) -> Program:
+    # A place stands for the result of a pass: stage × microbatch for forward passes, then the same for backward passes.
+    # `numbers` has the pass that gives each result, or -1 until that pass is in the program.
     table, ranks = schedule_table(schedule, pipeline, virtual, microbatches), stage_ranks(schedule, pipeline, virtual)
     num_stages, position, ready = len(ranks), [0] * pipeline, list(range(pipeline))
-    backward = num_stages * microbatches  # places of what forward passes give, by stage and microbatch, before these
+    backward = num_stages * microbatches  # the first place of backward passes
     numbers = [-1] * (2 * backward)
-    waiting: dict[int, int] = {}  # a place, and the rank that waits for it
+    waiting: dict[int, int] = {}  # place → the rank that waits for it
     program: Program = []
     while ready:
         rank = ready.pop()
+        # Go on with this rank until a pass needs a result that is not there yet.
         for kind, stage, microbatch in table[rank][position[rank] :]:
             needed, place = -1, stage * microbatches + microbatch
             if kind == "F":

@@ -1,4 +1,4 @@
-"""One step of one process, known before it runs: its passes, what it sends, and how much state it holds at most."""
+"""One step of one process, planned before it runs: its passes, its messages and the most state it holds."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
 from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
-from titan_like.planner.traffic import BYTES, Collective, StageTraffic, step_collectives
+from titan_like.planner.traffic import Collective, StageTraffic, step_collectives
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
 
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """What the process computes. Bubbles are idle time over compute time, without time for messages."""
+    """What the process computes. Bubbles are idle time over compute time and leave out the time of messages."""
 
     name: str
-    num_stages: int  # of the whole pipeline
+    num_stages: int  # in the whole pipeline
     stages_here: list[int]
     microbatches: int
-    counts: dict[str, int]  # of F, B, I, W
-    bubble: float  # where F, I and W take equally long in every stage
-    bubble_of_real_stages: float  # where they take as long as the matrix products of the stage's layers and output
-    ideal_bubble: float  # the published formula, or bound, for equal stages
-    in_flight: int  # most chunks (one microbatch in one stage) whose activations the process holds
+    counts: dict[str, int]  # of F, B, I and W
+    bubble: float  # if F, I and W take equally long in every stage
+    bubble_of_real_stages: float  # if they take as long as the matrix products of the stage's layers and output
+    ideal_bubble: float  # the published formula, or its bound, for equal stages
+    in_flight: int  # the most chunks (one microbatch in one stage) whose activations the process holds
     actions: list[Action]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the full global batch size."""
+    """One step at the full global batch size."""
 
     schedule: SchedulePlan
     collectives: list[Collective]
@@ -48,7 +49,7 @@ class StepPlan:
 
 
 def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place: Coordinates) -> StepPlan:
-    """A pure function: builds nothing and talks to nobody."""
+    """Plan one step of the process at ``place``, without building anything or communicating."""
     training, shape = config.training, pipeline_shape(config)
     ranks = shape.ranks
     microbatches = training.global_batch_size // (training.micro_batch_size * layout.data_parallel)
@@ -62,13 +63,13 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
     units = {stage.index: stage.units for stage in stages}
     table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
     actions = table[place.pp]
-
+    # What the process sends. A compiled stage runs whole backward passes, whatever the schedule says.
     holds_end = place.pp in (ranks[0], ranks[-1])
     exchanges_table = model.tied_embeddings and ranks[0] != ranks[-1] and holds_end
     splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
-    steps = passes_in_fact(shape.steps(place.pp, microbatches, backward=True), splits_backward)
+    steps = steps_as_run(shape.steps(place.pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
-
+    # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     output = output_cost(model, training.seq_len)
     costs = [len(split.layers) + output * split.is_last for split in splits]
     events = simulate(table, ranks, unit_time)
@@ -85,14 +86,15 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         in_flight=round(max_in_flight(table)[place.pp]),
         actions=actions,
     )
+    # How much state that makes the process hold.
     passes = [Action(*step) for step in steps if step.kind in ("F", "B", "I", "W")]
     peak = peak_state(units, passes, storage)
     state = rank_state((unit for stage in stages for unit in stage.units), storage)
     return StepPlan(schedule, collectives, state, peak)
 
 
-def passes_in_fact(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
-    """A schedule's steps as `Pipeline` runs them: backward passes all in two parts, I and W, or all whole."""
+def steps_as_run(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
+    """A schedule's steps as `Pipeline` runs them: all backward passes in two parts, I and W, or all whole."""
     found = []
     for step in steps:
         if step.kind == "B" and splits_backward:

@@ -1,9 +1,9 @@
-"""Time of one optimizer step, and where it goes. Seconds.
+"""Seconds of one optimizer step, by what takes them, in closed form.
 
-The pipeline: with equal stages, a rank computes for m microbatches and waits for the schedule's bubble, the closed
-forms of `titan_like.parallel.schedules.ideal_bubble`. With unequal ones the slowest rank sets the pace and the others
-are passed once on the way in and out. That is quick, and what a search goes by; predictions come from
-`titan_like.planner.simulator`, which has every pass.
+With equal stages, a rank computes for m microbatches and waits for the schedule's bubble, as in
+`titan_like.parallel.schedules.ideal_bubble`. With unequal stages the slowest rank sets the pace, and the others count
+once on the way in and out. This is fast, so searches rank layouts by it. Predictions come from
+`titan_like.planner.simulator`, which follows every pass.
 """
 
 from __future__ import annotations
@@ -14,62 +14,63 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
+from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import RankLayers, Workload, pipeline_of
 
 
 class StepTime(NamedTuple):
-    """Seconds of the slowest rank; their sum is the step."""
+    """Seconds of the slowest rank. The total is the sum of the others."""
 
-    compute: float  # forward and backward passes without what is repeated
+    compute: float  # forward and backward passes, without what is repeated
     recompute: float
     tensor: float  # tensor- and context-parallel communication that computation waits for
-    messages: float  # between pipeline stages, not hidden
+    messages: float  # exposed messages between pipeline stages
     bubble: float
-    data: float  # data-parallel communication, not hidden
+    data: float  # exposed data-parallel communication
     optimizer: float
     other: float  # host and framework
     total: float
 
 
 class _Rank(NamedTuple):
-    """One microbatch on the slowest rank. Seconds."""
+    """Seconds of one microbatch on the slowest rank, and on the mean of the other ranks."""
 
     compute: float
     recomputed: float
     tensor: float
-    forward: float  # from the first operator to the last, the host's delays and all communication included
+    forward: float  # from the first operator to the last, with the host's delays and all communication
     backward: float
-    others: float  # both passes of the other ranks, in the mean
-    others_forward: float  # of these F
-    others_weights: float  # of these W, where the backward pass has two parts; else 0
+    others: float  # both passes on the mean of the other ranks
+    others_forward: float  # F alone, there
+    others_weights: float  # W alone, there, if the backward pass is split; else 0
 
 
 class Passes(NamedTuple):
-    """A step as far as it is the same for layouts that differ in ZeRO's shards alone. Seconds but where it says so."""
+    """The part of a step that layouts share if they differ only in how ZeRO shards. Times in seconds."""
 
     rank: _Rank
-    parameters: float  # of the GPU that holds most, before ZeRO
-    others: float  # parameters of one of the other ranks, in the mean
+    parameters: float  # on the GPU that holds the most, before ZeRO
+    others: float  # parameters on the mean of the other ranks
     ends_together: bool  # one rank holds both ends of the model
-    largest: int  # most layers of a rank
-    parts: tuple[float, float, float, float, float, float]  # of `StepTime`: compute to bubble, other
-    bubble: float  # how often what every microbatch waits for is waited for again in the bubble
-    link: float  # that a rank's messages keep its link busy
+    largest: int  # the most layers on any rank
+    parts: tuple[float, float, float, float, float, float]  # `StepTime.compute` to `bubble`, and `other`
+    bubble: float  # its length in microbatches of another rank; each also takes `Sharding.elsewhere`
+    link: float  # time that a rank's messages keep its link busy
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The sum of the parts."""
         return sum(self.parts)
 
 
 class Sharding(NamedTuple):
-    """What data parallelism adds. Seconds."""
+    """Seconds that data parallelism adds."""
 
-    gathered: float  # for every microbatch
-    elsewhere: float  # the same on the other ranks of the pipeline
-    data: float  # once
+    gathered: float  # per microbatch
+    elsewhere: float  # the same on the pipeline's other ranks
+    data: float  # once per step
     update: float
 
 
@@ -79,19 +80,21 @@ def step_time(work: Workload, profile: Profile) -> StepTime:
 
 
 def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
-    """`step_time`, where its passes are known."""
+    """`step_time` for passes that are known."""
     gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
     bubble += found.bubble * elsewhere
     total = found.seconds + found.bubble * elsewhere + data + update
+    # Messages that overlap with everything else still need the link: the step lasts at least as long as they do.
     late = max(0.0, found.link + update + profile.step_time - total)
     return StepTime(compute, recomputed, tensor, messages + late, bubble, data, update, other, total + late)
 
 
 def passes(work: Workload, profile: Profile) -> Passes:
     """The forward and backward passes of a step, without what data parallelism adds."""
-    zero = 0 if gradients_are_whole(work) else 2  # what is the same is found once
+    # Equivalent layouts share one cache entry.
+    zero = 0 if gradients_are_whole(work) else 2
     if work.zero_stage != zero or work.replicate != 1:
         work = work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard)
     return _passes(work, profile)
@@ -104,16 +107,18 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     rank = _slowest_rank(counts, work.model, p, microbatch_of(work), work.recompute_every, split, profile)
     overhead = microbatch_overhead(work, profile)
     waits = rank.forward + rank.backward - rank.compute - rank.recomputed - rank.tensor + overhead
-    bubble = messages = recomputed = link = 0.0
+    bubble = messages = repeats = link = 0.0
     if p > 1:
         message = message_time(work, profile)
         stages = stages_per_rank(work.schedule, work.virtual_stages)
-        recomputed = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
-        bubble = recomputed * (rank.others + overhead)
+        # `repeats` is the length of the bubble in microbatches of another rank.
+        repeats = ideal_bubble(work.schedule, p, work.virtual_stages, m) * m
+        bubble = repeats * (rank.others + overhead)
         if split:
             others = rank.others_forward + overhead / 3, rank.others + overhead, rank.others_weights
             bubble, of_last = _split_bubble(work.schedule, p, stages, m, *[part / stages for part in others])
-            recomputed = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
+            repeats = (stages * p - 1 + m) / stages - m if of_last else (p - 1) / stages
+        # The first message of each hop, there and back, is on the critical path.
         hops = p - 1 if m >= p else stages * p - 1
         bubble += 2 * hops * message
         messages = 2 * m * stages * message * profile.message_exposed
@@ -122,18 +127,20 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     parameters = most_parameters(work.model, counts) / work.tensor
     elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
-    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, recomputed, link)
+    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, repeats, link)
 
 
 def _split_bubble(
     schedule: str, p: int, stages: int, m: int, forward: float, both: float, weights: float
 ) -> tuple[float, bool]:
-    """Of equal stages, of the passes of one: F, F + I + W, and W. And whether the last stage is what all wait for.
+    """The bubble of equal stages, in seconds, and whether the last stage sets its length.
 
-    Ranks wait for (p-1)(F + I - W), where W fills the time (ZB-H1 of arXiv 2401.10241, table 2); I also repeats the
-    forward pass and waits for tensor-parallel communication. In a V it is (p-1) I, while I is not much longer than F
-    and W together; of DualPipeV what is found with the trainer's tables. With few microbatches the last stage sets the
-    pace, as `ideal_bubble` tells.
+    The arguments are F, F + I + W, and W of one stage.
+
+    Ranks wait (p-1)(F + I - W), because W fills the rest (ZB-H1 of arXiv 2401.10241, table 2). Here I includes the
+    repeated forward pass and the tensor-parallel communication. In a V they wait (p-1) I, as long as I is not much
+    longer than F and W together. The term for DualPipeV is fitted to the trainer's tables. With few microbatches the
+    last stage sets the length, as in `ideal_bubble`.
     """
     inputs = both - forward - weights
     of_last = (stages * p - 1 + m) * (forward + inputs) + weights - m * stages * both
@@ -160,8 +167,10 @@ def sharding(work: Workload, profile: Profile, found: Passes) -> Sharding:
 
 
 def microbatch_overhead(work: Workload, profile: Profile) -> float:
-    """What a microbatch costs a rank besides its passes: the host waits for the messages of each of the rank's stages,
-    as far as nothing else runs meanwhile."""
+    """Seconds that a microbatch costs a rank besides its passes.
+
+    The host waits for the messages of each further stage on the rank, as far as they do not overlap with computation.
+    """
     stages = stages_per_rank(work.schedule, work.virtual_stages) if work.pipeline > 1 else 1
     return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
 
@@ -185,16 +194,16 @@ def microbatch_of(work: Workload) -> Microbatch:
 
 
 def gradients_are_whole(work: Workload) -> bool:
-    """Whether a rank adds up all gradients of its layers: below ZeRO 2, and where there is one shard."""
+    """Whether a rank accumulates all gradients of its layers: below ZeRO 2, or with a single shard."""
     return work.zero_stage < 2 or work.shard * work.context == 1
 
 
 def host_and_device(host: float, device: float, profile: Profile) -> float:
-    """Time of a pass that the host starts operator by operator while the device works off its queue.
+    """Seconds of a pass whose operators the host launches while the device works off its queue.
 
-    At least the slower of the two; more where they are close, because stretches bound by one and by the other alternate
-    (forward and repeated passes of small operators, backward passes of large ones). Both, on a CPU, or if the
-    host is made to wait.
+    The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
+    the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
+    On a CPU, or if the host must wait for each operator, it is the sum.
     """
     if profile.device.is_cpu or profile.blocking_launches:
         return host + device
@@ -202,11 +211,11 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
 
 class _Load(NamedTuple):
-    """One microbatch's passes on a rank, of the device and of the host. Seconds. Sums of what the rank holds."""
+    """One microbatch's passes on a rank, in seconds of the device and of the host, summed over what the rank holds."""
 
-    forward: float  # with communication that is waited for
-    backward: float  # with what is repeated, too
-    weights: float  # the part of the backward pass that a split one may put off
+    forward: float  # with exposed communication
+    backward: float  # including what is repeated
+    weights: float  # the part of the backward pass that a schedule may defer
     host_forward: float
     host_backward: float
     compute: float
@@ -214,14 +223,14 @@ class _Load(NamedTuple):
     tensor: float
 
     def seconds(self, profile: Profile) -> tuple[float, float]:
-        """Of the forward and of the backward pass."""
+        """Seconds of the forward pass and of the backward pass."""
         return (
             host_and_device(self.host_forward, self.forward, profile),
             host_and_device(self.host_backward, self.backward, profile),
         )
 
-    def late(self, profile: Profile) -> float:
-        """Of the backward pass what may be put off, as the host and the device have it."""
+    def deferrable(self, profile: Profile) -> float:
+        """Seconds of the backward pass that a schedule may defer, counting host and device."""
         half = self.host_backward / 2
         inputs = host_and_device(half, self.backward - self.weights, profile)
         weights = host_and_device(half, self.weights, profile)
@@ -229,7 +238,7 @@ class _Load(NamedTuple):
 
 
 def _load(cost: Cost, recompute_every: int) -> _Load:
-    """Of one layer, in the mean of those that are recomputed and those that are not; or of an end of the model."""
+    """The load of an end of the model, or of the mean layer if only some layers are recomputed."""
     recomputed, recomputed_tensor = cost.recomputed / recompute_every, cost.recomputed_tensor / recompute_every
     return _Load(
         cost.forward + cost.forward_tensor,
@@ -247,7 +256,7 @@ def _load(cost: Cost, recompute_every: int) -> _Load:
 def _loads(
     model: TransformerConfig, mb: Microbatch, recompute_every: int, profile: Profile
 ) -> tuple[_Load, _Load, _Load, _Load]:
-    """Of a layer, of the model's entry, of its head, and of both ends together."""
+    """The loads of a layer, of the model's entry, of its head, and of both ends together."""
     layer = _load(layer_cost(model, mb, profile), recompute_every)
     entry, head = [_load(end, 1) for end in ends_cost(model, mb, profile)]
     return layer, entry, head, _sum(1, entry, head)
@@ -270,7 +279,7 @@ def _slowest_rank(
     split: bool,
     profile: Profile,
 ) -> _Rank:
-    """The rank whose passes take longest: the one with most layers, or an end of the model."""
+    """One microbatch on the rank whose passes take longest: the one with the most layers, or an end of the model."""
     layer, entry, head, both_ends = _loads(model, mb, recompute_every, profile)
     apart = [(counts.first, entry), (counts.last, head)]
     choices = [(counts.first, both_ends)] if counts.ends_together else apart
@@ -289,15 +298,17 @@ def _slowest_rank(
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others_forward, others = mean.seconds(profile)
         others += others_forward
-        if split and not mb.compiled:  # where layers are compiled the trainer does not
-            weights = mean.late(profile)
+        if split and not mb.compiled:  # the trainer does not split compiled layers
+            weights = mean.deferrable(profile)
     return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights)
 
 
 def message_time(work: Workload, profile: Profile) -> float:
-    """One microbatch's hidden states to the next stage; tensor-parallel ranks may each send a part and gather it."""
-    element = 4 if work.dtype == "float32" else 2
-    nbytes = work.micro_batch_size * work.seq_len / work.context * work.model.hidden_size * element
+    """Seconds to send one microbatch's hidden states to the next stage.
+
+    Tensor-parallel ranks may each send a part of them, which sequence parallelism leaves split and others all-gather.
+    """
+    nbytes = work.tokens * work.model.hidden_size * element_bytes(work.dtype)
     stride = work.tensor * work.context * work.data_parallel
     t = work.tensor
     if t > 1 and work.sequence_parallel:
@@ -309,7 +320,7 @@ def message_time(work: Workload, profile: Profile) -> float:
 
 @lru_cache(maxsize=65536)
 def most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
-    """Of the rank that holds most, before tensor parallelism and ZeRO."""
+    """Parameters of the rank that holds the most, before tensor parallelism and ZeRO."""
     layer = model.layer_parameters
     if counts.ends_together:
         return counts.first * layer + model.entry_parameters + model.head_parameters
@@ -318,9 +329,9 @@ def most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
 
 
 def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:
-    """ZeRO 3: communication that gathers a microbatch's parameters once, and that sums and scatters their gradients.
+    """Seconds to gather parameters once, and to reduce-scatter their gradients, for one microbatch under ZeRO 3.
 
-    Gathered layer by layer in the forward and again in the backward pass (arXiv 1910.02054; FSDP, 2304.11277).
+    Layers are gathered one by one, in the forward pass and again in the backward pass (arXiv 1910.02054, 2304.11277).
     """
     size, parts = work.shard * work.context, max(1, layers * profile.gathers_per_layer)
     part = parameters / parts
@@ -330,18 +341,18 @@ def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: 
 
 
 def exposed(communication: float, hides: float, profile: Profile) -> float:
-    """What communication adds to a step of whose computation ``hides`` seconds can run at the same time.
+    """Seconds that communication adds to a step if ``hides`` seconds of computation can run at the same time.
 
-    The hidden part is not free: its kernels take multiprocessors and memory bandwidth from the computation.
+    The hidden part is not free, because its kernels take multiprocessors and memory bandwidth from the computation.
     """
     return communication - (1 - profile.contention) * min(communication, hides)
 
 
 def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[float, float]:
-    """Data-parallel sums that the last backward pass does not hide, and the update."""
+    """Seconds of the data-parallel sums that the last backward pass does not hide, and of the update."""
     rank, parameters = found.rank, found.parameters
     links, size, zero, stride = profile.links, work.data_parallel * work.context, work.zero_stage, work.tensor
-    shard = work.shard * work.context  # the ranks of a sequence hold the same weights
+    shard = work.shard * work.context  # ranks that share a sequence also share the shards
     gradients = parameters * profile.gradient_bytes
     time = 0.0
     if zero == 3:
@@ -352,7 +363,7 @@ def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[fl
         gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
         hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
         backward = hides * rank.backward
-        if zero == 2:  # gradients are scattered after every microbatch
+        if zero == 2:  # gradients are reduced and scattered after every microbatch
             reduced, backward = reduced * work.microbatches, backward * work.microbatches
         if zero and profile.gather_hidden:
             gathered = exposed(gathered, profile.overlap * rank.forward, profile)
@@ -363,5 +374,4 @@ def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[fl
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         time += profile.links.message(table * profile.gradient_bytes, stride * size)
     shards = shard if zero else 1
-    bandwidth = profile.device.memory_bandwidth * profile.memory_efficiency
-    return time, parameters / shards * profile.optimizer_traffic / bandwidth
+    return time, parameters / shards * profile.optimizer_traffic / profile.memory_rate

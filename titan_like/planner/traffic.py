@@ -1,7 +1,7 @@
-"""What a process says to others in one step: every collective and message, counted without running it.
+"""The collectives and messages of one process in one step, counted without running them.
 
-Pure functions of configuration, layout and schedule; tests hold them to what real processes send. Left out are sums of
-single numbers (tokens, loss, gradient norm, what ranks have noticed).
+All functions are pure functions of configuration, layout and schedule. Tests compare the counts with what real
+processes send. Sums of single numbers (tokens, loss, gradient norm, health flags) are left out.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description
 from titan_like.planner.training_state import Storage
-
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Calls of one kind in one group. All in one step, on one process."""
+    """All calls of one kind in one group that one process makes in one step."""
 
     group: str  # dimension of the mesh
     size: int  # processes in the group
     kind: str  # all_reduce, all_gather, reduce_scatter, send, receive
     what: str
     count: int
-    bytes: int  # summed over calls: of an all-gather the result, of a reduce-scatter the input
+    bytes: int  # over all calls; the result of an all-gather, the input of a reduce-scatter
 
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What the counts need to know of one stage of a process."""
+    """One pipeline stage of the process, as far as the counts depend on it."""
 
     index: int
     layers: StageLayers
-    units: list[Unit]  # of `shapes.stage_units`
+    units: list[Unit]  # from `shapes.stage_units`
 
 
 _Call = tuple[str, str, str, int]  # group, kind, what, bytes
@@ -61,11 +60,11 @@ def step_collectives(
     Args:
         config: the run.
         model: its model.
-        layout: degrees.
+        layout: its parallel degrees.
         stages: the process's stages.
-        steps: its passes and messages in order, `PipelineShape.steps`, with I and W where a pass is split in fact.
-        storage: how it keeps parameters and gradients.
-        table_is_elsewhere: whether this process holds one of two copies of a tied table and another process the other.
+        steps: the process's passes and messages in order, after `step_plan.steps_as_run`.
+        storage: how the process keeps parameters and gradients.
+        table_is_elsewhere: whether this process and another one each hold a copy of the tied embedding table.
     """
     calls: Counter[_Call] = Counter()
     calls.update(_pipeline_calls(config, model, steps))
@@ -82,6 +81,7 @@ def step_collectives(
         calls.update(("pp", kind, "gradient of the tied table", size) for kind in ("send", "receive"))
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data_parallel}
     sizes |= {"dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    # Add up calls that differ only in their size.
     merged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for (group, kind, what, size), count in calls.items():
         before = merged.get((group, kind, what), (0, 0))
@@ -94,7 +94,7 @@ def step_collectives(
 
 
 def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """One microbatch's hidden states, whole."""
+    """Bytes of one microbatch's hidden states, [micro_batch_size, seq_len, hidden_size], unsharded."""
     training = config.training
     return training.micro_batch_size * training.seq_len * model.hidden_size * BYTES[training.dtype]
 
@@ -112,12 +112,12 @@ def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence
 def _data_parallel_calls(
     stage: StageTraffic, passes: Sequence[str], layout: Layout, storage: Storage
 ) -> Iterator[_Call]:
-    """Gathers of parameters and sums of gradients.
+    """All-gathers of parameters and sums of gradients.
 
-    FSDP2 gathers a unit where a pass needs it and does not find it gathered. ZeRO 3 frees layers after every pass, and
-    the root, which the backward pass needs first, only after backward passes. It sums the gradients that there are:
-    where first parts of several split passes come before their second parts, the first of these sums all that the first
-    parts made, and the others only matrices.
+    FSDP2 gathers a unit when a pass needs it and it is not gathered yet. ZeRO 3 frees the layers after every pass. It
+    frees the root only after backward passes, which begin with it. Every reduction sums the gradients that exist: if
+    several I passes come before their W passes, the first W sums all that these I passes made and its own matrices; the
+    later ones sum matrices alone.
     """
     units = [unit for unit in stage.units if unit.parameters]
     if not storage.wrapped:
@@ -140,11 +140,11 @@ def _data_parallel_calls(
         if kind in "BW" and (reduces_early or position == last):
             there = [_matrices(unit) for unit in units] if only_matrices else units
             yield from _reductions(there, layout, storage, sums_replicas=position == last)
-            only_matrices = layout.replicate == 1  # else `DataParallel` adds zeros for what is missing
+            only_matrices = layout.replicate == 1  # with replicas, `DataParallel` adds zeros for missing gradients
 
 
 def _matrices(unit: Unit) -> Unit:
-    return Unit(unit.name, tuple(parameter for parameter in unit.parameters if parameter.can_wait))
+    return Unit(unit.name, tuple(parameter for parameter in unit.parameters if parameter.is_deferrable))
 
 
 def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_replicas: bool) -> Iterator[_Call]:
@@ -161,7 +161,7 @@ def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_re
 
 
 def _plain_all_reduces(units: Sequence[Unit], layout: Layout, storage: Storage) -> Iterator[_Call]:
-    """One sum for each layer, and one for all else."""
+    """One all-reduce for each layer, and one for all other parameters."""
     outside = [parameter for unit in units if not unit.name.startswith("layers.") for parameter in unit.parameters]
     layers = [unit for unit in units if unit.name.startswith("layers.")]
     for unit in [*layers, Unit("", tuple(outside))] if outside else layers:
@@ -179,10 +179,10 @@ def _padded(unit: Unit, storage: Storage, shards: int) -> int:
 def _tensor_parallel_calls(
     config: JobConfig, model: TransformerConfig, stage: StageTraffic, passes: Sequence[str], degree: int
 ) -> Iterator[_Call]:
-    """Collectives at both ends of every attention, MLP and vocabulary, as in `titan_like.parallel.collectives`.
+    """Collectives around every attention, MLP and vocabulary product, as `titan_like.parallel.collectives` makes them.
 
-    A recomputed layer repeats them except its last sum, which its backward pass does not need. Selective recomputation
-    repeats no sums.
+    A fully recomputed layer repeats its forward collectives, except the last sum, whose result its backward pass does
+    not need. Selective recomputation repeats no sums.
     """
     whole, training = hidden_bytes(config, model), config.training
     layers, section = len(stage.layers.layers), config.activation_checkpoint
@@ -194,8 +194,8 @@ def _tensor_parallel_calls(
     spread = "all_gather" if config.parallelism.sequence_parallel else None
     add_up = "reduce_scatter" if config.parallelism.sequence_parallel else "all_reduce"
     is_last = stage.layers.is_last
-    enters = layers * parts.enters + is_last * parts.head_enters  # before attentions, MLPs and the output matrix
-    leaves = layers * parts.leaves + stage.layers.is_first * parts.entry_leaves  # after the embedding and those
+    enters = layers * parts.enters + is_last * parts.head_enters  # inputs of attentions, MLPs and the output matrix
+    leaves = layers * parts.leaves + stage.layers.is_first * parts.entry_leaves  # outputs of those, the embedding's too
     forwards, backwards = sum(kind == "F" for kind in passes), sum(kind in "BI" for kind in passes)
 
     def calls(kind: str | None, count: int) -> Iterator[_Call]:
@@ -212,7 +212,7 @@ def _tensor_parallel_calls(
 
 
 def _partial_gradients(stage: StageTraffic, storage: Storage) -> Iterator[_Call]:
-    """One sum over all that sequence parallelism leaves partial."""
+    """One all-reduce of all gradients that sequence parallelism leaves partial."""
     parameters = [p for unit in stage.units for p in unit.parameters if p.partial]
     if parameters:
         size = storage.master * sum(prod(storage.split.here(parameter)) for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state on one process under each ZeRO stage. Pure formulas."""
+"""Bytes of parameters, gradients and optimizer state on one process under each ZeRO stage (arXiv 1910.02054)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.split import StageLayers
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
 
-_FLOAT32 = 4  # bytes of the type of master weights, summed gradients and moments
+_FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and moments
 
 
 @dataclass(frozen=True)
 class Storage:
-    """In what types and parts training state is kept. Sizes of types in bytes."""
+    """The types and shards in which training state is kept. Types are given by their bytes per element."""
 
     zero_stage: int
     split: ParameterSplit = field(default_factory=ParameterSplit)
-    data_parallel: int = 1  # processes that see different samples, sharded over or not
+    data_parallel: int = 1  # processes that see different samples, whether ZeRO shards over them or not
     master: int = _FLOAT32
     compute: int = _FLOAT32
     reduce: int = _FLOAT32
-    moments: float = 2  # of each element; plain SGD has none
+    moments: float = 2  # per element; plain SGD has none
 
     @property
     def wrapped(self) -> bool:
-        """Whether weights are gathered, or copied to the compute type, before they are used (FSDP2, `replicate`)."""
+        """Whether weights are gathered, or cast to the compute type, before use (by FSDP2 or `replicate`)."""
         return self.compute < self.master or (self.zero_stage > 0 and self.data_parallel > 1)
 
 
@@ -53,18 +54,18 @@ def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. Communication buffers and activations are not in it."""
+    """Bytes on one rank, without communication buffers and activations."""
 
     between_steps: int  # gradients are freed after each step
-    peak: int  # largest moment of a step with gradient accumulation
+    peak: int  # at the fullest moment of a step with gradient accumulation
 
 
 def state_bytes(
     model: TransformerConfig, zero_stage: int, shard_degree: int, compute_bytes: int = 4, moments: float = 2
 ) -> StateBytes:
-    """Training state of a model that is not cut into stages, on the first process of the group that shards it.
+    """Training state of a model in a single stage, on the first process of the group that shards it.
 
-    With P parameters, N ranks to shard over, and float32 throughout:
+    With P parameters, N ranks to shard over, and everything in float32:
 
     ======  ==================  ==========================================================
     stage   between steps       peak
@@ -75,8 +76,9 @@ def state_bytes(
     3       12P/N               units gathered + 16P/N + gradients not yet reduced
     ======  ==================  ==========================================================
 
-    ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients that much smaller; stage 0
-    then also keeps a float32 master copy beside the compute copy. ``moments`` is 2 for AdamW and 0 for plain SGD.
+    ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients proportionally smaller;
+    stage 0 then keeps a float32 master copy as well as the compute copy. ``moments`` is 2 for AdamW and 0 for plain
+    SGD.
     """
     units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
     split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
@@ -87,29 +89,30 @@ def state_bytes(
 
 
 def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], storage: Storage) -> int:
-    """Most bytes of state at any moment of a step, for one process's stages and its passes in order.
+    """The most bytes of state at any moment of a step, from one process's stages and its passes in order.
 
-    Exact where shards are equal and a step has three microbatches or more, but for split backward passes whose
-    gradients change type; else a little too much, less than one unit. ``actions`` have I and W
-    only where a backward pass is split in fact. At the end of a stage's last backward pass its summed gradients take
-    the place of what was added up and gathered.
+    Exact if all shards are equal and a step has at least three microbatches, except for split backward passes whose
+    gradients change type. Otherwise it is too high by less than one unit. ``actions`` have I and W only where the
+    trainer really splits the backward pass. When a stage's last backward pass ends, its reduced gradients replace the
+    accumulated ones, and its gathered weights are freed.
     """
     sizes = {index: stage_sizes(stage_elements(units, storage.split), storage) for index, units in stages.items()}
     return peak_of(sizes, actions, storage)
 
 
 def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage: Storage) -> int:
-    """`peak_state` of stages whose sizes are known."""
+    """`peak_state` for stages whose sizes are known."""
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
     sums_early, zero = storage.wrapped and storage.zero_stage >= 2, storage.zero_stage
-    # Bytes that each stage holds besides weights and moments: weights gathered, gradients of earlier microbatches, and
-    # gradients that first parts of split passes made, until a second part sums them.
+    # Bytes per stage, apart from weights and moments: gathered weights, accumulated gradients of earlier microbatches,
+    # and gradients made by I passes that wait for a W pass to reduce them.
     gathered, summed, waiting = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0)
-    peak = held = 0  # held: all three, of all stages
+    peak = held = 0  # of all three, over all stages
     for kind, stage, _ in actions:
         size = sizes[stage]
         before = gathered[stage] + summed[stage] + waiting[stage]
+        # What stays after this pass, and what exists only while it runs.
         if kind != "W":
             gathered[stage] = size.kept_gathered
         if kind == "F":
@@ -123,6 +126,7 @@ def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage:
                 transient = size.matrices
             if kind == "B" or not sums_early:
                 summed[stage] = size.added_up if stage in several else size.gradients
+        # Compare with the peak, then free what this pass was the last to need.
         now = held - before + gathered[stage] + summed[stage] + waiting[stage]
         if now + transient > peak:
             peak = now + transient
@@ -143,17 +147,17 @@ class StageElements(NamedTuple):
 
     total: int
     in_root: int
-    layer: int  # the largest
-    entry: int  # of units before the layers
-    early: int  # in the root, whose gradients come first: the head's
-    late: int  # whose gradients a split backward pass puts off
-    rows: tuple[tuple[int, int], ...]  # each length of first dimensions, and elements of one row of all with it
+    layer: int  # the largest layer
+    entry: int  # in units before the layers
+    early: int  # in the root, with gradients that come first: the head's
+    deferred: int  # with gradients that a split backward pass defers
+    rows: tuple[tuple[int, int], ...]  # (length of the first dimension, elements per row of all such parameters)
 
 
 def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElements:
-    """Count a stage's parameters; of ``split`` the tensor-parallel part alone matters."""
+    """Count a stage's parameters on one tensor-parallel process; the ZeRO part of ``split`` is not used."""
     rows: Counter[int] = Counter()
-    late = early = 0
+    deferred = early = 0
     sizes = []
     for unit in units:
         size = 0
@@ -162,41 +166,44 @@ def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElement
             row = prod(others)
             rows[length] += row
             size += length * row
-            late += length * row * parameter.can_wait
-            # A tied table's gradient is stored only when its second use, the embedding, has added to it.
+            deferred += length * row * parameter.is_deferrable
+            # A tied table's gradient is stored only after its second use, the embedding, has added its share.
             early += length * row * (unit is units[-1] and not parameter.at_entry)
         sizes.append(size)
     layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
     total, in_root = sum(sizes), sizes[-1]
-    return StageElements(total, in_root, max(layers), total - in_root - sum(layers), early, late, tuple(rows.items()))
+    return StageElements(
+        total, in_root, max(layers), total - in_root - sum(layers), early, deferred, tuple(rows.items())
+    )
 
 
 class StageSizes(NamedTuple):
     """Bytes of one stage."""
 
-    shards: int  # weights and moments, always there
-    gradients: int  # summed over processes
-    kept_gathered: int  # from a forward pass to the end of the backward pass
-    layer_gathered: int  # while one layer's forward pass runs
-    added_up: int  # gradients between microbatches
-    fresh: int  # gradients of one backward pass before they are reduced or added
-    in_backward: int  # most that one backward pass needs besides what is kept
-    vectors: int  # gradients that a split backward pass makes in its first part, and keeps
-    matrices: int  # those of its second part, all made before any is reduced or added
+    shards: int  # weights and moments; always there
+    gradients: int  # after the reduction
+    kept_gathered: int  # weights, from a forward pass to the end of the backward pass
+    layer_gathered: int  # weights, while one layer's forward pass runs
+    added_up: int  # gradients kept between microbatches
+    fresh: int  # gradients of one backward pass before they are reduced or accumulated
+    in_backward: int  # the most that one backward pass needs on top of what is kept
+    vectors: int  # gradients that I makes and keeps when the backward pass is split
+    matrices: int  # gradients that W makes, all before any is reduced or accumulated
 
 
 def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
-    """What `peak_state` adds up of a stage. All of it is linear in the number of layers, from one layer on."""
-    total, in_root, layer, entry, early, late, rows = elements
+    """The terms that `peak_of` adds up for a stage. From one layer on, each is linear in the number of layers."""
+    total, in_root, layer, entry, early, deferred, rows = elements
     part, compute = storage.split.shard, storage.compute
-    gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # as many bytes as weights
+    gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # the same bytes as the weights
     shards = int((1 + storage.moments) * gradients)
-    if not storage.wrapped:  # gradients are added up in place, and summed over processes in place
+    # The weights are used as they are, so nothing is gathered or cast.
+    if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 
-    # The head's gradients are reduced last, with the root; a layer's are reduced when complete.
+    # A layer's gradients are reduced as soon as they are complete; the head's are reduced last, with the root.
     fresh = compute * max(early + layer, in_root + entry)
-    vectors, matrices = storage.reduce * (total - late), compute * late
+    vectors, matrices = storage.reduce * (total - deferred), compute * deferred
     if storage.zero_stage == 3:
         in_backward = compute * max(layer + early + layer, in_root + 2 * entry)
         kept, gathered = compute * in_root, compute * layer
@@ -204,7 +211,7 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     gathered = compute * total
     if storage.zero_stage == 2:
         return StageSizes(shards, gradients, gathered, 0, gradients, fresh, fresh, vectors, matrices)
-    # Stages 0 and 1 add up whole gradients, in place if they have the type already.
+    # Stages 0 and 1 accumulate whole gradients, in place if they already have the reduction's type.
     added_up = storage.reduce * total
     if compute == storage.reduce:
         return StageSizes(shards, gradients, gathered, 0, added_up, fresh, 0, 0, 0)

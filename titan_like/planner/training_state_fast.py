@@ -1,13 +1,14 @@
-"""Training state of our own trainer on one pipeline rank. Bytes.
+"""Bytes of our own trainer's state on one pipeline rank, fast enough for a search.
 
-`training_state.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` finds the
-fullest moment from the order of the schedule alone.
+`training_state.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` derives the fullest
+moment from the order of the schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
@@ -17,9 +18,19 @@ from titan_like.planner.training_state import StageElements, StageSizes, Storage
 from titan_like.planner.workload import RankStages
 
 
+class Sharing(NamedTuple):
+    """How the processes of a run share training state. A NamedTuple, because a search hashes it for every layout."""
+
+    tensor: int  # processes that share each layer
+    shard: int  # processes that ZeRO shards over; 1 for stage 0
+    data_parallel: bool
+    zero: int  # ZeRO stage
+    compute: int  # bytes per element of the compute type
+
+
 def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
-    """How often the ranks' stages take turns in a step, as far as it matters to `trainer_state`: 3 stands for more."""
-    if schedule in SPLIT_BACKWARD:  # second parts come late, so that stages wait for each other's
+    """How often a rank's stages take turns in a step. 3 means three or more, which `trainer_state` treats alike."""
+    if schedule in SPLIT_BACKWARD:  # W passes come late, so stages wait for each other's
         return 3
     return 1 if schedule in ("gpipe", "looped_bfs") else min(3, -(-microbatches // pipeline))
 
@@ -31,32 +42,24 @@ def trainer_state(
     splits_backward: bool,
     rounds: int,
     accumulates: bool,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
+    sharing: Sharing,
 ) -> tuple[int, int, int, int]:
-    """Parameters, gradients and optimizer state between passes, and what exists beside them at the fullest moment.
+    """Bytes of parameters, gradients and optimizer state between passes, and of temporary copies at the fullest moment.
 
-    float32 master weights, gradients and two moments. The last figure is exact where backward passes are whole. Of
+    Master weights, gradients and both moments are float32. The last figure is exact for whole backward passes. For
     split ones it is an estimate: up to half as much again with ZeRO 3 and few microbatches, and in float32, with no
-    more microbatches than ranks, up to a tenth of the rank's memory too little.
+    more microbatches than ranks, too low by up to a tenth of the rank's memory.
 
     Args:
         model: the model.
         here: the rank's stages.
-        splits_backward: whether the schedule does.
-        rounds: `rounds_of` the schedule.
+        splits_backward: whether the schedule splits backward passes.
+        rounds: the result of `rounds_of`.
         accumulates: whether a step has several microbatches.
-        tensor: processes that share each layer.
-        shard: processes that ZeRO shards over, 1 for stage 0.
-        several: whether there is data parallelism.
-        zero: the ZeRO stage.
-        compute: bytes of the type that is computed in.
+        sharing: how processes share the state.
     """
-    sizes = _sizes(model, here, tensor, shard, several, zero, compute)
-    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, zero))
+    sizes = _sizes(model, here, sharing)
+    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, sharing.zero))
 
 
 @lru_cache(maxsize=4096)
@@ -68,18 +71,13 @@ def exact_state(
     virtual: int,
     rank: int,
     microbatches: int,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
+    sharing: Sharing,
 ) -> tuple[int, int, int, int]:
-    """`trainer_state`, by going through the rank's passes."""
-    ends = (tensor, shard, several, zero, compute)
-    sizes = _sizes(model, here, *ends)
+    """`trainer_state`, found by following the rank's passes."""
+    sizes = _sizes(model, here, sharing)
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
-    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(*ends))
+    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(sharing))
     return _state(sizes, peak - sum([size.shards for size in sizes]))
 
 
@@ -87,43 +85,42 @@ _table = lru_cache(maxsize=128)(schedule_table)
 
 
 def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int]:
-    """``moving``: most bytes at once besides weights and moments."""
+    """Split up the fullest moment; ``moving`` is the most bytes at once apart from weights and moments."""
     weights = gradients = sum([size.gradients for size in sizes])  # both in float32
     return weights, gradients, sum([size.shards for size in sizes]) - weights, max(0, moving - gradients)
 
 
 @lru_cache(maxsize=4096)
-def _sizes(
-    model: TransformerConfig, here: RankStages, tensor: int, shard: int, several: bool, zero: int, compute: int
-) -> list[StageSizes]:
-    """Of each of a rank's stages."""
+def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list[StageSizes]:
     last = len(here.layers) - 1
-    storage = (tensor, shard, several, zero, compute)
     return [
-        _stage(model, layers, here.first and index == 0, here.last and index == last, *storage)
+        _stage(model, layers, here.first and index == 0, here.last and index == last, sharing)
         for index, layers in enumerate(here.layers)
     ]
 
 
 @lru_cache(maxsize=1024)
-def _storage(tensor: int, shard: int, several: bool, zero: int, compute: int) -> Storage:
-    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + several, compute=compute)
+def _storage(sharing: Sharing) -> Storage:
+    tensor, shard, data_parallel, zero, compute = sharing
+    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + data_parallel, compute=compute)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
-    """Most bytes at once, besides weights and moments, of a rank with these stages.
+    """The most bytes at once, apart from weights and moments, on a rank with these stages.
 
-    While one stage's backward pass runs, those after it have added up gradients, or are done with the step; those
-    before it have gathered weights, and gradients from the second round on.
+    While one stage runs its backward pass, the later stages hold accumulated gradients, or are done with the step. The
+    earlier ones hold gathered weights and, from the second round on, gradients.
     """
     busy = [size.kept_gathered + (size.added_up if accumulates else size.gradients) for size in sizes]
     passing = [size.in_backward if zero != 1 or accumulates else size.fresh for size in sizes]
     if split:
         kept = [size.matrices + (size.vectors if zero >= 2 else 0) for size in sizes]
         passing = list(map(max, passing, kept))
+    # With three rounds or more, some stage's backward pass runs while all the others hold everything.
     done_after, busy_after = sum([size.gradients for size in sizes]), sum(busy)
     if rounds == 3:
         return max(done_after, busy_after + max(passing))
+    # With fewer rounds, go through the stages and take the fuller of the first round and the last.
     most, gathered_before, busy_before = done_after, 0, 0
     for size, mine, more in zip(sizes, busy, passing, strict=True):
         busy_after -= mine
@@ -137,24 +134,13 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
 
 
 @lru_cache(maxsize=65536)
-def _stage(
-    model: TransformerConfig,
-    layers: int,
-    is_first: bool,
-    is_last: bool,
-    tensor: int,
-    shard: int,
-    several: bool,
-    zero: int,
-    compute: int,
-) -> StageSizes:
-    elements = _elements(model, layers, is_first, is_last, tensor)
-    return stage_sizes(elements, _storage(tensor, shard, several, zero, compute))
+def _stage(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
+    return stage_sizes(_elements(model, layers, is_first, is_last, sharing.tensor), _storage(sharing))
 
 
 @lru_cache(maxsize=4096)
 def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> StageElements:
-    """One stage, from those of one layer and of two: everything grows by equal steps."""
+    """Count one stage's parameters. Beyond one layer, each further layer adds the same amount."""
     if layers > 2:
         one, two = (_elements(model, few, is_first, is_last, tensor) for few in (1, 2))
         more = layers - 1

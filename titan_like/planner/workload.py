@@ -1,4 +1,4 @@
-"""What is predicted: a model, a batch and a layout."""
+"""The planner's input: a model, a batch and a layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_like.parallel.schedules.tables import stage_ranks
 
 
 class Workload(NamedTuple):
-    """One training step of a run. Names are those of the configuration's sections, shortened."""
+    """One training step of a run. The names are the configuration's, shortened."""
 
     model: TransformerConfig
     seq_len: int
@@ -25,14 +25,19 @@ class Workload(NamedTuple):
     virtual_stages: int = 1
     sequence_parallel: bool = False
     zero_stage: int = 0
-    recompute: str = "none"  # none, full, selective (attention core)
+    recompute: str = "none"  # none, full or selective (only the attention core)
     recompute_every: int = 1
     flash: bool = True
     dtype: str = "bfloat16"
     dropout: bool = False
-    compiled: bool = False  # the layers' operators between products are fused by a compiler
+    compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
-    causal: bool = True  # a position attends to those before it alone; BERT's (arXiv 1810.04805) to all
+    causal: bool = True  # each position attends only to those before it; in BERT (arXiv 1810.04805) it attends to all
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch on one rank. Context parallelism splits each sequence."""
+        return self.micro_batch_size * self.seq_len / self.context
 
     @property
     def data_parallel(self) -> int:
@@ -51,16 +56,20 @@ class Workload(NamedTuple):
 
 
 class RankLayers(NamedTuple):
-    """How many layers the pipeline's ranks hold, as far as the step time needs it."""
+    """Numbers of layers on the pipeline's ranks that the step time depends on."""
 
-    first: int  # on the rank that embeds
+    first: int  # on the rank with the embedding
     last: int  # on the rank with the output matrix
-    largest: int  # on any rank
-    ends_together: bool  # one rank holds both ends
+    largest: int  # the most on any rank
+    ends_together: bool  # one rank holds both ends of the model
 
 
 class RankStages(NamedTuple):
-    """A rank's stages in the order of the forward pass: layers, whether the first and whether the last of all."""
+    """A rank's stages in the order of the forward pass.
+
+    ``layers`` has the layers of each stage. ``first`` and ``last`` say whether the rank holds the pipeline's first and
+    last stage.
+    """
 
     layers: tuple[int, ...]
     first: bool
@@ -72,15 +81,15 @@ class PipelineRanks(NamedTuple):
 
     stages: tuple[int, ...]  # layers of each stage
     ranks: tuple[int, ...]  # rank of each stage
-    layers: tuple[int, ...]  # of each rank, all its stages together
-    here: tuple[RankStages, ...]  # of each rank
+    layers: tuple[int, ...]  # layers of each rank, over all its stages
+    here: tuple[RankStages, ...]  # stages of each rank
     counts: RankLayers
-    largest: tuple[int, ...]  # the ends, and the first rank with such stages
+    largest: tuple[int, ...]  # may be fullest: both ends, and the first rank with each combination of stages
 
 
 def pipeline_of(work: Workload) -> PipelineRanks:
-    """Of a run."""
-    return _pipeline(work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages)
+    """How the ranks of a run's pipeline share its layers."""
+    return _pipeline(*_stage_key(work))
 
 
 @cache
@@ -105,10 +114,13 @@ def _pipeline(
 
 
 def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
-    """Of the pipeline ranks from ``start`` on, the first with such stages."""
-    return _ranks_from(
-        work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages, start
-    )
+    """The first rank with each combination of stages, among the pipeline ranks from ``start`` on."""
+    return _ranks_from(*_stage_key(work), start)
+
+
+def _stage_key(work: Workload) -> tuple[tuple[int, ...] | None, int, str, int, int]:
+    """Everything that the stages of a pipeline depend on. Layouts that agree in it share one cached result."""
+    return work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages
 
 
 @cache
@@ -123,7 +135,7 @@ def _ranks_from(
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers in equal stages; where they do not divide, the middle ones take one more."""
+    """Layers of equal stages. If they do not divide evenly, the middle stages take one more each."""
     base, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
     return tuple(base + (first <= stage < first + more) for stage in range(num_stages))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.parallel.schedules import check_schedule
-from titan_like.verify.shrink import ONE_STAGE, edit, in_layout, layout_of
+from titan_like.verify.shrink import ONE_STAGE, in_layout, layout_of
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_like.config.change import edit
 from titan_like.models.layers.init import local_part
 from titan_like.models.layers.random import generator_of
 from titan_like.models.registry import build_model
@@ -31,7 +32,7 @@ from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
 from titan_like.verify.samples import Samples
-from titan_like.verify.shrink import FLAVOR, Small, edit
+from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
 _RATE = 0.1  # where the model has none

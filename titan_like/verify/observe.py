@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.source import Source
@@ -29,7 +30,6 @@ from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, EPS, FLOAT16_SCALE, LARGE, SAME_TYPE_SHARE, learning_rate, train
 from titan_like.verify.samples import batches, training_samples, validation_samples
-from titan_like.verify.shrink import edit
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from titan_like.config.change import edit
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
 from titan_like.models.layers import init
@@ -32,7 +33,7 @@ from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, 
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
-from titan_like.verify.shrink import Small, edit
+from titan_like.verify.shrink import Small
 
 MARGIN = 8.0
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling
 from titan_like.data.batch_size import rampup_batch_sizes
@@ -57,17 +58,6 @@ class Small:
     def num_steps(self) -> int:
         """Steps of a run, bad ones included."""
         return self.steps + len(self.bad_steps)
-
-
-def edit(config: JobConfig, values: dict[str, Any]) -> JobConfig:
-    """A configuration with some keys (``section.key``) changed."""
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in values.items():
-        section, _, key = dotted.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    )
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:

@@ -1,1 +1,1 @@
-"""What `scripts/plan.py` does, one module a command: `add_options(parser)` and `run(options, settings)`."""
+"""The commands of `scripts/plan.py`, one module each, with `add_options(parser)` and `run(options, settings)`."""

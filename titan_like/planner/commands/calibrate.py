@@ -1,4 +1,4 @@
-"""Fit a profile's constants to measured rows, and say how far rows are off that were left out of the fit."""
+"""Fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import argparse
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.planner.calibrate import calibrated, needs_scipy, usable
+from titan_like.planner.calibrate import calibrated, check_scipy, usable
 from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.measured_rows import read_rows
 from titan_like.planner.profile import load_profile, profile_to_toml
 
-_REASONS = 5  # why rows were left out, at most
+_REASONS = 5  # the most reasons shown for rows that are left out
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options; it takes no settings of a run."""
+    """Add the command's options. It takes no settings of a run."""
     parser.add_argument("--profile", help="stack profile to start from: a shipped one or a TOML file")
     parser.add_argument("--points", metavar="FILE.csv", help="rows measured on one stack")
     parser.add_argument("--out", metavar="FILE.toml", help="where to write the fitted profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Fit and tell.
+    """Fit a profile and describe it.
 
     Raises:
         ConfigError: there are no rows to fit to, or no profile to start from.
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.profile is None:
         raise ConfigError("--profile", None, "say which profile to start from")
     check_toml(options.out)
-    needs_scipy()
+    check_scipy()
     start = load_profile(options.profile)
     read, untold = read_rows(options.points)
     rows, useless = usable(read, start)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
         *(f"  {reason}" for reason in left_out[:_REASONS]),
         *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
-        f"step time of the rows fitted on: {found.inside}",
+        f"step time of the fitted rows: {found.inside}",
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
     lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]

@@ -21,9 +21,9 @@ from titan_like.train.rules import CHECKS, check_sequence
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     parser.description = (
-        f"{__doc__} What the run's file says of the layout is chosen anew; on this command line these stay: "
+        f"{__doc__} The layout in the run's file is chosen anew; these options of the command line stay as they are: "
         f"{', '.join(f'--{key}' for key in CHOSEN)}."
     )
     add_profile(parser)
@@ -31,16 +31,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Look for both; ends with 1 if the model fits on no number of nodes.
+    """Find both. The exit status is 1 if the model fits on no number of nodes.
 
     Raises:
-        ConfigError: the run does not say of which GPUs its nodes are, or can have no layout.
+        ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
     """
     above_zero(options, "tokens")
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     for key in sorted(fixed - {*CHOSEN}):
-        problem = f"can not be fixed here; these can: {', '.join(CHOSEN)}"
+        problem = f"cannot be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
+    # Everything but the layout must be a valid run.
     config = load_config(settings, CHECKS)
     context = config.parallelism.context_parallel_degree
     if context != 1:
@@ -72,10 +73,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
-    """The constants for the run's nodes.
+    """The stack's constants for the run's nodes.
 
     Raises:
-        ConfigError: GPU or nodes are not stated, the GPU lacks the precision, or nothing is known of links.
+        ConfigError: the GPU or the nodes are not stated, the GPU lacks the data type, or nothing is known of links.
     """
     if config.cluster.gpus_per_node is None and profile is None and config.cluster.profile is None:
         raise ConfigError("cluster.gpus_per_node", None, "say how many GPUs a node has")
@@ -84,14 +85,14 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
 
 
 def sized(found: Capacity) -> str:
-    """Its parameters and shape."""
+    """A model's parameters and shape in words."""
     model = found.model
     shape = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
     return f"{model.num_parameters() / 1e9:.4g} billion parameters ({shape})"
 
 
 def layout_of(found: Capacity, tokens: float) -> list[str]:
-    """How, and how fast."""
+    """A model's layout and speed in words."""
     forecast, work = found.forecast, found.forecast.work
     memory, rates = forecast.memory, forecast.rates
     degrees = f"tensor {work.tensor} × pipeline {work.pipeline} × data {work.shard}"
@@ -106,7 +107,7 @@ def layout_of(found: Capacity, tokens: float) -> list[str]:
 
 
 def as_dict(found: Capacity, tokens: float) -> dict[str, Any]:
-    """For JSON."""
+    """A result for JSON."""
     work, model = found.forecast.work, found.model
     return {
         "nodes": found.nodes,

@@ -1,4 +1,4 @@
-"""Days that a number of tokens takes, and their price: at the predicted rate, or at --tflops per GPU."""
+"""The days and the price of training on a number of tokens, at the predicted rate or at --tflops per GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_like.planner.predict import predict
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     add_profile(parser)
     parser.add_argument("--tokens", type=float, help="tokens to train on (default: the run's)")
     parser.add_argument("--tflops", type=float, help="TFLOP/s per GPU, instead of the predicted rate")
@@ -31,10 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Days of the run, by the exact count and by the paper's formula.
+    """Compute the days by the exact count and by the paper's formula.
 
     Raises:
-        ConfigError: neither the command nor the run says how many tokens.
+        ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
     above_zero(options, "tokens", "tflops")
     if options.price is not None and not 0 <= options.price <= 1e9:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     device, dtype = forecast.profile.device, forecast.work.dtype
     if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(dtype):
         peak = f"the peak of {device.name} in {dtype} is {device.peak_flops(dtype) / 1e12:g}"
-        raise ConfigError("--tflops", options.tflops, f"{peak}; give what a GPU reaches")
+        raise ConfigError("--tflops", options.tflops, f"{peak}; give the rate that a GPU achieves")
     training, recompute, model = config.training, config.activation_checkpoint, forecast.work.model
     tokens = options.tokens
     if tokens is None:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{gpus(forecast.num_gpus)} at {per_gpu(rate)} each, what is recomputed counted too ({origin})",
+        f"{gpus(forecast.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
         f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
     ]

@@ -1,6 +1,6 @@
-"""Measure this machine and write a profile of it; start it with torchrun to measure what processes say to each other.
+"""Measure this machine and write a profile of it. Start it with torchrun to measure the links between processes.
 
-On GPUs all that torchrun starts measure at once over NCCL, on a CPU its processes share the cores over gloo.
+All processes measure at once: on GPUs over NCCL, on a CPU over gloo, where they share the cores.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from titan_like.planner.profile import profile_to_toml
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options; it takes no settings of a run."""
+    """Add the command's options. It takes no settings of a run."""
     parser.add_argument("--out", metavar="FILE.toml", help="where to write the profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Measure, and tell.
+    """Measure this machine and write the profile.
 
     Raises:
         ConfigError: there is no file to write to.
     """
-    from titan_like.planner.microbenchmark import measure  # torch takes seconds, and other commands do without it
+    from titan_like.planner.microbenchmark import measure  # imports torch, which takes seconds
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import process_group
     from titan_like.train.setup import select_device
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
     device = select_device("float32")
     if device.type == "cpu":
-        keep_freed_memory()  # as a run does
+        keep_freed_memory()  # as training does
     with process_group(device):
         found = measure(device, Path(options.out).stem, show)
         dist.barrier()

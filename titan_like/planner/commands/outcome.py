@@ -1,4 +1,4 @@
-"""What a command of the planner says and with what it ends, and the options that several of them have."""
+"""What a command of the planner returns, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _SECONDS_OF_SILENCE = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a command."""
+    """The result of a command."""
 
     text: str
     json: dict[str, Any]  # what --json writes
-    status: int = 0  # the exit status
-    files: dict[Path, str] = field(default_factory=dict)  # texts to write
+    status: int = 0  # exit status
+    files: dict[Path, str] = field(default_factory=dict)  # texts to write to files
 
 
 class Progress:
-    """Says on stderr how far something is, once it takes longer than a moment."""
+    """Prints progress on stderr once something takes longer than a moment."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
 
     def __call__(self, what: str) -> None:
-        """Say it, if the last word was some time ago."""
+        """Print a line, unless the last one is too recent."""
         now = time.monotonic()
         if now - self._said > _SECONDS_OF_SILENCE:
             self._said = now
@@ -45,15 +45,15 @@ class Progress:
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
-    """The stack whose constants are taken."""
+    """Add the option for the stack profile."""
     parser.add_argument("--profile", help="stack profile: a shipped one or a TOML file (default: the GPU's)")
 
 
 def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
-    """The run that the command line names; `parallelism.auto` with the layout that it stands for.
+    """The run that the command line names. If it has `parallelism.auto`, the run gets the layout that this stands for.
 
     Raises:
-        ConfigError: anything the user has to change.
+        ConfigError: the user has to change something.
     """
     config = load_config(settings, CHECKS)
     return search(config, None, profile, set_keys(config), kinds=1).config if config.parallelism.auto else config
@@ -69,10 +69,10 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:
-    """Refuse values of these options that are not above 0, or larger than anything.
+    """Check that these options are above 0 and not absurdly large.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: about the first that is not.
     """
     for name in names:
         value = getattr(options, name)
@@ -81,27 +81,27 @@ def above_zero(options: argparse.Namespace, *names: str) -> None:
 
 
 def check_toml(path: str | None) -> None:
-    """Refuse another name for a file that `--out` is to write.
+    """Check the name of a file that `--out` is to write.
 
     Raises:
-        ConfigError: it does not end in .toml, by which it is told from the names of shipped profiles.
+        ConfigError: it does not end in .toml, which tells profiles in files from shipped ones.
     """
     if path is not None and Path(path).suffix != ".toml":
         raise ConfigError("--out", path, "must be a TOML file; give it a name that ends with .toml")
 
 
 def does_not_fit(memory: Memory) -> list[str]:
-    """A line where the run is predicted not to fit, of which the command says other things."""
+    """A warning for commands that report something else: the run is predicted not to fit into memory."""
     if memory.fits:
         return []
     return [f"the run DOES NOT FIT: {memory.largest / 2**30:.1f} of {memory.capacity / 2**30:.0f} GiB on a GPU"]
 
 
 def per_gpu(rate: float) -> str:
-    """TFLOP/s of one GPU in words, with a decimal or with three digits if it is slow."""
+    """A GPU's rate in words, with one decimal, or with three digits if it is slow."""
     return f"{rate:.1f} TFLOP/s" if rate >= 10 else f"{rate:.3g} TFLOP/s"
 
 
 def gpus(count: int) -> str:
-    """So many in words."""
+    """A number of GPUs in words."""
     return f"{count} GPU" + ("s" if count != 1 else "")

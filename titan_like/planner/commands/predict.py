@@ -10,12 +10,12 @@ from titan_like.planner.predict import Forecast, predict
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     add_profile(parser)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Ends with 1 if the run does not fit into memory."""
+    """Predict the run. The exit status is 1 if it does not fit into memory."""
     profile = chosen_profile(options)
     forecast = predict(run_of(settings, profile), profile)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)

@@ -1,4 +1,4 @@
-"""All valid layouts of a run for a number of GPUs: the fastest that fits, and why the next best lose to it."""
+"""The fastest of a run's valid layouts that fits into a number of GPUs, and why the next best are slower."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config.change import edit
 from titan_like.config.load import parse_overrides
 from titan_like.config.write import to_toml
 from titan_like.planner.commands.outcome import (
@@ -24,7 +25,7 @@ from titan_like.planner.explanations import described, differences, why_slower, 
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
-from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, changed, set_keys
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
 from titan_like.train.rules import CHECKS
 
 _TOO_LARGE_SHOWN = 3
@@ -32,9 +33,9 @@ _MOST_GPUS = 1_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     parser.description = (
-        f"{__doc__} What the run's file says of the layout is chosen anew; --section.key on this command line stays."
+        f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
     )
     add_profile(parser)
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
@@ -43,10 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Search, and tell.
+    """Search and describe the best layouts.
 
     Raises:
-        ConfigError: an option that makes no sense, or no layout is valid, or none fits.
+        ConfigError: an option is out of range, no layout is valid, or none fits.
     """
     above_zero(options, "gpus", "top")
     if options.gpus is not None and options.gpus > _MOST_GPUS:
@@ -56,9 +57,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)
-    if options.profile:  # what is written is then predicted, and watched while it trains, with the same profile
+    if options.profile:  # the layout found is then predicted and trained with the same profile
         own = Path(options.profile)
-        config = changed(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
+        config = edit(config, {"cluster.profile": str(own.resolve()) if own.is_file() else options.profile})
     show = Progress()
 
     def told(counts: Counts) -> None:
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def summary(found: Found) -> list[str]:
-    """The best layout, what is expected of it, and of how many it is the best."""
+    """The best layout, its prediction, and how many layouts it is the best of."""
     best, counts = found.best, found.counts
     ahead = forecast(best.work, found.profile, found.config)
     tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
@@ -81,13 +82,13 @@ def summary(found: Found) -> list[str]:
         f"{found.profile.device.memory_bytes / 2**30:.0f} GiB; profile {found.profile.name} on "
         f"{found.profile.device.name}",
         f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
-        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), the others to be slower "
-        "by closed forms",
+        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and closed forms show that the "
+        "others are slower",
     ]
 
 
 def describe(found: Found) -> str:
-    """The table."""
+    """The best layouts as a table."""
     lines = [*summary(found), ""]
     lines.append(
         f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>9s} {'micro':>5s} "
@@ -117,7 +118,7 @@ def _columns(one: Candidate, best: Candidate) -> str:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """For JSON."""
+    """The result for JSON."""
     counts, best = found.counts, found.best
 
     def entry(one: Candidate, why: str) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 
 def as_toml(found: Found, path: Path) -> str:
-    """The run in its best layout: what its file and command line set, with the layout's keys in place."""
+    """The run in its best layout, as a TOML: what its file and command line set, and the layout's keys."""
     config = found.config
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)

@@ -1,4 +1,4 @@
-"""The pipeline of one step pass by pass, as text and picture; and beside a measured one."""
+"""The pipeline of one step, pass by pass, as text or picture, and next to a measured step if one is given."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from titan_like.planner.simulator import timeline
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options beside the run's settings."""
+    """Add the options that are not settings of the run."""
     add_profile(parser)
-    parser.add_argument("--width", type=int, default=100, help="columns of the text's lanes (default 100)")
-    parser.add_argument("--picture", metavar="PATH", help="draw it too: a .png or .svg file; needs matplotlib")
-    parser.add_argument("--out", metavar="FILE.json", help="write it as the trainer writes a measured timeline")
-    parser.add_argument("--measured", metavar="FILE.json", help="lay it over this timeline, which the trainer wrote")
+    parser.add_argument("--width", type=int, default=100, help="width of the text's lanes in columns (default 100)")
+    parser.add_argument("--picture", metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib")
+    parser.add_argument("--out", metavar="FILE.json", help="write it in the format of the trainer's measured timelines")
+    parser.add_argument("--measured", metavar="FILE.json", help="compare it with this timeline from the trainer")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Simulate, compare, draw.
+    """Simulate a step, and compare and draw it if asked to.
 
     Raises:
-        ConfigError: the measured timeline can not be read or is of another pipeline; the picture can not be drawn.
+        ConfigError: the measured timeline cannot be read or has another pipeline, or the picture cannot be drawn.
     """
     if not 10 <= options.width <= 10000:
         raise ConfigError("--width", options.width, "must be from 10 to 10000 columns")
@@ -66,10 +66,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def check_picture(path: str) -> None:
-    """Refuse a picture that can not be drawn.
+    """Check that a picture can be drawn.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file's name says another kind.
+        ConfigError: matplotlib is missing, or the file's name has another ending.
     """
     if Path(path).suffix not in (".png", ".svg"):
         raise ConfigError("--picture", path, "name a .png or .svg file")
@@ -81,7 +81,7 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     """Read a timeline of the same pipeline.
 
     Raises:
-        ConfigError: there is none in the file, or it is of another pipeline.
+        ConfigError: the file has none, or it has another pipeline.
     """
     try:
         step = read_trace(Path(path))
@@ -92,12 +92,12 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
         raise ConfigError("--measured", path, problem) from None
     if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
         theirs, ours = (headline(found).split(";")[0] for found in (step, predicted))
-        raise ConfigError("--measured", path, f"is of {theirs}; the run has {ours}")
+        raise ConfigError("--measured", path, f"has {theirs}; the run has {ours}")
     return step
 
 
 def headline(step: StepTimeline) -> str:
-    """Its pipeline, and how long it takes."""
+    """A step's pipeline, and how long it takes."""
     stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
     of_each = f" of {stages} stages each" if stages > 1 else ""
     ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
@@ -129,7 +129,7 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
 
 
 def table(found: list[PartOfSteps]) -> list[str]:
-    """Predicted beside measured, and by how much the prediction is off, in ms and as a share of the measured step."""
+    """Predicted next to measured, with the difference in ms and as a share of the measured step."""
     whole = found[-1].measured
     lines = [f"{'ms, mean of the ranks':24s}{'predicted':>12s}{'measured':>12s}{'difference':>12s}{'of the step':>13s}"]
     for name, predicted, measured in found:
@@ -140,5 +140,5 @@ def table(found: list[PartOfSteps]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """With two decimals; no minus zero."""
+    """Milliseconds with two decimals, never minus zero."""
     return f"{round(1000 * seconds, 2) + 0.0:,.2f}"
