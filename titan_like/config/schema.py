@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 
 from titan_like.config.paths import expanded
 
-# Every number has a limit, far above what anyone trains with, so that a typo is refused at once instead of filling the
-# memory or overflowing later. What the machine at hand can do is checked elsewhere.
+# Limits are far above what anyone trains with. They refuse a typo at once, before it can fill the memory or overflow.
+# Whether this machine can run the job is checked elsewhere.
 _MOST_STEPS = 10**12
 _MOST_SAMPLES = 10**15
 _MOST_TOKENS = 10**18  # below 2⁶³

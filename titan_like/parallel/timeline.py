@@ -1,6 +1,6 @@
-"""When each pass of a step ran on this rank.
+"""The times of one step's passes on this rank.
 
-On a GPU nothing waits for the device during the step: CUDA events are recorded between its kernels, and read after it.
+On a GPU they are CUDA events, recorded between kernels and read after the step, so the host never waits during it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event
 
-_MEETINGS = 16  # collectives that make clocks of ranks comparable: the quickest counts
+_MEETINGS = 16  # collectives to compare the ranks' clocks with: the tightest bounds count
 
 
 class Phase(NamedTuple):
-    """What a rank did after its last pass, with its times in seconds."""
+    """What a rank did after its last pass. Times are in seconds."""
 
     rank: int
     name: str
@@ -30,11 +30,11 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank saw of a step, in seconds of its own clock.
+    """One rank's view of a step, in seconds on its own clock.
 
-    ``waits`` are times in which a pass could not start, under the name of the pass. ``meetings`` are times of going
-    into and coming out of collectives that all ranks took part in, which make clocks comparable. All else may be wrong
-    by ``error`` on the clock of ``meetings``.
+    A wait has the action that it delays. A meeting is the time at which this rank entered a collective of all ranks and
+    the time at which it left it; they make the ranks' clocks comparable. All other times may be off by ``error`` from
+    the clock of the meetings.
     """
 
     passes: list[Event]
@@ -45,24 +45,24 @@ class RankTimes:
 
 
 class Timeline:
-    """Receives the start and the end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
+    """Records the start and end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Begin. All ranks of ``group`` do this together, directly before the step."""
+        """All ranks of ``group`` create their timelines together, directly before the step."""
         self._device = device
-        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # stamps as times
+        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # its times are stamps
         self._waits_since: Any = None
         before = time.perf_counter()
-        self._began = self._last = self._zero = self._stamp()  # its host time is known, and gives that of later events
+        self._began = self._last = self._zero = self._stamp()  # the host times around it date all later events
         self._synchronize()
         self._zero_bounds = before, time.perf_counter()
 
     def waiting(self, step: Step) -> None:
-        """A pass is next, and its input may not be there."""
+        """A pass is next, and its input may not have arrived."""
         self._waits_since = self._stamp()
 
     def start(self, step: Step) -> None:
-        """A pass begins: its input is there."""
+        """A pass begins: its input has arrived."""
         self._began = self._stamp()
         if self._waits_since is not None:
             self._seen.waits.append(Event(0, Action(*step), self._waits_since, self._began))
@@ -74,7 +74,7 @@ class Timeline:
         self._seen.passes.append(Event(0, Action(*step), self._began, self._last))
 
     def mark(self, phase: str) -> None:
-        """All since the last pass, or the last mark, was this phase."""
+        """Attribute the time since the last pass, or the last mark, to this phase."""
         since, self._last = self._last, self._stamp()
         self._seen.phases.append(Phase(0, phase, since, self._last))
 
@@ -105,7 +105,7 @@ class Timeline:
             torch.cuda.synchronize(self._device)
 
     def _meet(self, group: dist.ProcessGroup) -> tuple[float, float]:
-        """Wait for the whole group: times of going in and of coming out."""
+        """Wait for the whole group; returns the times of entering and leaving."""
         entered = time.perf_counter()
         dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._synchronize()
