@@ -80,22 +80,17 @@ def measured(schedule: str, pipeline_degree: int, virtual_stages: int, ranks: Se
     offsets, errors = zip(*(clock_offset(ranks[0].meetings, times.meetings) for times in ranks), strict=True)
     zero = min(event.start - offset for times, offset in zip(ranks, offsets, strict=True) for event in times.passes)
 
-    def joined(parts: list[list[_Span]]) -> list[_Span]:
-        return [
-            span._replace(rank=rank, start=span.start - offset - zero, end=span.end - offset - zero)
-            for rank, (spans, offset) in enumerate(zip(parts, offsets, strict=True))
-            for span in spans
-        ]
+    error = max(error + times.error for error, times in zip(errors, ranks, strict=True))
+    step = StepTimeline(schedule, pipeline_degree, virtual_stages, [], clock_error=error)
+    for rank, (times, offset) in enumerate(zip(ranks, offsets, strict=True)):
+        step.passes.extend(_moved(event, rank, offset + zero) for event in times.passes)
+        step.waits.extend(_moved(event, rank, offset + zero) for event in times.waits)
+        step.phases.extend(_moved(phase, rank, offset + zero) for phase in times.phases)
+    return step
 
-    return StepTimeline(
-        schedule,
-        pipeline_degree,
-        virtual_stages,
-        passes=joined([times.passes for times in ranks]),
-        waits=joined([times.waits for times in ranks]),
-        phases=joined([times.phases for times in ranks]),
-        clock_error=max(error + times.error for error, times in zip(errors, ranks, strict=True)),
-    )
+
+def _moved(span: _Span, rank: int, zero: float) -> _Span:
+    return span._replace(rank=rank, start=span.start - zero, end=span.end - zero)
 
 
 def simulated(

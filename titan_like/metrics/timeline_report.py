@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Column, Table
 
 from titan_like.metrics.step_timeline import KINDS, StepTimeline, as_simulated
@@ -102,7 +102,7 @@ def report(timeline: StepTimeline, title: str) -> str:
         ranks.add_row(str(rank), *map(_ms, (*share, total)))
     degree, microbatches = timeline.pipeline_degree, timeline.num_microbatches
     size = f"{degree} pipeline rank{'s' * (degree > 1)}, {microbatches} microbatch{'es' * (microbatches > 1)}"
-    parts = [
+    parts: list[str | Table] = [
         f"{title}: {timeline.schedule}, {size}, {_ms(total)} ms from first to last pass",
         stages,
         ranks,
@@ -116,10 +116,8 @@ def report(timeline: StepTimeline, title: str) -> str:
         parts.append(f"after the last pass: {', '.join(after)}")
     if degree > 1:
         parts.append(f"times of different ranks compare within {_ms(timeline.clock_error)} ms")
-    text = StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, color_system=None)
-    for part in parts:
-        console.print(part)
+    text = StringIO()  # not the terminal, whose encoding would change the tables' lines
+    Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -78,15 +78,14 @@ def read_trace(path: Path) -> StepTimeline:
         trace = json.loads(path.read_text(encoding="utf-8"))
         about = trace["otherData"]
         shape = about["schedule"], about["pipeline_degree"], about["virtual_stages"]
-        timeline = StepTimeline(*shape, [], [], [], about["clock_error_us"] / 1e6)
+        timeline = StepTimeline(*shape, [], clock_error=about["clock_error_us"] / 1e6)
         rows = {_PASSES: timeline.passes, _WAITS: timeline.waits}
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X":
-                rank, name, start, end = event["pid"], event["name"], event["ts"], event["ts"] + event["dur"]
-                if event["tid"] == _PHASES:
-                    timeline.phases.append(Phase(rank, str(name), start / 1e6, end / 1e6))
-                else:
-                    rows[event["tid"]].append(Event(rank, _action(name), start / 1e6, end / 1e6))
+        for event in (event for event in trace["traceEvents"] if event["ph"] == "X"):
+            name, times = event["name"], (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            if event["tid"] == _PHASES:
+                timeline.phases.append(Phase(event["pid"], str(name), *times))
+            else:
+                rows[event["tid"]].append(Event(event["pid"], _action(name), *times))
         _check(timeline)
     except ValueError as error:
         raise ValueError(f"no timeline: {error}") from None
@@ -101,12 +100,7 @@ def _action(name: str) -> Action:
 
 
 def _check(step: StepTimeline) -> None:
-    """Check that this can be a step of its schedule.
-
-    Raises:
-        ValueError: it cannot be one.
-        TypeError: a value is of the wrong type.
-    """
+    """Raise a ValueError or a TypeError unless this can be a step of its schedule."""
     spans: list[Event | Phase] = [*step.passes, *step.waits, *step.phases]
     if not all(0 <= span.end - span.start < float("inf") for span in spans) or not step.clock_error >= 0:
         raise ValueError("a time is not a number, or a span has its end before its start")

@@ -69,7 +69,7 @@ def start_fork_server(on_gpus: bool = False) -> None:
     environment = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}  # no threads before a fork
     # Import the code next to the calling script, not another copy in the current folder.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the process itself, so that it counts as active
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the process itself, not in a pool of workers
     if not on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if Path("/sys/class/net/lo").exists():  # gloo otherwise looks up the host name, which may not resolve

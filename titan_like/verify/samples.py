@@ -22,17 +22,17 @@ _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank ha
 class Samples(Dataset[torch.Tensor]):
     """Sample i, int64 [2, seq] (inputs and labels), is a function of the seed and i alone.
 
-    With a ``size``, an index past the end gives a sample without labels, as validation expects.
+    An index past the end gives a sample without labels, as validation expects.
     """
 
     seed: int
     seq_len: int
     vocab_size: int
-    size: int | None = None
-    empty: tuple[int, int, int, int] | None = None  # first sample, last + 1, micro-batch size, data-parallel ranks
+    size: int = 1 << 40
+    empty: frozenset[int] = frozenset()  # samples without any label
 
     def __len__(self) -> int:
-        return 1 << 40 if self.size is None else self.size
+        return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
@@ -43,13 +43,9 @@ class Samples(Dataset[torch.Tensor]):
         positions = torch.arange(self.seq_len)
         first = index * 5 % (self.seq_len + 1)  # earlier positions have no label: none of them, up to all of them
         labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED
-        if (self.size is not None and index >= self.size) or self._is_empty(index):
+        if index >= self.size or index in self.empty:
             labels.fill_(IGNORED)
         return torch.stack((inputs, labels))
-
-    def _is_empty(self, index: int) -> bool:
-        first, end, micro_batch, ranks = self.empty or (0, 0, 1, 1)
-        return first <= index < end and index // micro_batch % ranks == ranks - 1
 
     @property
     def fingerprint(self) -> str:
@@ -77,11 +73,12 @@ def batches(config: JobConfig, last: int) -> dict[int, range]:
 
 def training_samples(config: JobConfig) -> Samples:
     """An endless training stream. In one batch the last data-parallel rank of this layout has no labels."""
-    batch, section = config.training.global_batch_size, config.parallelism
-    ranks = section.data_parallel_replicate_degree * section.data_parallel_shard_degree
-    empty = (_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch, config.training.micro_batch_size, ranks)
+    batch, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
+    ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
+    empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
     vocab_size = model_config(config.model).vocab_size
-    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty if ranks > 1 else None)
+    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty)
 
 
 def validation_samples(config: JobConfig) -> Samples:
