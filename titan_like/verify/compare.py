@@ -62,9 +62,9 @@ class Row(StrEnum):
     ENDS = "the layout ends"
 
 
-# Some process must report each of the reference's numbers in these rows.
-_COVERED = (Row.INITIAL, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
-_AT_THE_END = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
+# Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
+_COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+_AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
 _BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.SAME_TYPE)  # here the model's last parameter comes first
 
 
@@ -177,10 +177,7 @@ class Report:
         self.add(key, abs(value - expected) / relative_to, allowed, f"{value:.9g}, not {expected:.9g}")
 
     def tensor(self, reference: Reference, dtype: str, key: Key, tensor: torch.Tensor) -> None:
-        """Compare this process's part of a tensor with the reference's, within the rounding of ``dtype``.
-
-        The difference is relative to the whole tensor's norm. A tensor that the reference lacks is not compared.
-        """
+        """Compare this process's part of a tensor, if the reference has it; relative to the whole tensor's norm."""
         part, offset = local_part(tensor)
         if key in reference.sizes and part.numel():
             expected = reference.part(key, offset, part.shape).to(part.device)
@@ -206,10 +203,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
 
 
 def _of_row(checks: list[Check]) -> Check:
-    """The worst check of the first parameter that differs, with the number of others that do.
-
-    If none differs, it is the check that is nearest to a difference.
-    """
+    """The first parameter that differs, with the number of others that do; else the check nearest to a difference."""
     wrong = {check.parameter: check for check in checks if not check.ok}
     first = next(iter(wrong), None)
     worst = max((c for c in checks if first is None or c.parameter == first), key=lambda check: check.nearness)
@@ -223,7 +217,7 @@ def _of_row(checks: list[Check]) -> Check:
 def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: set[Key]) -> Iterator[Check]:
     """Checks that take the reports of several processes."""
     kind = groups[0][0].kind
-    rows = _COVERED[1:] if kind == RESUME else _COVERED if kind in HALF else _COVERED + _AT_THE_END
+    rows = _COVERED if kind == RESUME else _COVERED + _AT_THE_ENDS
     for key in reference.allowed[EXACT if kind == RESUME else kind]:
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
@@ -244,10 +238,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
 
 
 def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
-    """What is wrong with the samples of a step, if anything.
-
-    Data-parallel ranks must share them out, and all processes of one data-parallel rank must see the same ones.
-    """
+    """What is wrong, if data-parallel ranks do not share out a step's samples or if processes of one rank disagree."""
     by_data_rank: dict[tuple[int, ...], list[list[int]]] = {}
     for report in group:
         drawn = report.samples.get(step, [])

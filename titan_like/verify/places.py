@@ -1,8 +1,5 @@
-"""Find the module at which a layout departs from the reference.
-
-That is the first module of the forward pass whose output differs. If all outputs agree, it is the first module of the
-backward pass that receives a correct gradient and passes a wrong one on.
-"""
+"""Find the module at which a layout departs from the reference: the first of the forward pass whose output differs, or
+else the first of the backward pass that passes a wrong gradient on."""
 
 from __future__ import annotations
 

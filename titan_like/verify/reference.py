@@ -87,13 +87,16 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
         if dtype == SINGLE:
             traces.append(train(small, dtype, batch, device))
         allowed[dtype] = allowances(config, dtype, sizes, exact, traces)
-        for key in [key._replace(row=Row.ZEROS) for key in scalars if key.row == Row.NORM and dtype == EXACT]:
-            scalars[key], allowed[EXACT][key] = count_zeros(exact, traces[0], key.step)
-            sizes[key] = 1.0
-        for name in exact.names if dtype in HALF else []:
-            key, of_gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
-            stored[str(key)], sizes[key] = traces[0].tensors[of_gradient], sizes[of_gradient]
-            allowed[dtype][key] = SAME_TYPE_SHARE * EPS[dtype]
+        if dtype == EXACT:
+            for step in [key.step for key in scalars if key.row == Row.NORM]:
+                key = Key(step, Row.ZEROS)
+                scalars[key], allowed[dtype][key] = count_zeros(exact, traces[0], step)
+                sizes[key] = 1.0
+        if dtype in HALF:
+            for name in exact.names:
+                key, gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
+                stored[str(key)], sizes[key] = traces[0].tensors[gradient], sizes[gradient]
+                allowed[dtype][key] = SAME_TYPE_SHARE * EPS[dtype]
     save_file(stored, file)
     yield Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
 
@@ -165,10 +168,7 @@ def num_labels(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 def add_gradients(
     model: Transformer, pieces: Sequence[torch.Tensor], num_tokens: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> float:
-    """Add the gradients of the pieces' summed loss over ``num_tokens``, times ``scale``, and return that quotient.
-
-    pieces: each [n, 2, seq].
-    """
+    """Add the gradients of ``scale`` × the loss of pieces [n, 2, seq], their sum over ``num_tokens``; return that."""
     total = 0.0
     for piece in pieces:
         loss = summed_loss(model, piece, dtype) / num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
 from typing import cast
 
 import torch
@@ -27,7 +28,13 @@ class WatchedTrainer(Trainer):
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
     def _load_data(self) -> BackgroundLoader:
-        return cast(BackgroundLoader, _WatchedLoader(super()._load_data(), self))
+        return cast(BackgroundLoader, self._watched(super()._load_data()))
+
+    def _watched(self, loader: BackgroundLoader) -> Iterator[torch.Tensor]:
+        with closing(loader):
+            for batch in loader:
+                self.drawn.append([self.known.get(digest(sample), -1) for sample in batch])
+                yield batch
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
         """Take one step and record its samples."""
@@ -45,21 +52,6 @@ class WatchedTrainer(Trainer):
         records = [self.read_step(self.train_step(data)) for _ in range(steps)]
         data.close()
         return records
-
-
-class _WatchedLoader:
-    """Passes microbatches on to a trainer and records their samples in its ``drawn``."""
-
-    def __init__(self, loader: BackgroundLoader, trainer: WatchedTrainer) -> None:
-        self.loader, self.trainer, self.close = loader, trainer, loader.close
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        batch = next(self.loader)
-        self.trainer.drawn.append([self.trainer.known.get(digest(sample), -1) for sample in batch])
-        return batch
 
 
 def digest(tensor: torch.Tensor) -> str:
