@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import distance
 from titan_like.verify.processes import DONE, Group, Member, Outcome
 from titan_like.verify.watch import WatchedTrainer
 
@@ -79,6 +80,17 @@ def by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which this rank may hold a part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """L2 norm of the difference as a share of the expected tensor's norm."""
+    return distance(value, expected) / expected.double().norm().item()
+
+
+def worst(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest `relative` difference of two sets of tensors with the same names, and its name."""
+    assert values.keys() == expected.keys()
+    return max((relative(values[name], expected[name]), name) for name in expected)
 
 
 def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

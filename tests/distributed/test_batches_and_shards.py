@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, by_name, full, launch
+from tests.distributed.launch import base_config, by_name, full, launch, relative
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import relative
 from titan_like.verify.watch import WatchedTrainer
 
 TINY = {

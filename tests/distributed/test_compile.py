@@ -7,8 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.distributed.launch import Case, Result, run_cases
-from titan_like.verify.compare import relative
+from tests.distributed.launch import Case, Result, relative, run_cases
 
 SMALL = {
     "model.overrides": {"num_layers": 2},

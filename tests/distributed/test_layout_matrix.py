@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import Case, Result, run_cases
+from tests.distributed.launch import Case, Result, run_cases, worst
 from tests.distributed.layouts import GLOBAL_BATCH, SCHEDULES, ParallelLayout, covering_set, full_product
 from tests.distributed.test_parity import GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, without_key_biases
-from titan_like.verify.compare import worst
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
 RUNS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.launch import Case, Result, run_cases
-from titan_like.verify.compare import worst
+from tests.distributed.launch import Case, Result, run_cases, worst
 
 GRADIENT_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = {"adamw": 1e-4, "sgd": 1e-5}

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, base_config, full, launch, train_case
+from tests.distributed.launch import Case, base_config, full, launch, relative, train_case
 from titan_like.config.errors import RunError
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import relative
 
 TINY = {
     "model.overrides": {"num_layers": 2, "hidden_size": 32, "max_seq_len": 16},

@@ -67,13 +67,11 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
         assert [outcome["step"] for outcome in outcomes] == [5, 5]
         assert saved == [1, 2, 4, 5]
         (line,) = [line for line in outcomes[0]["printed"].splitlines() if "is not saved" in line]
-        assert line.strip().startswith(problem) and line.endswith(
-            "the checkpoints before it are whole; training goes on"
-        )
+        assert line.strip().startswith(problem) and line.endswith("earlier checkpoints are intact; training goes on")
     else:
         errors = [outcome["error"] for outcome in outcomes]
         assert errors[0] == errors[1] and errors[0].startswith(problem)
-        assert errors[0].endswith("the checkpoints before it are whole") and "\n" not in errors[0]
+        assert errors[0].endswith("earlier checkpoints are intact") and "\n" not in errors[0]
         assert saved == [1, 2]
         assert outcomes[0]["step"] == outcomes[1]["step"] <= 4
     # What is there is whole.

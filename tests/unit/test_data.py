@@ -354,7 +354,7 @@ def test_an_unknown_dataset_is_told_what_there_is(packages):
 def test_two_packages_with_one_name_are_refused(packages):
     packages("toys", ones="a:Ones")
     packages("games", ones="b:Ones")
-    with pytest.raises(ConfigError, match="stands for a:Ones and b:Ones; uninstall"):
+    with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; uninstall"):
         find_dataset(Data(dataset="ones"))
 
 

@@ -218,13 +218,13 @@ def without_time(trace):
         (first_pass(name="F1 of stage 1"), "not those of the schedule"),
         (first_pass(name="X0 of stage 0"), "AttributeError"),
         (first_pass(pid=1), "not those of the schedule"),
-        (first_pass(ts=float("nan")), "no number"),
+        (first_pass(ts=float("nan")), "not a number"),
         (first_pass(dur=-1.0), "end before its start"),
         (first_pass(ts="soon"), "TypeError"),
-        (about(clock_error_us=-1.0), "no number"),
+        (about(clock_error_us=-1.0), "not a number"),
         (shifted(-1e9), "does not start at 0"),
         (reversed_in_time, "not those of the schedule, in its order"),
-        (wait_of_rank(99), "a rank that there is not"),
+        (wait_of_rank(99), "outside the pipeline"),
     ],
 )  # fmt: skip
 def test_a_timeline_that_can_be_no_step_of_its_schedule_is_refused(change, problem, tmp_path):

@@ -43,7 +43,7 @@ def resume(
         raise RunError(refusal[0])
     if dist.get_rank() == 0:
         for name in sweep(folder):
-            print(f"checkpoint {folder / name} was never complete and is removed", flush=True)
+            print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)
         found = [[step for step in complete_steps(folder) if is_usable(step)]]
     dist.broadcast_object_list(found, src=0)  # listings of a network file system may lag behind on other nodes
     for step in reversed(found[0]):

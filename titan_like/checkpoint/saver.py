@@ -89,7 +89,7 @@ class Saver:
         if save.crash is not None:
             raise save.crash
         if save.problem is not None:
-            raise SaveError(f"{save.path} is not saved ({save.problem}); the checkpoints before it are whole")
+            raise SaveError(f"{save.path} is not saved ({save.problem}); earlier checkpoints are intact")
         return save.path
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:

@@ -145,7 +145,7 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what interrupted saves left. A checkpoint whose replacement was never completed gets its name back.
+    """Remove what interrupted saves left behind. A checkpoint whose replacement was never completed gets its name back.
 
     Returns the names of incomplete checkpoints that were removed. One process calls it while no other writes to the
     folder.

@@ -1,6 +1,6 @@
-"""Names that a setting may have: this package's own, and those that installed packages add as entry points.
+"""Named objects that a setting selects: this package's own, and entry points of installed packages.
 
-Nothing is imported before it is used, torch included.
+Nothing, torch included, is imported before it is used.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from titan_like.config.errors import ConfigError, first_line
 
 
 def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> EntryPoint:
-    """Where the object is that setting ``key`` names: one of ``built_in``, else an entry point of ``group``.
+    """Find the object that setting ``key`` names: one of ``built_in``, else an entry point of ``group``.
 
     Raises:
-        ConfigError: nothing has this name, or two packages have given it away.
+        ConfigError: nothing has this name, or several packages define it.
     """
     if name in built_in:
         return EntryPoint(name, built_in[name], group)
@@ -27,7 +27,7 @@ def find_entry(key: str, name: str, group: str, built_in: Mapping[str, str]) -> 
         return found[name]
     if found:
         places = " and ".join(sorted(entry.value for entry in found))
-        raise ConfigError(key, name, f"stands for {places}; uninstall all of these packages but one")
+        raise ConfigError(key, name, f"is defined by {places}; uninstall all of these packages but one")
     known = sorted({*built_in, *added.names})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     guess = f"did you mean {near[0]}? " if near else ""
@@ -42,6 +42,6 @@ def load_entry(key: str, entry: EntryPoint) -> Any:
     """
     try:
         return entry.load()
-    except Exception as error:  # whatever the package raises as it is imported
+    except Exception as error:  # whatever the package raises on import
         problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
         raise ConfigError(key, entry.name, problem) from error

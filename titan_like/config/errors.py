@@ -65,7 +65,7 @@ def shortened(text: str) -> str:
 
 
 def _show(value: object) -> str:
-    """A value as it stands in TOML, on one line."""
+    """A value as it is written in TOML, on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -32,7 +32,7 @@ def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] |
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
 
-    If keys are wrong, ``checks`` of sections, by name, are called too, and the ConfigErrors that they raise are added.
+    If any key is wrong, ``checks`` (by section name) run too, so that their ConfigErrors are reported together with it.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
@@ -96,7 +96,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
 def _end_process_group(code: int) -> None:
     """Exit at once if this process is in a process group, whose threads sometimes abort it while Python shuts down.
 
-    Destroying the group is no way out: it waits for the other processes, which may never get there.
+    Destroying the group does not help: it waits for the other processes, which may never get there.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():

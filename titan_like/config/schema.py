@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 
 from titan_like.config.paths import expanded
 
-# Every number has a limit, far above what anyone trains with, so that a typo is refused at once instead of filling the
-# memory or overflowing later. What the machine at hand can do is checked elsewhere.
+# Limits are far above what anyone trains with. They refuse a typo at once, before it can fill the memory or overflow.
+# Whether this machine can run the job is checked elsewhere.
 _MOST_STEPS = 10**12
 _MOST_SAMPLES = 10**15
 _MOST_TOKENS = 10**18  # below 2⁶³
@@ -113,7 +113,7 @@ class Model(Section):
     """Which transformer to train."""
 
     family: Text = Field(
-        "gpt", examples=["gpt", "llama"], description="model family: gpt, llama, or one that an installed package has"
+        "gpt", examples=["gpt", "llama"], description="model family: gpt, llama, or one that an installed package adds"
     )
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field(
@@ -210,8 +210,8 @@ class Parallelism(Section):
 
     auto: bool = Field(
         False,
-        description="let the planner choose training.micro_batch_size and the keys of this section and of "
-        "[activation_checkpoint], where they are not set, for the GPU and the number of processes",
+        description="let the planner choose whatever is left unset of this section, [activation_checkpoint] and "
+        "training.micro_batch_size, to suit the GPU and the number of processes",
     )
     tensor_parallel_degree: int = Field(
         1, gt=0, le=_MOST_PROCESSES, description="processes that share each layer's matrices"

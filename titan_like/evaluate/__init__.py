@@ -1,1 +1,1 @@
-"""What a trained model can do."""
+"""Sampling from trained models."""

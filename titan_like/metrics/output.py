@@ -1,4 +1,4 @@
-"""stdout and stderr whose failure does not end training."""
+"""Standard streams whose failure does not end training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, TextIO
 def outlive_output() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that never raise.
 
-    They may be closed, a full disk, a broken pipe, or have an ASCII locale. Text that cannot be written is dropped. The
-    first time that happens to stdout, one line on stderr says so.
+    A stream may be closed, end in a broken pipe or a full disk, or have an ASCII locale. Text that cannot be written is
+    dropped. The first time that happens to stdout, one line on stderr says so.
     """
     sys.stderr = _lenient(sys.stderr, 2, lambda _: None)
     sys.stdout = _lenient(sys.stdout, 1, _tell)
 
 
 def keep_standard_descriptors() -> None:
-    """Open /dev/null if descriptor 0, 1 or 2 is closed; else the next file gets that number and receives output."""
+    """Open /dev/null for each closed descriptor of 0, 1 and 2; else the next file gets its number and its output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Steps that [profiling] asks to look into: the timeline of their passes, and torch.profiler's traces."""
+"""The steps that [profiling] selects: timelines of their passes, and traces of torch.profiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Looks into one pipeline, that of global rank 0: processes with its data-parallel and tensor-parallel rank."""
+    """Profiles global rank 0's pipeline: the processes whose rank is 0 in every other dimension of the mesh."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class StepProfiler:
         device: torch.device,
         show: Callable[[str], None],
     ) -> None:
-        """``show`` receives what is to be printed, on global rank 0."""
+        """``show`` prints a report; only global rank 0 calls it."""
         self._section, self._folder = config.profiling, Path(config.job.dump_folder)
         self._pipeline, self._device, self._show = pipeline, device, show
         self._group, self._rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
@@ -44,7 +44,7 @@ class StepProfiler:
         self._trace: torch.profiler.profile | None = None
 
     def looks_at(self, step: int) -> bool:
-        """Whether any process looks into the step; the same on all of them."""
+        """Whether any process profiles the step. All processes return the same."""
         return step in self._section.trace_steps or self._is_timed(step)
 
     def _is_timed(self, step: int) -> bool:
@@ -52,7 +52,7 @@ class StepProfiler:
         return step in self._section.timeline_steps or bool(interval and step % interval == 0)
 
     def begin(self, step: int) -> None:
-        """Directly before a step."""
+        """Call this directly before a step."""
         if not self._takes_part:
             return
         if step in self._section.trace_steps:
@@ -62,12 +62,12 @@ class StepProfiler:
             self._pipeline.timeline = Timeline(self._device, self._group)
 
     def mark(self, phase: str) -> None:
-        """In a step after its passes: what the time since them, or since the last mark, was for."""
+        """Name the phase of a step that has just ended; it began after the passes, or at the last mark."""
         if self._pipeline.timeline is not None:
             self._pipeline.timeline.mark(phase)
 
     def end(self, record: StepRecord) -> None:
-        """After the step: write what was seen, print it, and add the figures to the record on global rank 0."""
+        """Call this after the step: write and print the profile, and add its figures to global rank 0's record."""
         timeline, self._pipeline.timeline = self._pipeline.timeline, None
         trace, self._trace = self._trace, None
         times = timeline.finish() if timeline is not None else None
@@ -83,7 +83,7 @@ class StepProfiler:
                 self._show(write_timeline(step, record.step, self._folder / "timeline"))
 
     def _gather(self, times: RankTimes) -> StepTimeline | None:
-        """The whole pipeline's times, on its first rank."""
+        """The timeline of the whole pipeline, on its first rank only."""
         ranks: list[RankTimes | None] | None = None
         if self._rank == 0:
             ranks = [None] * dist.get_world_size(self._group)
@@ -96,7 +96,7 @@ class StepProfiler:
 
 
 def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:
-    """Write step-N.json, .txt and, where matplotlib is installed, .png. Returns what to print."""
+    """Write step-N.json, .txt and, if matplotlib is installed, .png. Returns the text to print."""
     folder.mkdir(parents=True, exist_ok=True)
     text = report(timeline, f"timeline of step {step}")
     path = folder / f"step-{step}.json"

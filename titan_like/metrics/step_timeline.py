@@ -66,7 +66,7 @@ class StepTimeline:
         return {outcome(event.action): event for event in self.passes}
 
     def after_passes(self) -> dict[str, float]:
-        """What each phase adds to the step: the time until the last rank is done with it. Seconds."""
+        """Seconds that each phase adds to the step, up to the moment when the last rank has finished it."""
         reached, added = self.seconds, {}
         for name in dict.fromkeys(phase.name for phase in self.phases):
             end = max(phase.end for phase in self.phases if phase.name == name)
@@ -76,26 +76,21 @@ class StepTimeline:
 
 
 def measured(schedule: str, pipeline_degree: int, virtual_stages: int, ranks: Sequence[RankTimes]) -> StepTimeline:
-    """Put what the ranks saw, in the order of pipeline ranks, on one clock."""
+    """Combine the times of all ranks, given in the order of pipeline ranks, on the first rank's clock."""
     offsets, errors = zip(*(clock_offset(ranks[0].meetings, times.meetings) for times in ranks), strict=True)
     zero = min(event.start - offset for times, offset in zip(ranks, offsets, strict=True) for event in times.passes)
 
-    def joined(parts: list[list[_Span]]) -> list[_Span]:
-        return [
-            span._replace(rank=rank, start=span.start - offset - zero, end=span.end - offset - zero)
-            for rank, (spans, offset) in enumerate(zip(parts, offsets, strict=True))
-            for span in spans
-        ]
+    error = max(error + times.error for error, times in zip(errors, ranks, strict=True))
+    step = StepTimeline(schedule, pipeline_degree, virtual_stages, [], clock_error=error)
+    for rank, (times, offset) in enumerate(zip(ranks, offsets, strict=True)):
+        step.passes.extend(_moved(event, rank, offset + zero) for event in times.passes)
+        step.waits.extend(_moved(event, rank, offset + zero) for event in times.waits)
+        step.phases.extend(_moved(phase, rank, offset + zero) for phase in times.phases)
+    return step
 
-    return StepTimeline(
-        schedule,
-        pipeline_degree,
-        virtual_stages,
-        passes=joined([times.passes for times in ranks]),
-        waits=joined([times.waits for times in ranks]),
-        phases=joined([times.phases for times in ranks]),
-        clock_error=max(error + times.error for error, times in zip(errors, ranks, strict=True)),
-    )
+
+def _moved(span: _Span, rank: int, zero: float) -> _Span:
+    return span._replace(rank=rank, start=span.start - zero, end=span.end - zero)
 
 
 def simulated(
@@ -106,7 +101,7 @@ def simulated(
     duration: Callable[[Action], float],
     transfer: float = 0.0,
 ) -> StepTimeline:
-    """The step as it would be with these durations of passes and this time for every message, in seconds."""
+    """Simulate a step with these durations of passes and ``transfer`` for every message, in seconds."""
     table = schedule_table(schedule, pipeline_degree, virtual_stages, num_microbatches)
     passes = simulate(table, stage_ranks(schedule, pipeline_degree, virtual_stages), duration, transfer)
     waits, free = [], [0.0] * pipeline_degree
@@ -124,12 +119,12 @@ def as_simulated(step: StepTimeline) -> StepTimeline:
 
 
 def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """How far another clock is ahead, and how wrong this can be, from collectives that both ranks took part in.
+    """(how far another clock is ahead, the error of that), from collectives that both ranks took part in.
 
-    Nobody comes out of such a collective before all have gone in. So, the offset o being the other clock's advance,
-    ``in_other - o <= out_reference`` and ``in_reference <= out_other - o``: each meeting, given as its times of going
-    in and coming out, bounds o from both sides. The offset is the middle of the narrowest bounds, or 0 where they
-    allow for that: processes on one machine have the same clock.
+    A meeting is the pair of times at which a rank enters and leaves a collective. No rank leaves before all have
+    entered. If the other clock is ahead by o, then ``in_other - o <= out_reference`` and
+    ``in_reference <= out_other - o``, so each meeting bounds o from both sides. The result is the middle of the
+    tightest bounds, or 0 if they allow it, because processes on one machine share a clock.
     """
     lowest = max(entered - left for (_, left), (entered, _) in zip(reference, other, strict=True))
     highest = min(left - entered for (entered, _), (_, left) in zip(reference, other, strict=True))

@@ -1,4 +1,4 @@
-"""Pictures of steps in the manner of figures 3 and 4 of arXiv 2104.04473. Needs matplotlib, which is optional."""
+"""Pictures of steps in the style of figures 3 and 4 of arXiv 2104.04473. Needs matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_like.metrics.step_timeline import KINDS, StepTimeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Per kind of pass: the colour of a rank's first stage and that of its last; those between lie between.
+# For each kind of pass, the colours of a rank's first and last stage; those in between are interpolated.
 _COLOURS = {
     "F": ((0.16, 0.38, 0.72), (0.68, 0.80, 0.95)),
     "B": ((0.10, 0.50, 0.30), (0.66, 0.88, 0.70)),
@@ -31,10 +31,10 @@ def can_draw() -> bool:
 
 
 def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:
-    """Draw steps, with titles, one above the other on the same time axis; ``width`` in inches.
+    """Draw steps with their titles, one above the other, on one time axis; ``width`` is in inches.
 
-    A row is a rank, a box a pass with the number of its microbatch, counted from 0. Stages of one rank differ in shade,
-    the first being the darkest. Grey is idle.
+    A row is a rank, a box a pass with the number of its microbatch, counted from 0. The stages of a rank differ in
+    shade, from the darkest to the lightest. Grey is idle.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -62,12 +62,12 @@ def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> Non
             inches, digits = inches_per_second * (end - start), len(str(microbatch))
             spans.append((1000 * start, 1000 * (end - start)))
             colours.append(tuple((1 - shade) * np.array(_COLOURS[kind][0]) + shade * np.array(_COLOURS[kind][1])))
-            edges.append(0.5 if inches > 0.03 else 0.0)  # of a narrow box the edges would be all
+            edges.append(0.5 if inches > 0.03 else 0.0)  # edges would cover a narrow box
             if inches > 0.06 * digits:
                 middle, size = 500 * (start + end), min(8.0, 80 * inches / digits)
                 colour = "white" if shade < 0.5 else "black"
                 panel.text(middle, rank, str(microbatch), color=colour, size=size, ha="center", va="center")
-        # One artist for all boxes of a rank: a large step has tens of thousands, which take minutes one by one.
+        # One artist for all boxes of a rank: one each would take minutes for the tens of thousands of a large step.
         panel.broken_barh(spans, (rank - 0.5, 1), facecolors=colours, edgecolors="white", linewidths=edges)
     panel.set(xlim=(0, 1000 * step.seconds), ylim=(step.pipeline_degree - 0.5, -0.5))
     panel.set_yticks(range(step.pipeline_degree), [f"rank {rank}" for rank in range(step.pipeline_degree)])

@@ -1,4 +1,4 @@
-"""What a step's timeline says: the bubble, the slowest stage, exposed communication."""
+"""Figures of a step's timeline: the bubble, the slowest stage, exposed communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Column, Table
 
 from titan_like.metrics.step_timeline import KINDS, StepTimeline, as_simulated
@@ -19,12 +19,12 @@ _WIDTH = 110
 
 
 class RankShares(NamedTuple):
-    """Where the time of one rank went between the step's first pass and its last, in seconds."""
+    """Where one rank's time between the step's first and last pass went, in seconds."""
 
     compute: float
-    bubble: float  # waiting for passes of other ranks, until its first pass and from its last one included
-    exposed_communication: float  # waiting for a message that was already made
-    other: float  # between passes, without waiting for an input: posting messages, waiting until one has left
+    bubble: float  # waiting for passes of other ranks, and idle after its own last pass
+    exposed_communication: float  # waiting for messages whose data was already computed
+    other: float  # between passes, not waiting for an input: posting messages, waiting for a send to complete
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class TimelineFigures:
     """The step in a few numbers."""
 
     bubble: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
-    bubble_simulated: float  # without messages and gaps, every pass taking the mean of its kind in its stage
-    bubble_ideal: float  # closed form, with equal stages and backward passes twice as long as forward ones
+    bubble_simulated: float  # the same without messages and gaps; see `as_simulated`
+    bubble_ideal: float  # closed form, with equal stages and backward passes twice as long as forward passes
     slowest_stage: int
-    slowest_stage_excess: float  # its time per microbatch over the mean of all stages, less 1
+    slowest_stage_excess: float  # its time per microbatch over the mean of all stages, minus 1
     exposed_communication: float  # share of all ranks' time
     ranks: list[RankShares]
-    stage_seconds: list[float]  # per stage, time of one microbatch's passes
+    stage_seconds: list[float]  # time of one microbatch's passes in each stage
 
     def as_metrics(self) -> dict[str, float]:
-        """What metrics.jsonl and the other writers receive for the step."""
+        """The figures that metrics.jsonl and the other writers receive, by their keys."""
         return {
             "bubble_fraction": self.bubble,
             "bubble_fraction_simulated": self.bubble_simulated,
@@ -53,7 +53,7 @@ class TimelineFigures:
 
 
 def figures(timeline: StepTimeline) -> TimelineFigures:
-    """Sum a timeline up."""
+    """Compute the figures of a timeline."""
     degree, stages = timeline.pipeline_degree, range(len(timeline.ranks))
     means, shares = timeline.mean_seconds(), rank_shares(timeline)
     stage_seconds = [sum(time for (_, of), time in means.items() if of == stage) for stage in stages]
@@ -71,7 +71,7 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
 
 
 def rank_shares(timeline: StepTimeline) -> list[RankShares]:
-    """Split every rank's time. A wait is bubble until the pass that it waits for has ended, and exposed from there."""
+    """Split each rank's time. A wait is bubble until the pass it waits for has ended, exposed communication after."""
     shares, total = [], timeline.seconds
     for rank in range(timeline.pipeline_degree):
         passes = [event for event in timeline.passes if event.rank == rank]
@@ -87,7 +87,7 @@ def rank_shares(timeline: StepTimeline) -> list[RankShares]:
 
 
 def report(timeline: StepTimeline, title: str) -> str:
-    """The figures as text of fixed width."""
+    """The figures as text for a terminal."""
     found, means, total = figures(timeline), timeline.mean_seconds(), timeline.seconds
     kinds = [kind for kind in KINDS if any(kind == of for of, _ in means)]
     columns = (*(KINDS[kind] for kind in kinds), "sum", "to the mean")
@@ -102,7 +102,7 @@ def report(timeline: StepTimeline, title: str) -> str:
         ranks.add_row(str(rank), *map(_ms, (*share, total)))
     degree, microbatches = timeline.pipeline_degree, timeline.num_microbatches
     size = f"{degree} pipeline rank{'s' * (degree > 1)}, {microbatches} microbatch{'es' * (microbatches > 1)}"
-    parts = [
+    parts: list[str | Table] = [
         f"{title}: {timeline.schedule}, {size}, {_ms(total)} ms from first to last pass",
         stages,
         ranks,
@@ -116,15 +116,13 @@ def report(timeline: StepTimeline, title: str) -> str:
         parts.append(f"after the last pass: {', '.join(after)}")
     if degree > 1:
         parts.append(f"times of different ranks compare within {_ms(timeline.clock_error)} ms")
-    text = StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, color_system=None)
-    for part in parts:
-        console.print(part)
+    text = StringIO()  # not the terminal, whose encoding would change the tables' lines
+    Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
-    """Columns of names, which stand to the left, and of numbers."""
+    """A table without rows: left-aligned columns of names, then right-aligned columns of numbers."""
     columns = [*map(Column, names), *(Column(name, justify="right") for name in numbers)]
     return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="")
 

@@ -1,4 +1,4 @@
-"""A step's passes as lines of text, one lane a rank, and where two steps differ."""
+"""A step as text with one lane per rank, and the differences of two steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LEGEND = "F forward, B backward (I its inputs, W its weights) and the microbatch
 _FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}
 _IDLE = "."
 _PARTS = {"F": "forward passes", "B": "backward passes", "I": "backward, inputs", "W": "backward, weights"}
-_AFTER = {"gradient norm": "optimizer"}  # a prediction has them in one
+_AFTER = {"gradient norm": "optimizer"}  # a prediction does not separate them
 
 
 def lanes(step: StepTimeline, width: int, seconds: float | None = None) -> list[str]:
-    """One line a rank, ``width`` columns for the time from 0 to ``seconds`` (default: the step's).
+    """One line per rank, with ``width`` columns for the time from 0 to ``seconds`` (default: the step's end).
 
-    A column shows what took most of its time: a pass, which begins with its letter and, where there is room, the
-    number of its microbatch; or a dot.
+    A column shows what took most of its time: a dot for idle, or a pass, which begins with its letter and, if there is
+    room, the number of its microbatch.
     """
     scale, columns, text = width / (seconds or step.seconds), np.arange(width), []
     for rank in range(step.pipeline_degree):
@@ -46,7 +46,7 @@ def _box(action: Action, width: int, first_stage: int) -> str:
 
 
 class PartOfSteps(NamedTuple):
-    """A part of two steps. Seconds; of times that every rank has its own, the mean."""
+    """One part of two steps, in seconds; the mean over the ranks if each has its own time."""
 
     name: str
     predicted: float
@@ -54,7 +54,10 @@ class PartOfSteps(NamedTuple):
 
 
 def parts_of(step: StepTimeline) -> dict[str, float]:
-    """Where the time of a step goes: to its last pass, which the first ones sum up to, and after it. Seconds."""
+    """Where a step's time goes, in seconds.
+
+    The parts before "first to last pass" add up to it. The phases after the last pass follow, then the whole step.
+    """
     parts: dict[str, float] = {}
     for kind, name in _PARTS.items():
         times = [event.end - event.start for event in step.passes if event.action.kind == kind]
@@ -71,7 +74,7 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
 
 
 def differences(predicted: StepTimeline, measured: StepTimeline) -> list[PartOfSteps]:
-    """The parts of two steps side by side, 0 where one of them lacks a part; the whole step last."""
+    """The parts of two steps side by side, with 0 for a part that one of them lacks. The whole step comes last."""
     ours, theirs = parts_of(predicted), parts_of(measured)
     names = [name for name in dict.fromkeys((*ours, *theirs)) if name != "step"]
     return [PartOfSteps(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in (*names, "step")]

@@ -1,6 +1,6 @@
 """A step's timeline as a trace for ui.perfetto.dev or chrome://tracing.
 
-Source: "Trace Event Format", the document that chrome://tracing and Perfetto refer to for JSON traces.
+Source: "Trace Event Format", the specification of JSON traces for chrome://tracing and Perfetto.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LATEST_START = 1e-3  # seconds
 
 
 def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
-    """JSON object of the trace: a process for each pipeline rank, arrows for messages between ranks. Times in µs."""
+    """The trace as a JSON object: a process per pipeline rank, an arrow per message between ranks. Times are in µs."""
     about = {
         "schedule": timeline.schedule,
         "pipeline_degree": timeline.pipeline_degree,
@@ -51,7 +51,7 @@ def _events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     messages = ((sender, taker) for taker in timeline.passes for sender in timeline.senders(taker.action))
     for number, (sender, taker) in enumerate(messages, 1):
         arrow = {"name": "message", "cat": "message", "id": number, "tid": _PASSES}
-        # An arrow belongs to the slice around its time, and a slice's last moment is no longer in it.
+        # An arrow attaches to the slice around its time, and a slice does not include its end.
         leaves = sender.start + 0.999 * (sender.end - sender.start)
         yield {**arrow, "ph": "s", "pid": sender.rank, "ts": 1e6 * leaves}
         yield {**arrow, "ph": "f", "bp": "e", "pid": taker.rank, "ts": 1e6 * taker.start}
@@ -68,25 +68,24 @@ def _slice(span: Event | Phase, name: str, category: str, row: int) -> dict[str,
 
 
 def read_trace(path: Path) -> StepTimeline:
-    """The timeline of a file that holds `chrome_trace`'s JSON.
+    """Read the timeline back from a file with the JSON of `chrome_trace`.
 
     Raises:
-        OSError: the file can not be read.
-        ValueError: it holds something else.
+        OSError: the file cannot be read.
+        ValueError: it contains something else.
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         about = trace["otherData"]
         shape = about["schedule"], about["pipeline_degree"], about["virtual_stages"]
-        timeline = StepTimeline(*shape, [], [], [], about["clock_error_us"] / 1e6)
+        timeline = StepTimeline(*shape, [], clock_error=about["clock_error_us"] / 1e6)
         rows = {_PASSES: timeline.passes, _WAITS: timeline.waits}
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X":
-                rank, name, start, end = event["pid"], event["name"], event["ts"], event["ts"] + event["dur"]
-                if event["tid"] == _PHASES:
-                    timeline.phases.append(Phase(rank, str(name), start / 1e6, end / 1e6))
-                else:
-                    rows[event["tid"]].append(Event(rank, _action(name), start / 1e6, end / 1e6))
+        for event in (event for event in trace["traceEvents"] if event["ph"] == "X"):
+            name, times = event["name"], (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            if event["tid"] == _PHASES:
+                timeline.phases.append(Phase(event["pid"], str(name), *times))
+            else:
+                rows[event["tid"]].append(Event(event["pid"], _action(name), *times))
         _check(timeline)
     except ValueError as error:
         raise ValueError(f"no timeline: {error}") from None
@@ -101,16 +100,16 @@ def _action(name: str) -> Action:
 
 
 def _check(step: StepTimeline) -> None:
-    """Raise a ValueError, or a TypeError, if this can be no step of its schedule."""
+    """Raise a ValueError or a TypeError unless this can be a step of its schedule."""
     spans: list[Event | Phase] = [*step.passes, *step.waits, *step.phases]
     if not all(0 <= span.end - span.start < float("inf") for span in spans) or not step.clock_error >= 0:
-        raise ValueError("a time that is no number, or an end before its start")
+        raise ValueError("a time is not a number, or a span has its end before its start")
     if not step.passes or abs(min(event.start for event in step.passes)) > _LATEST_START:
-        raise ValueError("no passes, or the first one does not start at 0")
+        raise ValueError("there are no passes, or the first one does not start at 0")
     if sum(event.end - event.start for event in step.passes) <= 0:
         raise ValueError("its passes take no time")
     if step.pipeline_degree * step.virtual_stages * step.num_microbatches > len(step.passes):
-        raise ValueError("passes are missing")  # found out before a table is made of such numbers
+        raise ValueError("passes are missing")  # checked first, because the table of a huge step fills the memory
     order = defaultdict(list)
     for event in sorted(step.passes, key=lambda event: event.start):
         order[event.rank].append(event.action)
@@ -118,4 +117,4 @@ def _check(step: StepTimeline) -> None:
     if order != dict(enumerate(table)):
         raise ValueError("its passes are not those of the schedule, in its order")
     if not {span.rank for span in spans} <= order.keys():
-        raise ValueError("a wait or a phase of a rank that there is not")
+        raise ValueError("a wait or a phase is on a rank outside the pipeline")

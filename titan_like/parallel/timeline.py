@@ -1,6 +1,6 @@
-"""The times at which each pass of a step ran on this rank.
+"""The times of one step's passes on this rank.
 
-On a GPU the host does not wait during the step: it records CUDA events between the kernels and reads them afterwards.
+On a GPU they are CUDA events, recorded between kernels and read after the step, so the host never waits during it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event
 
-_MEETINGS = 16  # collectives that align the ranks' clocks; the fastest one is used
+_MEETINGS = 16  # collectives to compare the ranks' clocks with: the tightest bounds count
 
 
 class Phase(NamedTuple):
-    """A part of the step after a rank's last pass, such as the optimizer. Times are in seconds."""
+    """What a rank did after its last pass. Times are in seconds."""
 
     rank: int
     name: str
@@ -30,11 +30,11 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's record of a step, in seconds of its own clock.
+    """One rank's view of a step, in seconds on its own clock.
 
-    ``waits`` are the times for which a pass waited for its input, each labelled with that pass. ``meetings`` are the
-    times at which the rank entered and left collectives of all ranks; they align the ranks' clocks. All other times
-    may be off by ``error`` on the clock of ``meetings``.
+    A wait has the action that it delays. A meeting is the time at which this rank entered a collective of all ranks and
+    the time at which it left it; they make the ranks' clocks comparable. All other times may be off by ``error`` from
+    the clock of the meetings.
     """
 
     passes: list[Event]
@@ -45,42 +45,41 @@ class RankTimes:
 
 
 class Timeline:
-    """Records the start and the end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
+    """Records the start and end of every pass of one step. A stamp is a time in seconds, or a CUDA event."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Start recording. All ranks of ``group`` do this together, directly before the step."""
+        """All ranks of ``group`` create their timelines together, directly before the step."""
         self._device = device
-        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # with stamps, not yet times
+        self._seen = RankTimes([], [], [], [self._meet(group) for _ in range(_MEETINGS)])  # its times are stamps
         self._waits_since: Any = None
         before = time.perf_counter()
-        # The host times around this first event are known. They place all later events on the host's clock.
-        self._began = self._last = self._zero = self._stamp()
+        self._began = self._last = self._zero = self._stamp()  # the host times around it date all later events
         self._synchronize()
         self._zero_bounds = before, time.perf_counter()
 
     def waiting(self, step: Step) -> None:
-        """A pass is next, but its input may not have arrived yet."""
+        """A pass is next, and its input may not have arrived."""
         self._waits_since = self._stamp()
 
     def start(self, step: Step) -> None:
-        """A pass begins, and its input has arrived."""
+        """A pass begins: its input has arrived."""
         self._began = self._stamp()
         if self._waits_since is not None:
             self._seen.waits.append(Event(0, Action(*step), self._waits_since, self._began))
             self._waits_since = None
 
     def stop(self, step: Step) -> None:
-        """All work of a pass has been issued."""
+        """A pass has been issued."""
         self._last = self._stamp()
         self._seen.passes.append(Event(0, Action(*step), self._began, self._last))
 
     def mark(self, phase: str) -> None:
-        """Label the time since the last pass or mark as this phase."""
+        """Attribute the time since the last pass, or the last mark, to this phase."""
         since, self._last = self._last, self._stamp()
         self._seen.phases.append(Phase(0, phase, since, self._last))
 
     def finish(self) -> RankTimes:
-        """Wait for the device and return the recorded times."""
+        """Wait for the device and read the times."""
         if self._device.type == "cpu":
             return self._seen
         self._synchronize()
@@ -106,7 +105,7 @@ class Timeline:
             torch.cuda.synchronize(self._device)
 
     def _meet(self, group: dist.ProcessGroup) -> tuple[float, float]:
-        """Meet the whole group in a collective; the times of entering and leaving it."""
+        """Wait for the whole group; returns the times of entering and leaving."""
         entered = time.perf_counter()
         dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._synchronize()

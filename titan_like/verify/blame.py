@@ -1,5 +1,8 @@
-"""Which axis of a layout is at fault: the axes along which it differs from one process, how to leave each of them out,
-and what to conclude from runs without some of them. Pure functions: runs are somebody else's."""
+"""Find the axis of a layout that is at fault.
+
+An axis is a way in which a layout differs from one process. This module knows how to leave each of them out, and what
+follows from runs without some of them. It starts no run itself.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ ONE_PROCESS = "one_process"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis; ``drop`` gives the configuration without it, an equal one where it is not in use."""
+    """One axis. ``drop`` returns the configuration without it, which is an equal one if the axis is not in use."""
 
     name: str
     title: str
     drop: Callable[[JobConfig], JobConfig]
-    within: str | None = None  # the axis that this one is a part of: it cannot be there without
+    within: str | None = None  # the axis that this one is a part of and cannot exist without
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with some axes left out, and what became of the difference."""
+    """A run with some axes left out."""
 
     left_out: str
-    outcome: str  # same, different, undecided (stopped, or not compared), or fails: it did not come to its end
+    outcome: str  # same, different, fails (it did not finish) or undecided (stopped, or not compared)
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The verdict. ``axis`` is a name of `AXES`, several joined by " + ", or one_process."""
+    """The axis at fault: a name from `AXES`, several joined by " + ", or one_process."""
 
     axis: str
     sentence: str
@@ -49,18 +52,18 @@ def _with(config: JobConfig, **degrees: int) -> JobConfig:
 
 
 def _no_schedule(config: JobConfig) -> JobConfig:
-    """One stage per process in the order 1F1B. Layers of stages that share a process become one stage's."""
+    """1F1B with one stage per process, which takes the layers of all its process's stages."""
     return config if config.parallelism.pipeline_schedule == "1f1b" else edit(config, ONE_STAGE)
 
 
 def _no_zero(config: JobConfig) -> JobConfig:
-    """Full weights everywhere. On one process the stage matters only where FSDP holds weights in a half type."""
+    """ZeRO stage 0. On one process the stage matters only in a half type, where FSDP keeps the weights in it."""
     is_used = layout_of(config).data_parallel > 1 or config.training.dtype not in ("float32", "float64")
     return edit(config, {"parallelism.zero_stage": 0}) if is_used else config
 
 
 def _no_accumulation(config: JobConfig) -> JobConfig:
-    """As few microbatches as the schedule takes, each larger."""
+    """As few and as large microbatches as the schedule allows."""
     section, size, layout = config.parallelism, config.training.micro_batch_size, layout_of(config)
     microbatches = min(rampup_batch_sizes(config.training)) // (size * layout.data_parallel)
     virtual, fewest = section.virtual_stages_per_rank, 1
@@ -77,9 +80,8 @@ def _no_replicas(config: JobConfig) -> JobConfig:
 _NO_SEQUENCE: dict[str, Any] = {"parallelism.sequence_parallel": False}
 _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
 
-# Parts come before what they are a part of: of two that a difference vanishes without, the first is named. The number
-# of microbatches comes last, since it follows from what the others leave: without data parallelism one process sees all
-# samples, as more microbatches of the same size.
+# A part comes before the axis that it is a part of. Accumulation comes last because the number of microbatches follows
+# from the other axes: without data parallelism one process sees all samples, as more microbatches of the same size.
 AXES = (
     Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), "tensor_parallel"),
     Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
@@ -95,7 +97,7 @@ AXES = (
 
 
 def without(config: JobConfig, names: Iterable[str | None]) -> JobConfig:
-    """The configuration with these axes left out, whichever order they are named in."""
+    """The configuration without these axes, in whatever order they are named."""
     names = set(names)
     for axis in AXES:
         config = axis.drop(config) if axis.name in names else config
@@ -108,11 +110,11 @@ def on_one_process(config: JobConfig) -> JobConfig:
 
 
 def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
-    """Leave each axis out in turn; where that tells nothing, use each one alone.
+    """Leave each axis out in turn; if that decides nothing, try each one alone.
 
-    An axis is at fault if leaving it out alone makes the difference vanish. ``symptom`` is what the whole layout shows,
-    different or fails. A trial that fails where the layout came to its end has met something else, and tells nothing:
-    leave a microbatch out, and a run with one has none at all.
+    An axis is at fault if the difference vanishes when it alone is left out. ``symptom`` is what the whole layout
+    shows: different or fails. A trial that fails where the layout finished has met another problem and tells nothing:
+    a bug that drops the last microbatch leaves none at all in a run with one microbatch.
     """
     axes, trials = [axis for axis in AXES if axis.drop(config) != config], list[Trial]()
     names = {axis.name for axis in AXES}
@@ -128,7 +130,7 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     if not axes or shows("everything: one process, one microbatch", names):
         return Blame(ONE_PROCESS, alone, trials)
     alone_fails = trials[-1].outcome == FAILS
-    # Larger microbatches round otherwise, and some things cannot be compared.
+    # One large microbatch rounds differently, so some rows cannot be compared.
     if trials[-1].outcome == UNDECIDED and shows("everything but accumulation: one process", names - {"accumulation"}):
         return Blame(ONE_PROCESS, alone, trials)
     shown = [axis for axis in axes if shows(axis.title, [axis.name])]
@@ -157,9 +159,10 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
 
 
 def _smallest(vanishes: list[Axis]) -> list[Axis]:
-    """Of the axes without which a difference vanishes: parts, not the whole; accumulation only where nothing else is.
+    """Narrow down the axes without which a difference vanishes.
 
-    Replicas are told from shards only where something is sharded, so that they vanish together with the ZeRO stage.
+    A part is named instead of its whole, and accumulation only if nothing else is left. Without the ZeRO stage nothing
+    is sharded and replicas are no axis of their own, so a fault in the replicas vanishes with either.
     """
     wholes = {axis.within for axis in vanishes}
     wholes |= {"zero_stage"} if any(axis.name == "replicas" for axis in vanishes) else set()

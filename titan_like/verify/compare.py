@@ -1,10 +1,10 @@
-"""The comparison: what each process reports, against which reference, and the table that all reports make together."""
+"""What each process compares with the reference, and the checks that all reports give together."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from titan_like.models.layers.init import local_part
 from titan_like.verify.samples import batches
 from titan_like.verify.shrink import Small
 
-EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, besides the half types
+EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to the half types
 HALF = ("bfloat16", "float16")
 
 
@@ -61,26 +62,15 @@ class Row(StrEnum):
     ENDS = "the layout ends"
 
 
-# Every number of the reference in these rows must be reported by some process.
-_COVERED = (Row.INITIAL, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
-_AT_THE_END = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
-_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.SAME_TYPE)  # rows whose first parameter is the last one
+# Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
+_COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+_AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
+_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.SAME_TYPE)  # here the model's last parameter comes first
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """L2 norm of the difference, in float64; NaN where either has one."""
+    """L2 norm of the difference, in float64. NaN if either tensor contains one."""
     return (value.detach().double() - expected.detach().double()).norm().item()
-
-
-def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """`distance` as a share of the expected tensor's norm."""
-    return distance(value, expected) / expected.double().norm().item()
-
-
-def worst(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest `relative` distance of two sets of tensors with the same names, and the name that has it."""
-    assert values.keys() == expected.keys()
-    return max((relative(values[name], expected[name]), name) for name in expected)
 
 
 class Key(NamedTuple):
@@ -88,7 +78,7 @@ class Key(NamedTuple):
 
     step: int  # from 1; 0 is before the first
     row: Row
-    name: str = ""  # a parameter, where there is one number for each
+    name: str = ""  # of a parameter, in rows with one number per parameter
 
     def __str__(self) -> str:
         return "|".join(map(str, self))
@@ -96,32 +86,32 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One number on one process, or the one that stands for its whole row in a step."""
+    """One comparison on one process, or the comparison that represents its whole row in a step."""
 
-    kind: str  # of the run: a type, dropout, resume
+    kind: str  # of the run: a type, dropout or resume
     step: int
     row: Row
     parameter: str
-    worst: float  # relative difference, or how many things are wrong
+    worst: float  # relative difference, or number of violations
     allowed: float = 0.0  # 0: must be equal
-    detail: str = ""  # of a difference, a clause that says what was seen
-    rank: int | None = None  # None: of all processes together
+    detail: str = ""  # what differs, as a clause
+    rank: int | None = None  # None: all processes together
 
     @property
     def ok(self) -> bool:
-        """NaN is not."""
+        """Whether nothing differs. NaN differs."""
         return self.worst <= self.allowed
 
     @property
     def nearness(self) -> float:
-        """Sorts checks by how near they are to a difference: above 1 (or any, where nothing is allowed) is wrong."""
+        """How near the check is to a difference, to sort by: above 1, or above 0 if it must be equal, it differs."""
         if self.allowed and not math.isnan(self.worst):
             return self.worst / self.allowed
         return math.inf if self.worst else 0.0
 
     @property
     def title(self) -> str:
-        """What differs, when and in which run."""
+        """The row, the step and the kind of run."""
         return f"{self.row}{f' in step {self.step}' if self.step else ''} ({self.kind})"
 
 
@@ -129,16 +119,16 @@ class Check:
 class Reference:
     """The training that every layout has to reproduce. Its tensors are in a file that the processes share."""
 
-    small: Small  # clips gradients in every step, if the configuration does
+    small: Small  # its max_norm clips every step, if the configuration clips at all
     file: Path
     names: list[str]  # of all parameters, in the model's order
-    alike: list[tuple[str, str]]  # parameters that begin with the same random numbers
+    alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     scalars: dict[Key, float]
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
-    allowed: dict[str, dict[Key, float]]  # relative difference, by type
+    allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
 
     def part(self, key: Key, offset: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
-        """Part of a tensor, float64, on the CPU."""
+        """The part of a tensor that begins at ``offset`` and has this shape, float64, on the CPU."""
         file = _opened(self.file)
         slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
         return file.get_slice(str(key))[slices] if shape else file.get_tensor(str(key))
@@ -157,48 +147,47 @@ class Report:
     rank: int
     data_rank: tuple[int, ...] = ()  # the same for processes that see the same samples
     checks: dict[Key, Check] = field(default_factory=dict)
-    samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → of each microbatch, index of each sample
+    samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → sample indices of each microbatch
     shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
 
     def add(self, key: Key, difference: float, allowed: float, detail: str = "") -> None:
-        """Keep the worse of two measurements: a process may hold a tied table twice."""
+        """Add a measurement. Of two with one key the worse counts: a process may hold a tied table twice."""
         check = Check(self.kind, *key, difference, allowed, detail, self.rank)
         if key not in self.checks or check.nearness > self.checks[key].nearness:
             self.checks[key] = check
 
     def exact(self, key: Key, problem: str | None) -> None:
-        """Something that must hold exactly, and what is wrong with it (None: nothing)."""
+        """Add something that must hold exactly, with its ``problem``, or None if it holds."""
         self.add(key, float(problem is not None), 0.0, problem or "")
 
     def equal(self, key: Key, found: object, wanted: object) -> None:
-        """Two things that must be equal."""
+        """Compare two things that must be equal."""
         self.exact(key, None if found == wanted else f"{found}, not {wanted}")
 
     def share(self, key: Key, value: str) -> None:
-        """Note what other processes must have too. Two copies on this process must be equal as well."""
+        """Add a value that must be the same on every process that has the key, and twice on this one."""
         if self.shared.setdefault(key, value) != value:
             self.exact(key, "two copies on one process differ")
 
     def scalar(self, reference: Reference, dtype: str, key: Key, value: float) -> None:
-        """Compare a number with the reference's, as far as rounding in ``dtype`` allows."""
+        """Compare a number with the reference's, within the rounding of ``dtype``."""
         expected = reference.scalars[key]
         self.share(Key(key.step, Row.EQUAL, key.row), repr(value))
         relative_to, allowed = reference.sizes[key], reference.allowed[dtype][key]
         self.add(key, abs(value - expected) / relative_to, allowed, f"{value:.9g}, not {expected:.9g}")
 
-    def tensor(
-        self, reference: Reference, key: Key, local: torch.Tensor, offset: tuple[int, ...], allowed: float
-    ) -> None:
-        """Compare the part of a tensor that is here: its distance counts against the whole tensor's size."""
-        if local.numel():
-            expected = reference.part(key, offset, local.shape).to(local.device)
-            self.add(key, distance(local, expected) / reference.sizes[key], allowed)
+    def tensor(self, reference: Reference, dtype: str, key: Key, tensor: torch.Tensor) -> None:
+        """Compare this process's part of a tensor, if the reference has it; relative to the whole tensor's norm."""
+        part, offset = local_part(tensor)
+        if key in reference.sizes and part.numel():
+            expected = reference.part(key, offset, part.shape).to(part.device)
+            self.add(key, distance(part, expected) / reference.sizes[key], reference.allowed[dtype][key])
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
-    """A check for each step and row of one kind of run, in the order in which things happen.
+    """One check per step and row of one kind of run, in the order in which things happen.
 
-    Each group has the reports of processes that ran at the same time: there are several where a run was resumed.
+    Each group has the reports of processes that ran together. A run that was resumed has several groups.
     """
     checks = [check for group in groups for report in group for check in report.checks.values()]
     if groups[0][0].kind != DROPOUT:
@@ -214,7 +203,7 @@ def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:
 
 
 def _of_row(checks: list[Check]) -> Check:
-    """The first parameter that is wrong, where it is worst, and how many others are; or what is nearest to that."""
+    """The first parameter that differs, with the number of others that do; else the check nearest to a difference."""
     wrong = {check.parameter: check for check in checks if not check.ok}
     first = next(iter(wrong), None)
     worst = max((c for c in checks if first is None or c.parameter == first), key=lambda check: check.nearness)
@@ -226,9 +215,9 @@ def _of_row(checks: list[Check]) -> Check:
 
 
 def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: set[Key]) -> Iterator[Check]:
-    """What no process can see alone."""
+    """Checks that take the reports of several processes."""
     kind = groups[0][0].kind
-    rows = _COVERED[1:] if kind == RESUME else _COVERED if kind in HALF else _COVERED + _AT_THE_END
+    rows = _COVERED if kind == RESUME else _COVERED + _AT_THE_ENDS
     for key in reference.allowed[EXACT if kind == RESUME else kind]:
         if key.row in rows and key not in reported:
             yield Check(kind, *key, 1, detail="no process has it")
@@ -249,7 +238,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
 
 
 def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
-    """Data-parallel processes share each step's samples out, and all that hold a part of the model see the same."""
+    """What is wrong, if data-parallel ranks do not share out a step's samples or if processes of one rank disagree."""
     by_data_rank: dict[tuple[int, ...], list[list[int]]] = {}
     for report in group:
         drawn = report.samples.get(step, [])

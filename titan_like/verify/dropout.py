@@ -1,9 +1,9 @@
-"""Which random numbers dropout draws on each process, and whether those are the right ones.
+"""Check the masks that dropout draws on each process.
 
 Masks must be equal where processes hold the same activations (tensor-parallel processes between layers, without
 sequence parallelism) and different everywhere else: other samples, layers, attention heads, parts of the sequence.
-Recomputation must draw the forward pass's masks again. One process that is given the same masks must then have the same
-loss and gradients: so rate and scale are right wherever they are applied.
+Recomputation must draw the forward pass's masks again. One process with the layout's masks must compute the same loss
+and gradients, which shows that rate and scale are right wherever dropout is applied.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
-_RATE = 0.1  # where the model has none
-_DEVIATIONS = 6.0  # of a binomial distribution, that the share of what is kept may be off
+_RATE = 0.1  # for a model whose own rate is 0
+_DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 _GRADIENT_ROUNDING = 64 * FLOOR[EXACT]
 
-Gradients = tuple[float, dict[str, torch.Tensor]]  # and the loss
+Gradients = tuple[float, dict[str, torch.Tensor]]  # loss, gradient of each parameter
 
 
 class Where(NamedTuple):
-    """Where in a run dropout is drawn, by all tensor-parallel processes."""
+    """Where in a run dropout is drawn. All tensor-parallel ranks share it."""
 
-    site: str  # the module after whose start it was drawn
+    site: str  # the module whose forward pass began last
     is_attention: bool
     step: int
     data_rank: int
-    microbatch: int  # in the order of drawing at this site
+    microbatch: int  # counted at this site
 
     def __str__(self) -> str:
         return f"after {self.site} in step {self.step}, data rank {self.data_rank}, microbatch {self.microbatch}"
@@ -63,11 +63,11 @@ class Draw:
     tensor_rank: int
     is_recomputed: bool
     stream: str  # digest of the random generator before the draw
-    kept: torch.Tensor  # bool, [batch, seq, hidden] or [batch, heads, seq, seq]; parts of it on this process
+    kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
 
 
 class Recorder:
-    """Notes every draw while it is installed."""
+    """Records every draw while it is installed."""
 
     def __init__(self, data_rank: int, tensor_rank: int) -> None:
         self.data_rank, self.tensor_rank, self.step, self.site = data_rank, tensor_rank, 1, ""
@@ -75,20 +75,20 @@ class Recorder:
         self._counts: Counter[tuple[str, bool, bool, int]] = Counter()
 
     def follow(self, model: nn.Module) -> None:
-        """Note which module's forward pass began last, for the first time or in recomputation."""
+        """Keep ``site`` at the module whose forward pass, or recomputation, began last."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda m, i, name=name: setattr(self, "site", name))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace torch's two functions that draw dropout: each draws again, where what is kept shows."""
+        """Replace torch's two functions that draw dropout by ones that repeat the draw to see what it keeps."""
         dropout, attention = F.dropout, F.scaled_dot_product_attention
 
         def watched_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             return self._watch(dropout, False, (x, *args), (torch.ones_like(x), *args), options)
 
         def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
-            # With unit vectors as values the result is the probabilities, those dropped being zero.
+            # With unit vectors as values the result is the matrix of probabilities, where the dropped ones are zero.
             units = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
             return self._watch(attention, True, (q, k, v, *args), (q, k, units, *args), options)
 
@@ -116,10 +116,10 @@ class Recorder:
 
 
 def observe_dropout(run: Run, report: Report, small: Small) -> None:
-    """Train two steps with dropout, the second one once more in a resumed run; the first rank compares."""
+    """Train two steps with dropout, and repeat the second in a resumed run. Rank 0 checks the masks of all ranks."""
     rate, batch = small.dropout or _RATE, run.config.training.global_batch_size
     flavor = run.config.model.flavors[FLAVOR] | {"dropout": rate}
-    # Compiled layers call no function that could be watched.
+    # Compiled layers do not call the functions that are watched.
     changes = {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True}
     run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
     trainer = WatchedTrainer(run, known_samples=batch)
@@ -182,9 +182,9 @@ def _fresh_model(run: Run) -> Transformer:
 def _replay(
     run: Run, report: Report, draws: dict[Where, dict[int, Draw]], step: dict[int, list[list[int]]], rate: float
 ) -> Gradients:
-    """The first step's loss and gradients of one process, without parallelism, that drops what the layout dropped.
+    """The first step's loss and gradients of one process that drops what the layout dropped.
 
-    ``step`` has, by data-parallel rank, the indices of the samples of each microbatch.
+    ``step`` has the sample indices of each microbatch, by data-parallel rank.
     """
     model, recorder = _fresh_model(run), Recorder(0, 0)
     recorder.follow(model)
@@ -195,7 +195,7 @@ def _replay(
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
         parts = draws.get(Where(recorder.site, is_attention, 1, *current), {})
         kept = [draw.kept for _, draw in sorted(parts.items())]
-        if kept and kept[0].shape != shape:  # parts of the sequence, or heads
+        if kept and kept[0].shape != shape:  # each rank has a part of the sequence, or of the heads
             kept = [torch.cat(kept, 1)]
         if kept and kept[0].shape == shape:
             return kept[0].double() / (1 - rate)
@@ -214,13 +214,13 @@ def _replay(
 
     num_tokens, loss = num_labels(pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
-        for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (the masks are those of the current one)
+        for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
             loss += add_gradients(model, (piece,), num_tokens, torch.float64)
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
-    """Every place in the model keeps its share, as far as chance allows."""
+    """Check that every site keeps its share, within what chance allows."""
     kept: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
     for where, parts in draws.items():
         for draw in parts.values():
@@ -235,9 +235,9 @@ def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float
 
 
 def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) -> None:
-    """Every layer draws where the others do, and masks of different activations differ.
+    """Check that every layer draws where the others do, and that masks of different activations differ.
 
-    Masks of the same activations that differ make another loss and other gradients than one process with one of them.
+    Masks that should be equal are not checked here: if they differ, so do the loss and gradients of `_replay`.
     """
     sites: dict[str, set[tuple[str, bool]]] = {f"layers.{number}": set() for number in range(run.model.num_layers)}
     for where in draws:
@@ -254,12 +254,12 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
     known: dict[tuple[object, ...], Where] = {}
     for where, parts in draws.items():
         first = next(iter(parts.values()))
-        # Parts of the sequence or heads are different activations; else tensor-parallel processes hold the same ones.
+        # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         length = run.model.num_attention_heads if where.is_attention else run.config.training.seq_len
         is_split = first.kept.shape[1] < length
         for draw in parts.values() if is_split else [first]:
             masks = draw.kept.flatten(0, 1) if where.is_attention else draw.kept
-            # Two draws that begin at one place of a random stream need not have the same shape.
+            # Two draws from the same state of a random stream may differ in shape, so the state is compared too.
             for mark in ((draw.stream,), *((tuple(mask.shape), digest(mask)) for mask in masks)):
                 again = f"it is that {known[mark]} as well as {where}" if mark in known else None
                 known.setdefault(mark, where)
@@ -267,7 +267,7 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
 
 
 def _check_recomputed(report: Report, draws: list[Draw]) -> None:
-    """Recomputation draws what the forward pass on the same process has drawn, in whatever order of microbatches."""
+    """Check that recomputation draws what a forward pass on the same process drew, in any order of microbatches."""
     forward: set[tuple[object, ...]] = set()
     for draw in sorted(draws, key=lambda draw: draw.is_recomputed):
         mask = (draw.where._replace(microbatch=0), draw.tensor_rank, digest(draw.kept))

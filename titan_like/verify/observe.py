@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +29,7 @@ from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Referen
 from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import BLOCK_ELEMENTS, EPS, FLOAT16_SCALE, LARGE, SAME_TYPE_SHARE, learning_rate, train
+from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.samples import batches, training_samples, validation_samples
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
@@ -37,16 +38,18 @@ _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are
 
 
 class ObservedTrainer(WatchedTrainer):
-    """Compares each of its steps with the reference, has gradients that are not finite in some, and ends when told."""
+    """Compares each of its steps with the reference, and spoils the gradients of the bad steps."""
 
     def __init__(self, run: Run, reference: Reference, report: Report, last_step: int | None = None) -> None:
-        """A signal ends the loop after ``last_step``, or after the last one that the reference has."""
+        """A signal ends the loop after ``last_step``, by default the reference's last."""
         small = reference.small
         super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
         self.bad_steps, self.num_steps, self.last_step = small.bad_steps, small.num_steps, last_step or small.num_steps
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
+        self._compare_scalar = partial(report.scalar, reference, self.dtype)
+        self._compare_tensor = partial(report.tensor, reference, self.dtype)
         report.data_rank = tuple(self.mesh[name].get_local_rank() for name in ("dp_replicate", "dp_shard"))
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
@@ -55,17 +58,16 @@ class ObservedTrainer(WatchedTrainer):
             self.scaler.scale.fill_(FLOAT16_SCALE)
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
-        """One step, which the loop reads at once because it logs every one."""
+        """Take one step. The loop reads it at once, because it logs every step."""
         step = self.step + 1
         skips = {"steps skipped in a row before this one": self.losses.consecutive_skips}
         self.report.equal(Key(step, Row.BATCH), skips, {name: int(step - 1 in self.bad_steps) for name in skips})
         if step == self.last_step:
             self.signals.received = signal.SIGTERM
-        self.updates.begin()
         return super().train_step(data)
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
-        """What the step reports, and what it did to the weights."""
+        """Compare what the step reports, and what it did to the weights."""
         found, step = super().read_step(issued), issued.step
         if step > self.num_steps:
             self._compare_scalar(Key(step, Row.LARGE_LOSS), found.loss)
@@ -73,14 +75,14 @@ class ObservedTrainer(WatchedTrainer):
             return found
         self.report.samples[step] = self.drawn
         self._compare_record(step, found)
-        self.updates.end(step, step not in self.bad_steps, found.grad_norm, self.gradients)
+        self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
         if self.dtype not in HALF:
             for name, parameter in self.model.named_parameters():
                 self._compare_tensor(Key(step, Row.WEIGHT, name), parameter)
         return found
 
     def _compare_record(self, step: int, found: StepRecord) -> None:
-        """What a step reports of itself."""
+        """Compare a step's record: counters, learning rate, loss, gradient norm and whether it was skipped."""
         equal, is_good, overflows = self.report.equal, step not in self.bad_steps, self.dtype == "float16"
         batch, config = self.batches[step], self.config
         counted = (found.global_batch_size, found.consumed_samples, found.consumed_tokens)
@@ -105,7 +107,7 @@ class ObservedTrainer(WatchedTrainer):
     def _complete_gradients(self) -> None:
         self._spoil()
         super()._complete_gradients()
-        if self.scaler is not None:  # operations on DTensors take time
+        if self.scaler is not None:  # only then, because operations on DTensors are slow
             self.gradients = [(name, gradient / self.loss_scale) for name, gradient in self.gradients]
         step, held = self.step + 1, {name for name, _ in self.gradients}
         if step in self.bad_steps:
@@ -116,12 +118,11 @@ class ObservedTrainer(WatchedTrainer):
         for name, gradient in self.gradients:
             self._compare_tensor(Key(step, row, name), gradient)
             if step == 1 and self.dtype in HALF and self._rounds_as_one_process(name):
-                key, allowed = Key(1, Row.SAME_TYPE, name), SAME_TYPE_SHARE * EPS[self.dtype]
-                self.report.tensor(self.reference, key, *local_part(gradient), allowed)
+                self._compare_tensor(Key(1, Row.SAME_TYPE, name), gradient)
 
     @torch.no_grad()
     def _spoil(self) -> None:
-        """In a bad step, make one element of all gradients infinite or NaN, on every process that holds it."""
+        """In a bad step, make one gradient element infinite or NaN on every process that holds it."""
         at_end = self.bad_steps.get(self.step + 1)
         if at_end is None:
             return
@@ -138,31 +139,23 @@ class ObservedTrainer(WatchedTrainer):
                 local[0, 0] = math.nan
 
     def _rounds_as_one_process(self, name: str) -> bool:
-        """Whether the layout rounds the same numbers to a half type as one process does with the same microbatches."""
+        """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
         section, training = self.config.parallelism, self.config.training
-        if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # each stage rounds its part of a tied table's
+        if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # a tied table's: each stage rounds its own part
             return False
         sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
 
     def validate(self) -> float:
-        """The validation loss, compared; no training sample may go into it."""
+        """Validate and compare the loss."""
         loss = super().validate()
         if (key := Key(self.step, Row.VALIDATION)) in self.reference.scalars:
             self._compare_scalar(key, loss)
         return loss
 
-    def _compare_scalar(self, key: Key, value: float) -> None:
-        self.report.scalar(self.reference, self.dtype, key, value)
-
-    def _compare_tensor(self, key: Key, tensor: torch.Tensor) -> None:
-        if key in self.reference.sizes:
-            allowed = self.reference.allowed[self.dtype][key]
-            self.report.tensor(self.reference, key, *local_part(tensor), allowed)
-
     def compare_initial_weights(self) -> None:
-        """Every element must be the reference's."""
+        """Compare the initial weights: every element must equal the reference's."""
         for name, parameter in self.model.named_parameters():
             (local, offset), key = local_part(parameter), Key(0, Row.INITIAL, name)
             if key not in self.reference.sizes:
@@ -172,22 +165,22 @@ class ObservedTrainer(WatchedTrainer):
             self.report.exact(key, f"{differ} of {local.numel()} elements differ" if differ else None)
 
     def note_copies(self, step: int) -> None:
-        """Digests of what is held here, for comparison with processes that hold the same."""
+        """Share digests of the weights, to be compared with those of processes that hold the same weights."""
         for name, parameter in self.model.named_parameters():
             local, offset = local_part(parameter)
             self.report.share(Key(step, Row.REPLICAS, f"{name} @ {offset} {list(local.shape)}"), digest(local))
 
     def compare_run(self) -> None:
-        """Everything that is compared in one run from its start."""
+        """Train from the start and compare everything."""
         self.compare_initial_weights()
         self.note_copies(0)
         if self.dtype == EXACT:
             self.report.exact(Key(0, Row.SCHEDULE), schedule_problem(self.reference.small.original))
         self.train()
         self.note_copies(self.num_steps)
-        self.config = edit(self.config, {"evaluation.steps": 2})  # all the samples that there are
+        self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
         self._compare_scalar(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
-        if self.dtype == EXACT:  # one more step, with logits that only a stable softmax can take
+        if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives
             for stage in self.model.stages:
                 for parameter in stage.module.norm.parameters() if stage.module.is_last else []:
                     local_part(parameter)[0].mul_(LARGE)
@@ -195,7 +188,7 @@ class ObservedTrainer(WatchedTrainer):
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kinds: list[str]) -> Iterator[Report]:
-    """Runs of some kinds, types or dropout, one after the other, each compared with the reference."""
+    """Run the kinds (types, or dropout) one after the other, and compare each with the reference."""
     for kind in kinds:
         report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
         run = prepare_run(member, reference, config, dtype, member.folder / kind)
@@ -210,7 +203,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kinds: list
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, last_step: int, folder: Path
 ) -> Iterator[Report]:
-    """One leg of a relay: go on from a checkpoint in the folder, and save after every good step up to ``last_step``."""
+    """One leg of a relay: resume from ``load_step``, if given, and save after every good step up to ``last_step``."""
     saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
     report = Report(RESUME, member.rank)
     run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
@@ -221,7 +214,7 @@ def observe_leg(
 def compare_places(
     member: Member, reference: Reference, config: JobConfig, step: int
 ) -> Iterator[tuple[list[str], dict[Place, float]]]:
-    """The modules in the order of the forward pass, and those of this process that compute something else in a step."""
+    """The modules in forward order, and those of this process whose output or gradient is wrong in a step."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
     run = prepare_run(member, reference, config, EXACT, member.folder)
@@ -237,7 +230,7 @@ def compare_places(
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
-    """A run in some type on the verification's own data."""
+    """A run in this type on the verification's own data."""
     init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
@@ -255,7 +248,7 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
 
 
 def schedule_problem(config: JobConfig) -> str | None:
-    """Where length or learning rates of the run that is asked for, in its full length, are not the reference's."""
+    """How the full run's length or learning rates differ from the reference's, or None."""
     training, total = config.training, total_steps(config.training)
     if training.batch_size_rampup is None:
         samples = training.samples or (training.tokens or 0) // training.seq_len

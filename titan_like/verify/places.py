@@ -1,5 +1,5 @@
-"""Where in the model a layout first goes astray: the first module, in the order of the forward pass, whose output
-differs from the reference's, or else the first of the backward pass whose output's gradient does."""
+"""Find the module at which a layout departs from the reference: the first of the forward pass whose output differs, or
+else the first of the backward pass that passes a wrong gradient on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.distributed.tensor import DTensor
 from titan_like.torch_private import is_in_backward_pass
 
 FORWARD, BACKWARD = "forward", "backward"
-_FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot make
-_SMALL = 1e-3  # a sample that is a smaller part of its batch than this is compared with that instead
+_FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
+_SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
-Place = tuple[str, str]  # pass, module
+Place = tuple[str, str]  # pass (FORWARD or BACKWARD), module name
 
 
 class Outputs:
-    """What a model's modules compute: every output in training, and its gradient, by microbatch."""
+    """Records every module's output in training, and the gradient of that output, by microbatch."""
 
     def __init__(self) -> None:
         self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
-        self.order: list[str] = []  # of the modules in the forward pass
+        self.order: list[str] = []  # modules in the order of the forward pass
 
     def follow(self, model: nn.Module) -> None:
-        """Note each forward pass from now on, except in recomputation."""
+        """Record every forward pass from now on, except recomputed ones."""
         for name, module in model.named_modules():
             if name:
                 module.register_forward_hook(lambda module, _, output, name=name: self._note(module, name, output))
@@ -46,40 +46,51 @@ class Outputs:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of what is here of it."""
+    """A copy of the part of a tensor that this process holds."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def differing(
     found: Outputs, expected: Outputs, samples: list[list[int]], tensor_mesh: DeviceMesh, step: int
 ) -> dict[Place, float]:
-    """Relative differences above what is allowed; ``samples`` has the rows of the batch that each microbatch takes."""
+    """The places whose relative difference exceeds what rounding explains.
+
+    ``expected`` holds the whole batch as one microbatch; ``samples`` lists the rows of it that each of this process's
+    microbatches takes.
+    """
     wrong: dict[Place, float] = {}
     for place, by_microbatch in found.tensors.items():
         whole = expected.tensors[place].get(0)
+        # A tensor without a batch dimension (position embeddings [seq, hidden]) has the whole batch's gradient.
+        if whole is None or (whole.ndim < 3 and place[0] == BACKWARD):
+            continue
         for microbatch, value in by_microbatch.items():
-            has_samples = whole is not None and whole.ndim > 2  # positions have none: their gradient is that of all
-            if whole is None or microbatch >= len(samples) or (place[0] == BACKWARD and not has_samples):
+            if microbatch >= len(samples):
                 continue
-            part = whole[samples[microbatch]] if has_samples else whole
-            for dim in range(part.ndim):
-                if value.ndim == part.ndim and value.shape[dim] != part.shape[dim]:
-                    pieces = part.chunk(tensor_mesh.size(), dim)
-                    part = pieces[min(tensor_mesh.get_local_rank(), len(pieces) - 1)]
+            part = _shard_like(value, whole[samples[microbatch]] if whole.ndim > 2 else whole, tensor_mesh)
             if value.shape != part.shape:
                 continue
-            finite, part = torch.nan_to_num(whole, neginf=0.0), part.to(value.device)
+            part = part.to(value.device)
             value = torch.where(part.isneginf() & value.isneginf(), 0.0, value.double())  # logits of the padding
-            part = torch.nan_to_num(part, neginf=0.0)
+            part, finite = torch.nan_to_num(part, neginf=0.0), torch.nan_to_num(whole, neginf=0.0)
             size = max(part.norm().item(), _SMALL * finite.norm().item(), 1e-30)
             difference = (value - part).norm().item() / size
-            if not difference <= max(_FIRST_STEP if step == 1 else _LATER, wrong.get(place, 0.0)):
+            if not difference <= max(_FIRST_STEP if step == 1 else _LATER, wrong.get(place, 0.0)):  # NaN differs
                 wrong[place] = difference
     return wrong
 
 
+def _shard_like(value: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The part of ``whole`` that this tensor-parallel rank holds if ``value`` is split, or all of it."""
+    for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
+        if value.shape[dim] != whole.shape[dim]:
+            pieces = whole.chunk(mesh.size(), dim)
+            whole = pieces[min(mesh.get_local_rank(), len(pieces) - 1)]
+    return whole
+
+
 def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) -> str | None:
-    """The module at fault, in words, given what each rank found; None where all modules compute what they should."""
+    """Describe the module at fault, given what each rank found wrong. None if every module is right."""
 
     def told(phase: str, name: str) -> str | None:
         found = [(one[phase, name], rank) for rank, one in enumerate(wrong) if (phase, name) in one]

@@ -1,5 +1,8 @@
-"""Process groups on this machine, for `verify` and the tests. Processes are forked from one that has imported
-everything, so a group starts in a tenth of a second, and they end with the process that started them."""
+"""Process groups on this machine, for `verify` and the tests.
+
+Processes are forked from a server that has imported everything, so a group starts in a tenth of a second. They end with
+the process that started them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
 )
 _PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.observe"]
 _DAY = 86400.0  # seconds
-_IDLE_SHARE = 0.05  # of one processor: a process that computes less waits for others; threads of gloo take 0.02
+_IDLE_SHARE = 0.05  # of one processor: a process that uses less waits for others (gloo's threads use 0.02)
 _FORK_SERVER = get_context("forkserver")
 
 Prepare = Callable[[], AbstractContextManager[object]]
@@ -35,42 +38,41 @@ Prepare = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Member:
-    """Which process of how many one is."""
+    """One process of a group."""
 
     rank: int
     world_size: int
-    folder: Path  # shared by the processes, made for them, and gone with them
-    port: int  # of the store that they meet at
-    device: str  # that it computes on
+    folder: Path  # shared by the group's processes and deleted after them
+    port: int  # of the group's store
+    device: str
 
 
 @dataclass
 class Outcome:
-    """What became of one process."""
+    """How one process ended."""
 
     rank: int
     results: list[Any] = field(default_factory=list)  # what it yielded
     ending: str = STOPPED  # done, failed or stopped
-    reason: str = BY_OTHERS  # why it was stopped, or the last line of what a failed one said
-    printed: str = ""  # all of it, errors too
+    reason: str = BY_OTHERS  # why it was stopped, or the last line of a failed one's error
+    printed: str = ""  # stdout and stderr
     exit_code: int | None = None  # None: it was stopped by this module
 
     @property
     def is_undecided(self) -> bool:
-        """Whether that tells nothing of what it computed."""
+        """Whether the ending says nothing about what the process computed."""
         return self.ending == STOPPED and self.reason in (TOO_LONG, KILLED)
 
 
 def start_fork_server(on_gpus: bool = False) -> None:
-    """Start the process that the others are forked from, if it does not run; it imports in the background and keeps
-    its environment."""
+    """Start the server that processes are forked from, unless it runs. It imports in the background."""
     environment = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}  # no threads before a fork
-    # The code beside the calling script, not another copy of it in the folder that the command is called from.
+    # Import the code next to the calling script, not another copy in the current folder.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compilers stay in the processes that wait for them
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in the process itself, not in a pool of workers
     if not on_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        if Path("/sys/class/net/lo").exists():  # a machine need not know its own host name
+        if Path("/sys/class/net/lo").exists():  # gloo otherwise looks up the host name, which may not resolve
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     _FORK_SERVER.set_forkserver_preload(_PRELOADED)
     with patch.dict(os.environ, environment):
@@ -78,10 +80,10 @@ def start_fork_server(on_gpus: bool = False) -> None:
 
 
 class Group:
-    """``function(member, *arguments)``, a generator, on every rank of a process group that begins at once.
+    """Runs the generator ``function(member, *arguments)`` on every rank of a new process group, from construction on.
 
-    With ``on_gpus`` each process has a GPU, otherwise GPUs are left alone. ``prepare`` makes a context manager within
-    which every process works.
+    With ``on_gpus`` each process gets a GPU, else all use the CPU. ``prepare`` makes a context manager in which every
+    process works.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Group:
         start_fork_server(on_gpus)
         self._temporary = tempfile.TemporaryDirectory(prefix="processes-")
         folder = Path(self._temporary.name)
-        # A port that is only probed may be taken by the time that they meet there.
+        # The store is opened here because a port that is only probed may be taken before the group meets at it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._running = []
         for rank in range(world_size):
@@ -102,10 +104,10 @@ class Group:
             self._running.append(_Running(member, function, arguments, prepare))
 
     def wait(self, seconds: float, patience: float | None = None, seconds_to_follow: float = 2.0) -> list[Outcome]:
-        """What became of all processes, by rank. Whatever they have started is stopped in the end.
+        """Wait for all processes and return how each ended, by rank. No process outlives this call.
 
-        They are stopped after ``seconds``, or where for ``patience`` seconds none of them computes. After one has
-        failed, the others have ``seconds_to_follow`` to fail for reasons of their own.
+        They are stopped after ``seconds``, or once none of them has computed for ``patience`` seconds. When one has
+        failed, the others get ``seconds_to_follow`` to report failures of their own.
         """
         deadline, reason, idle_since, active_then = time.monotonic() + seconds, TOO_LONG, time.monotonic(), 0.0
         if not Path("/proc/self/stat").exists():
@@ -137,7 +139,7 @@ class Group:
         return [running.outcome for running in self._running]
 
     def kill(self) -> None:
-        """Kill all processes with whatever they have started themselves."""
+        """Kill all processes and their children."""
         for running in self._running:
             if running.process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
@@ -146,7 +148,7 @@ class Group:
 
 
 class _Running:
-    """A process, and what it has said so far."""
+    """A process, and what it has reported so far."""
 
     def __init__(self, member: Member, function: Any, arguments: Any, prepare: Prepare | None) -> None:
         self.outcome, self.is_over = Outcome(member.rank), False
@@ -158,8 +160,8 @@ class _Running:
         theirs.close()
 
     def read(self) -> None:
-        """Take what is in the pipe, and note the end."""
-        outcome, exit_code = self.outcome, self.process.exitcode  # what it said before its end is in the pipe by then
+        """Read what is in the pipe, and record whether the process has ended."""
+        outcome, exit_code = self.outcome, self.process.exitcode  # read first: all reports are in the pipe by its end
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 what, value = self.pipe.recv()
@@ -170,7 +172,7 @@ class _Running:
         self.is_over, outcome.exit_code = exit_code is not None, exit_code
         if exit_code == -signal.SIGKILL and outcome.ending == STOPPED:
             outcome.reason = KILLED
-        elif self.is_over and outcome.ending == STOPPED:  # it has said nothing of its end
+        elif self.is_over and outcome.ending == STOPPED:  # it ended without a report
             lines = self._read_log().strip().splitlines()
             outcome.ending, outcome.reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
 
@@ -178,32 +180,32 @@ class _Running:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def close(self) -> None:
-        """Keep what it printed; it was killed if it had not ended."""
+        """Wait for the end and keep what the process printed."""
         self.process.join()
         self.pipe.close()
         self.outcome.printed = self._read_log()
 
 
 def active_seconds(groups: set[int | None]) -> float:
-    """Time that process groups have computed, would have if there had been a free processor, or wait for a disk."""
+    """Seconds that process groups have computed, waited for a processor, or waited for a disk."""
     total = 0.0
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
-        with suppress(OSError, ValueError, IndexError):  # it may have ended
+        with suppress(OSError, ValueError, IndexError):  # the process may have ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) in groups:
                 total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
                 total += time.monotonic() if fields[0] == "D" else 0.0
-                total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # a kernel need not keep this
+                total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # not every kernel has this
     return total
 
 
 def _work(
     results: connection.Connection, member: Member, log: Path, function: Any, arguments: Any, prepare: Prepare | None
 ) -> None:
-    """One process: work, and tell each result, and how it ended."""
-    os.setpgid(0, 0)  # it is ended with its own children, and a key pressed in the terminal is not for it
+    """The body of one process: send each result, then how it ended."""
+    os.setpgid(0, 0)  # it can be killed with its children, and Ctrl-C in the terminal does not reach it
     threading.Thread(target=_end_with, args=(results,), daemon=True).start()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -223,14 +225,14 @@ def _work(
 
 
 def _end_with(pipe: connection.Connection) -> None:
-    """End this process when the other end of the pipe, which says nothing, is gone."""
+    """End this process when the other end of the pipe, which never sends anything, is closed."""
     with suppress(EOFError, OSError):
         pipe.recv()
     os._exit(1)
 
 
 def _joined(member: Member) -> AbstractContextManager[None]:
-    """A process group that members of one port make, as torchrun's processes do."""
+    """The process group of all members with this port, set up as under torchrun."""
     import torch
 
     from titan_like.train.job import process_group
@@ -239,4 +241,4 @@ def _joined(member: Member) -> AbstractContextManager[None]:
     rank, size = str(member.rank), str(member.world_size)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(member.port)}
-    return process_group(torch.device(member.device), _DAY)  # whoever waits is stopped from outside, for a reason
+    return process_group(torch.device(member.device), _DAY)  # no collective times out: `Group.wait` stops what hangs

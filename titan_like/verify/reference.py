@@ -1,13 +1,12 @@
-"""The same training written down plainly: one process, one loop, nothing of the trainer's, the optimizers' or the
-loss's code. A mistake there cannot cancel out.
+"""The same training in one process and one plain loop.
 
-It runs in float64, which is taken for exact, and in the types whose rounding is to be measured. Some steps are bad:
-their gradients are not finite, so they consume samples and update nothing.
+It shares no code with the trainer, its optimizers or its loss, so their mistakes cannot cancel out. It runs in float64,
+which counts as exact, and in the types whose rounding is measured. Some steps are bad: their gradients are not finite,
+so they consume samples and update nothing.
 
 Tolerances follow from rounding alone. One process that computes in a type is itself some way from the exact result. A
-layout sums the same numbers in another order and with other partial sums, so it is another draw from the same rounding:
-it may be `MARGIN` times as far. Where chance makes the measured distance tiny there is a floor of a few units of
-rounding.
+layout adds the same numbers in another order, which is another draw of the same rounding, so it may be `MARGIN` times
+as far away. The measured distance may be tiny by chance; the tolerance is at least a few units of rounding.
 """
 
 from __future__ import annotations
@@ -38,42 +37,39 @@ from titan_like.verify.shrink import Small
 MARGIN = 8.0
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 FLOOR = {EXACT: 1e-12, SINGLE: 8 * EPS[SINGLE], "bfloat16": EPS["bfloat16"], "float16": EPS["float16"]}
-WEIGHTS_FLOOR = 1e-10  # AdamW magnifies what rounding does to small gradients
-# The trainer may report losses in float32 whatever it computes in.
-REPORTED = 8 * EPS[SINGLE]
-# Of the unit of a half type: with the same pieces rounded alike, what is left is the order of float32 sums, which now
-# and then tips a rounding to the half type.
+WEIGHTS_FLOOR = 1e-10  # AdamW magnifies the rounding of small gradients
+REPORTED = 8 * EPS[SINGLE]  # for losses: the trainer may report them in float32, whatever it computes in
+# In units of a half type. Where the same pieces are rounded alike, only the order of float32 sums differs. Now and then
+# that tips a rounding to the half type.
 SAME_TYPE_SHARE = 1 / 32
-# A parameter's gradient that is smaller than this share of all gradients' norm is compared with that instead.
-NEGLIGIBLE = 1e-8
-FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients, and overflows nowhere
-LARGE = 1e4  # that the final norm's weights are multiplied by: the exponential of a logit is then beyond float64
-# Elements that are drawn from one generator: so few that small matrices have many such blocks, as large ones have.
-BLOCK_ELEMENTS = 64
+NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is measured against that share instead
+FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
+LARGE = 1e4  # multiplies the final norm's weights; the exponential of a logit then exceeds the range of float64
+BLOCK_ELEMENTS = 64  # of initial weights per generator: small matrices then have many blocks, as large ones do
 
-_CLIPPED_SHARE = 0.1  # of the first gradient norm, that gradients are clipped at: every step is clipped
+_CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped
 _LARGE_MODEL = 1_000_000  # parameters
-_COMPARED = 16  # elements of a matrix by which to tell it from others
-_ROUNDING = 1e-12  # of a gradient's largest element: smaller ones are zero but for float64's rounding
+_COMPARED = 16  # leading elements that tell a matrix from others
+_ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
 @dataclass
 class Trace:
-    """One run. Tensors are float64."""
+    """What one run computed. Tensors are float64."""
 
     names: list[str]
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     scalars: dict[Key, float] = field(default_factory=dict)
 
     def keep(self, step: int, row: Row, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies of a row's tensors, on the CPU."""
+        """Copy a row's tensors to the CPU."""
         for name, tensor in tensors.items():
             self.tensors[Key(step, row, name)] = tensor.detach().to("cpu", torch.float64, copy=True)
 
 
 def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Iterator[Reference]:
-    """Train in float64, then in each other type among ``kinds`` to see how far its rounding leads away from that."""
+    """Train in float64, then in each other type among ``kinds`` to measure how far its rounding leads away."""
     init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -86,18 +82,22 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
     scalars, sizes, allowed = exact.scalars, sizes_of(exact), dict[str, dict[Key, float]]()
     stored = {str(key): tensor for key, tensor in exact.tensors.items()}
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
-        # The same samples in another order and in smaller pieces. Half types round more than they add: they do it piece
-        # by piece in the layout's order, since it is each piece's gradients that are rounded.
+        # The same samples in smaller pieces and in reverse order. Half types keep the layout's order: they round the
+        # gradients of each piece, which matters more than the order of the sum.
         traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF)]
         if dtype == SINGLE:
             traces.append(train(small, dtype, batch, device))
         allowed[dtype] = allowances(config, dtype, sizes, exact, traces)
-        for key in [key._replace(row=Row.ZEROS) for key in scalars if key.row == Row.NORM and dtype == EXACT]:
-            scalars[key], allowed[EXACT][key] = count_zeros(exact, traces[0], key.step)
-            sizes[key] = 1.0
-        for name in exact.names if dtype in HALF else []:
-            key, of_gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
-            stored[str(key)], sizes[key] = traces[0].tensors[of_gradient], sizes[of_gradient]
+        if dtype == EXACT:
+            for step in [key.step for key in scalars if key.row == Row.NORM]:
+                key = Key(step, Row.ZEROS)
+                scalars[key], allowed[dtype][key] = count_zeros(exact, traces[0], step)
+                sizes[key] = 1.0
+        if dtype in HALF:
+            for name in exact.names:
+                key, gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
+                stored[str(key)], sizes[key] = traces[0].tensors[gradient], sizes[gradient]
+                allowed[dtype][key] = SAME_TYPE_SHARE * EPS[dtype]
     save_file(stored, file)
     yield Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
 
@@ -106,9 +106,9 @@ def train(
     small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False,
     outputs: tuple[int, Outputs] | None = None,
 ) -> Trace:  # fmt: skip
-    """Train, with at most ``piece`` samples in a forward pass; float64 ends with logits too large to exponentiate.
+    """Train with at most ``piece`` samples in a forward pass. float64 ends with a step of too large logits.
 
-    With ``outputs`` it ends with the backward pass of one step, in which it notes what the model's modules compute.
+    ``outputs`` is a step and where to record its modules' outputs; the run ends with that step's backward pass.
     """
     compute_type, config, last = getattr(torch, dtype), small.config, small.num_steps
     model = build_model(model_config(config.model), config.model.family)
@@ -119,7 +119,7 @@ def train(
     samples, validation = training_samples(config), validation_samples(config)
     held_out = validation.first(len(validation)).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
-    trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # as in the forward pass
+    trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.keep(0, Row.INITIAL, parameters)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
     for step, batch in batches(config, last + (dtype == EXACT)).items():
@@ -162,14 +162,14 @@ def train(
 
 
 def num_labels(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tokens that carry a loss."""
+    """Number of tokens with a loss. pieces: each [n, 2, seq]."""
     return torch.stack([(piece[:, 1] != IGNORED).sum() for piece in pieces]).sum()
 
 
 def add_gradients(
     model: Transformer, pieces: Sequence[torch.Tensor], num_tokens: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> float:
-    """Add the gradients of the pieces' part of a mean loss over tokens, times ``scale``, and return that part."""
+    """Add the gradients of ``scale`` × the loss of pieces [n, 2, seq], their sum over ``num_tokens``; return that."""
     total = 0.0
     for piece in pieces:
         loss = summed_loss(model, piece, dtype) / num_tokens
@@ -179,7 +179,7 @@ def add_gradients(
 
 
 def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> torch.Tensor:
-    """Sum of token losses of samples [n, 2, seq], at least float32."""
+    """Sum of the token losses of samples [n, 2, seq], at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
     logits = torch.func.functional_call(model, weights, (batch[:, 0],))
     logits = logits[..., : model.config.vocab_size]  # whatever the model does to the padding
@@ -189,7 +189,7 @@ def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dty
 
 @torch.no_grad()
 def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> float:
-    """Mean over the valid tokens of held-out samples, without dropout."""
+    """Mean loss over the valid tokens of held-out samples [n, 2, seq], without dropout."""
     model.eval()
     total = sum(summed_loss(model, part, compute_type).double() for part in batch.split(piece))
     model.train()
@@ -197,7 +197,7 @@ def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype
 
 
 def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> torch.optim.Optimizer:
-    """The update rule; weight decay for matrices alone. A package's own optimizer is its own reference."""
+    """The update rule, with weight decay for matrices alone. A user's own optimizer is its own reference."""
     section = config.optimizer
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     others = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -210,18 +210,18 @@ def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> 
 
 
 def clip_factor(max_norm: float, grad_norm: float) -> float:
-    """What clipping multiplies gradients by; a ``max_norm`` of 0 does not clip."""
+    """The factor by which clipping multiplies gradients. A ``max_norm`` of 0 does not clip."""
     return min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step: int) -> None:
-    """Give an optimizer the rate of a step."""
+    """Set an optimizer's learning rate for a step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step, config.training.steps or 0)
 
 
 def learning_rate(config: JobConfig, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 1, of a run of ``total`` steps."""
+    """The learning rate of a step, counted from 1, in a run of ``total`` steps."""
     section = config.lr_scheduler
     peak, floor, warmup = config.optimizer.lr, section.min_lr_ratio, section.warmup_steps
     if step <= warmup:
@@ -240,7 +240,7 @@ def learning_rate(config: JobConfig, step: int, total: int) -> float:
 
 
 def alike(trace: Trace) -> list[tuple[str, str]]:
-    """Pairs of matrices that begin with the same random numbers, up to their scale."""
+    """Pairs of matrices whose initial values are the same random numbers, up to their scale."""
     initial = {name: trace.tensors[Key(0, Row.INITIAL, name)] for name in trace.names}
     names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
     starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
@@ -250,9 +250,9 @@ def alike(trace: Trace) -> list[tuple[str, str]]:
 
 
 def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
-    """(elements of a step's gradients that are zero, how far off a layout may be).
+    """(number of zero elements in a step's gradients, how far a layout may be off).
 
-    ``other`` is the same run in another order of summation: elements that are zero but for rounding are uncertain.
+    ``other`` is the same run in another order of summation. An element that only rounding makes nonzero is uncertain.
     """
     zeros = uncertain = 0
     for name in exact.names:
@@ -264,7 +264,7 @@ def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
 
 
 def sizes_of(exact: Trace) -> dict[Key, float]:
-    """What differences are relative to."""
+    """What the difference of each number or tensor is relative to."""
     sizes = {key: abs(value) or 1.0 for key, value in exact.scalars.items()}
     norms = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}
     for key, tensor in exact.tensors.items():
@@ -276,14 +276,14 @@ def sizes_of(exact: Trace) -> dict[Key, float]:
 def allowances(
     config: JobConfig, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
 ) -> dict[Key, float]:
-    """How far a layout that computes in a type may be from the exact result, given runs of one process in that type."""
+    """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
     allowed, tips = {}, tipped(config, traces[0], exact)
     for key in traces[0].scalars:
         error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
         allowed[key] = max(MARGIN * error, FLOOR[dtype], REPORTED if key.row in _LOSSES else 0.0)
     for key in traces[0].tensors:
         if key.row == Row.WEIGHT and dtype in HALF:
-            continue  # rounding tips AdamW's steps too far: updates are compared with what gradients make them
+            continue  # rounding moves AdamW's steps too far; the updates are compared instead
         error = max(distance(trace.tensors[key], exact.tensors[key]) for trace in traces) / sizes[key]
         allowed[key] = max(MARGIN * error, FLOOR[dtype])
         if key.row == Row.WEIGHT:
@@ -292,10 +292,10 @@ def allowances(
 
 
 def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
-    """How far rounding may move each parameter's weights apart that AdamW updates, after each step.
+    """How far rounding may move each parameter's weights apart under AdamW, after each step.
 
-    It divides an element's gradient by that gradient's own size and its eps: what the rounding of a layout is of them
-    is the share of two steps that it can move the weight by. All of it where rounding decides on the sign.
+    AdamW divides each element of a gradient by about its own magnitude plus eps. A rounding error that is a share x of
+    that sum can move the weight by x times two steps, and by both whole steps if it decides the sign.
     """
     distances: dict[Key, float] = {}
     for name in exact.names if config.optimizer.name != "sgd" else []:

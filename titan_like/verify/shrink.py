@@ -1,8 +1,9 @@
-"""A small run in which the same bugs show: of any configuration, one that a few CPU processes train in a second.
+"""Shrink any configuration to a run that a few CPU processes train in a second and that shows the same bugs.
 
-Pure functions. What stays: the model's family, ties, ratio of query to key heads, kind of vocabulary (padded or not,
-divisible by the tensor-parallel degree or not); every degree above 1; ZeRO stage, schedule, recomputation, compilation,
-optimizer, shape of the learning rate, ramp-up of the batch. What shrinks: sizes, degrees, numbers of microbatches.
+What stays: the model's family, weight ties, ratio of query to key heads and kind of vocabulary (padded or not,
+divisible by the tensor-parallel degree or not); each degree above 1 stays above 1; the ZeRO stage, schedule,
+recomputation, compilation, optimizer, shape of the learning rate and batch-size ramp-up. What shrinks: sizes, degrees
+and numbers of microbatches.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from titan_like.train.rules import check_rules
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
-_DEGREES = ("pipeline", "tensor", "shard", "replicate")  # those that keep more than 2 the longest come first
-_LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next one
+_DEGREES = ("pipeline", "tensor", "shard", "replicate")  # the last is the first to be reduced to 2
+_LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
 _LEARNING_RATE = 1e-3
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
 ONE_STAGE: dict[str, Any] = {
@@ -39,35 +40,35 @@ ONE_STAGE: dict[str, Any] = {
 class Small:
     """A run to verify. One reference serves all its layouts."""
 
-    original: JobConfig  # that was asked for
+    original: JobConfig
     config: JobConfig  # in the first of the layouts
-    layouts: list[Layout]  # each of at most `MOST_PROCESSES`; together they are the layout that was asked for
-    steps: int  # with an update
-    dropout: float | None  # to use where dropout is looked at; None: the family has none
+    layouts: list[Layout]  # `parts` of the layout to verify
+    steps: int  # number of good steps
+    dropout: float | None  # rate in the dropout run; None: the family has no dropout
 
     @property
     def bad_steps(self) -> dict[int, bool]:
-        """Steps whose gradients are not finite, each between two good ones: step → whether it is the model's end.
+        """Steps whose gradients are not finite, each between two good ones.
 
-        In one the last element of the last matrix is infinite, in the other the first element of the first is NaN: what
-        one stage or shard alone can know, all must heed.
+        True: the last element of the model's last matrix is infinite. False: the first element of its first is NaN.
+        One stage or shard alone sees it, and all must skip the step.
         """
         return {2: True} if self.steps < 3 else {2: True, 4: False}
 
     @property
     def num_steps(self) -> int:
-        """Steps of a run, bad ones included."""
+        """Number of steps, bad ones included."""
         return self.steps + len(self.bad_steps)
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
-    """The layout that a configuration means, checked against all rules.
+    """The layout of a configuration, checked against all rules.
 
-    A shard degree of -1 takes whatever the job's processes leave. Where their number is not given, it is 2 if that is
-    valid, since data parallelism is then at work, and else the smallest that is.
+    A shard degree of -1 takes what the other degrees leave of ``processes``. Without ``processes`` it becomes 2, which
+    brings data parallelism into use, or else the smallest valid degree.
 
     Raises:
-        ConfigError: no number of processes makes the configuration valid; the reason for one process per shard.
+        ConfigError: no degree is valid; the message is that of shard degree 1.
     """
     model, section = model_config(config.model), config.parallelism
     others = section.tensor_parallel_degree * section.pipeline_parallel_degree
@@ -88,9 +89,9 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
 def shrink(
     config: JobConfig, layout: Layout, steps: int, *, full_size: bool = False, keep_layout: bool = False
 ) -> Small:
-    """The small run of ``steps`` updates.
+    """The small run, with ``steps`` good steps.
 
-    With ``full_size`` the model, sequences and microbatches keep their sizes, with ``keep_layout`` the degrees theirs.
+    ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees.
     """
     section, training, model = config.parallelism, config.training, model_config(config.model)
     degrees = layout if keep_layout else shrink_degrees(layout)
@@ -100,7 +101,7 @@ def shrink(
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
         micro_batch = min(micro_batch, 2)
-        seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens for each part of the sequence
+        seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
         fields["num_layers"] = sum(per_stage) if per_stage else stages + 1
@@ -108,12 +109,12 @@ def shrink(
     if dropout is not None:
         fields["dropout"] = 0.0
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
-    total = steps + 4  # more than the run has: a signal ends it before
+    total = steps + 4  # a signal ends the run before its last step
     warmup, decay_steps = min(config.lr_scheduler.warmup_steps, 2), config.lr_scheduler.decay_steps
     if config.lr_scheduler.decay == "wsd":
-        decay_steps = total - 2  # the length of the decay
+        decay_steps = total - 2  # here it is the length of the decay
     elif decay_steps is not None:
-        decay_steps = max(warmup + 1, total - 3)  # it ends before the run
+        decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
     ramps = training.batch_size_rampup is not None
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
@@ -136,7 +137,7 @@ def shrink(
     }
     sections = {
         "job": Job(seed=config.job.seed),
-        "evaluation": Evaluation(interval=2, steps=1),  # of the two that the held-out samples would fill
+        "evaluation": Evaluation(interval=2, steps=1),  # the held-out samples would fill two batches
         "checkpoint": config.checkpoint.model_copy(update=_NO_CHECKPOINTS),
         "metrics": Metrics(log_interval=1),
         "health": Health(),
@@ -149,7 +150,7 @@ def shrink(
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
-    """The configuration with these degrees, and without the settings of degrees that are 1."""
+    """The configuration with these degrees. Settings that a degree of 1 does not allow are reset."""
     values: dict[str, Any] = {
         "parallelism.pipeline_parallel_degree": layout.pipeline,
         "parallelism.tensor_parallel_degree": layout.tensor,
@@ -162,7 +163,7 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def layout_of(config: JobConfig) -> Layout:
-    """The layout of a configuration whose degrees are all given."""
+    """The layout of a configuration with no degree left open."""
     section = config.parallelism
     return Layout(
         section.pipeline_parallel_degree, section.data_parallel_replicate_degree, section.data_parallel_shard_degree,
@@ -171,12 +172,12 @@ def layout_of(config: JobConfig) -> Layout:
 
 
 def shrink_degrees(layout: Layout) -> Layout:
-    """Degrees of which any that was above 1 still is.
+    """Smaller degrees; each that is above 1 stays above 1.
 
-    Each becomes its largest divisor up to 4. While more than `MOST_PROCESSES` would be needed, the last in the order
-    pipeline, tensor, shard, replicate that is above its smallest becomes that: a pipeline of 2 has no stage in
-    the middle, while groups of 2 show most bugs of the others. More than three degrees above 1 need more processes
-    even so; see `parts`.
+    A degree becomes its largest divisor up to 4, or 2 if it has none. While the layout needs more than
+    `MOST_PROCESSES`, degrees become their smallest divisor instead: replicate first, then shard, tensor and pipeline.
+    Pipeline is last because a pipeline of 2 has no middle stage, while groups of 2 show most bugs of the other axes.
+    Four degrees above 1 still need too many processes; see `parts`.
     """
     divisors = {name: [d for d in (2, 3, 4) if getattr(layout, name) % d == 0] or [2] for name in _DEGREES}
     degrees = {name: divisors[name][-1] if getattr(layout, name) > 1 else 1 for name in _DEGREES}
@@ -187,9 +188,9 @@ def shrink_degrees(layout: Layout) -> Layout:
 
 
 def parts(layout: Layout) -> list[Layout]:
-    """The layout itself where it needs few enough processes, else several that together have every two axes at once.
+    """The layout itself if `MOST_PROCESSES` suffice, else layouts in which every pair of its axes occurs together.
 
-    Each part has 1 for the degrees that it leaves out.
+    The degrees that a part leaves out are 1.
     """
     axes = [name for name in _DEGREES if getattr(layout, name) > 1]
     if layout.num_processes <= MOST_PROCESSES or len(axes) < 2:
@@ -212,7 +213,7 @@ def _pairs(layout: Layout) -> set[tuple[str, str]]:
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
-    """Layers per stage: 2 where the original has more than its least, else 1; stages are picked evenly."""
+    """Layers per stage, from evenly picked original stages: 1 for those with the fewest layers, 2 for all others."""
     picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
     return [2 if count > min(counts) else 1 for count in picked]
 
@@ -222,8 +223,8 @@ def small_fields(
 ) -> dict[str, Any]:
     """Fields of the small model.
 
-    Every tensor-parallel process gets two groups of heads, since their order within a process can be wrong. Weights
-    are drawn wider by √(hidden size): activations then have the size that they have in the original.
+    Every tensor-parallel process gets two groups of heads, because their order within a process can be wrong. The
+    initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations.
     """
     queries = model.num_attention_heads // model.num_kv_heads
     kv_heads = 1 if model.num_kv_heads == 1 else 2 * tensor
@@ -246,9 +247,10 @@ def small_fields(
 
 
 def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:
-    """(vocabulary, multiple that it is padded to): padded, and even over the tensor-parallel processes, as the model's.
+    """(vocabulary size, multiple that it is padded to).
 
-    Where the last of the model's shards has nothing but padding, so has the small one's.
+    The small vocabulary is padded, divides evenly among the tensor-parallel processes, and has a last shard of nothing
+    but padding, exactly if the model's does.
     """
     is_padded = model.padded_vocab_size != model.vocab_size
     if model.padded_vocab_size % (2 * original_tensor):
@@ -261,7 +263,7 @@ def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int
 
 
 def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, virtual: int) -> int:
-    """Microbatches of a step: at least 2, enough for the schedule's steady state if the original reaches it."""
+    """Microbatches per step: at least 2, and enough for the schedule's steady state if the original reaches it."""
     training, schedule = config.training, config.parallelism.pipeline_schedule
     had = min(rampup_batch_sizes(training)) // (training.micro_batch_size * original.data_parallel)
     pipeline = layout.pipeline

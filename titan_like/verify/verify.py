@@ -1,4 +1,4 @@
-"""From a configuration to a verdict: reference, layouts, comparison, and where they differ the place and the axis."""
+"""From a small run to a verdict: compute the reference, run the layouts, compare, and locate what differs."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _LOCATED = (Row.LOSS, Row.GRADIENT, Row.NORM, Row.ZEROS, Row.MISSING)
 
 
 class UndecidedError(Exception):
-    """A run was stopped by something that tells nothing of what it computes; the message says by what."""
+    """A run was stopped for a reason that says nothing about what it computes; the message names the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """What a verification found."""
 
     outcome: str  # same, different or undecided
     layouts: list[Layout]
     checks: list[Check]  # of all layouts, in the order in which things happen
-    blame: Blame | None = None  # where something differs
-    place: str | None = None  # the module at fault, where it could be found
-    reason: str = ""  # of one that is undecided
+    blame: Blame | None = None  # if something differs
+    place: str | None = None  # the module at fault, if it was found
+    reason: str = ""  # if undecided
     not_applicable: list[str] = field(default_factory=list)
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that is not right."""
+        """The first check that differs."""
         return next((check for check in self.checks if not check.ok), None)
 
 
@@ -53,8 +53,8 @@ class Verifier:
     timeout: float = 120.0  # seconds that one run may take
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     on_gpus: bool = False
-    prepare: Prepare | None = None  # makes a context manager within which every process works
-    kinds: list[str] = field(default_factory=list)  # of runs; none: all that apply
+    prepare: Prepare | None = None  # makes a context manager in which every process works
+    kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
     progress: Progress = lambda _: None
 
     def __post_init__(self) -> None:
@@ -63,39 +63,46 @@ class Verifier:
         self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
 
     def verify(self) -> Verdict:
-        """All kinds of runs in all layouts, compared with one reference."""
-        layouts, checks = self.small.layouts, list[Check]()
+        """Run all kinds in all layouts and compare them with one reference, up to the first layout that differs."""
         missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
+        verdict = Verdict(SAME, self.small.layouts, [], not_applicable=missing)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
-                self.progress("one process, plainly: the reference")
-                file = self.folder / "reference.safetensors"
-                (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-                if made.is_undecided:
-                    raise UndecidedError(f"the reference, on one process: {made.reason}")
-                if not made.results:
-                    failed = Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}")
-                    blame = Blame(ONE_PROCESS, "the reference itself fails", [])
-                    return Verdict(DIFFERENT, layouts, [failed], blame, not_applicable=missing)
-                self.reference: Reference = made.results[0]
-                for layout in layouts:
-                    title = f"{layout.num_processes} processes ({layout.described()})"
-                    self.progress(f"{title}: {', '.join(self.kinds)}")
-                    config = in_layout(self.small.config, layout)
-                    self.check(config, self.kinds, checks)
-                    first = next((check for check in checks if not check.ok), None)
-                    if first is not None:
-                        self.progress(f"{first.kind} differs; looking for the place and the axis")
-                        symptom = _outcome([check for check in checks if check.kind == first.kind])
-                        place, blame = self.locate(config, first), self.blame(config, first, symptom)
-                        return Verdict(DIFFERENT, layouts, checks, blame, place, not_applicable=missing)
+                self._compute_reference(verdict)
+                for layout in verdict.layouts:
+                    if verdict.outcome == SAME:
+                        self._verify_layout(layout, verdict)
             except UndecidedError as error:
-                return Verdict(UNDECIDED, layouts, checks, reason=str(error), not_applicable=missing)
-        return Verdict(SAME, layouts, checks, not_applicable=missing)
+                verdict.outcome, verdict.reason = UNDECIDED, str(error)
+        return verdict
+
+    def _compute_reference(self, verdict: Verdict) -> None:
+        self.progress("one process, plainly: the reference")
+        file = self.folder / "reference.safetensors"
+        (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
+        if made.is_undecided:
+            raise UndecidedError(f"the reference, on one process: {made.reason}")
+        if made.results:
+            self.reference: Reference = made.results[0]
+            return
+        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", [])
+        verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
+
+    def _verify_layout(self, layout: Layout, verdict: Verdict) -> None:
+        self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
+        config = in_layout(self.small.config, layout)
+        self.check(config, self.kinds, verdict.checks)
+        first = verdict.first_difference
+        if first is None:
+            return
+        self.progress(f"{first.kind} differs; looking for the place and the axis")
+        symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
+        verdict.place, verdict.blame = self.locate(config, first), self.blame(config, first, symptom)
+        verdict.outcome = DIFFERENT
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
-        """Add the checks of each kind of run in one layout, up to the first that does not come to its end.
+        """Add the checks of each kind of run in one layout, up to the first run that does not finish.
 
         Raises:
             UndecidedError: a run was stopped from outside, and nothing differs so far.
@@ -115,9 +122,10 @@ class Verifier:
         return None
 
     def _check_resumed(self, config: JobConfig, checks: list[Check]) -> None:
-        """A relay: the layout, one process, and the layout again go on from each other's checkpoints.
+        """A relay: the layout, one process, and the layout again resume from each other's checkpoints.
 
-        The layout gets on for two steps after it has saved the first; the second, which is skipped, is done anew.
+        The first leg trains on after the checkpoint that the second resumes from. The second leg repeats step 2, whose
+        update is skipped.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         groups: list[list[Report]] = []
@@ -135,12 +143,12 @@ class Verifier:
 
     def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
-        patience = None if self.on_gpus else self.patience  # whoever waits for a GPU computes
+        patience = None if self.on_gpus else self.patience  # a process that waits for its GPU looks idle
         group = self._start(function, layout_of(config).num_processes, self.reference, config, *arguments)
         return group.wait(seconds, patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
-        """Add the check of a run that did not come to its end."""
+        """Add the check of a run that did not finish."""
         failures = [outcome for outcome in outcomes if outcome.ending == FAILED]
         stopped = next((outcome for outcome in outcomes if outcome.is_undecided), None)
         if stopped is not None and not failures:
@@ -148,23 +156,21 @@ class Verifier:
                 raise UndecidedError(f"the run in {kind} on {len(outcomes)} processes: {stopped.reason}")
             return
         reason = next(outcome.reason for outcome in outcomes if outcome.ending != DONE)
-        if failures:  # whoever fails takes its connections along, and others then fail for the want of them
+        if failures:  # when one process fails its connections close, and others fail because of that
             first = next((outcome for outcome in failures if "onnection" not in outcome.reason), failures[0])
             reason = f"rank {first.rank}: {first.reason}"
         checks.append(Check(kind, 0, row, "", 1, detail=reason))
 
     def locate(self, config: JobConfig, first: Check) -> str | None:
-        """The module at which a layout first goes astray; None where that cannot be told."""
+        """The module at which a layout departs from the reference, in words; None if it cannot be found."""
         if first.kind not in (EXACT, SINGLE) or first.row not in _LOCATED or first.step == 0:
             return None
         outcomes = self._run_layout(compare_places, config, first.step)
         if not all(outcome.results for outcome in outcomes):
             return None
         order, wrong = outcomes[0].results[0][0], [outcome.results[0][1] for outcome in outcomes]
-        place, right = (
-            first_place(order, wrong, first.step),
-            f"all modules compute the right thing in step {first.step}",
-        )
+        place = first_place(order, wrong, first.step)
+        right = f"all modules compute the right thing in step {first.step}"
         if place is None and first.row == Row.LOSS:
             return f"the loss: {right}"
         if place is None and first.row == Row.GRADIENT:
@@ -172,7 +178,7 @@ class Verifier:
         return place
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
-        """The axis at fault, found by runs without some of the axes."""
+        """Find the axis at fault by runs without some of the axes."""
 
         def outcome_of(changed: JobConfig) -> str:
             checks: list[Check] = []
@@ -194,7 +200,7 @@ class Verifier:
 
 
 def _outcome(checks: list[Check]) -> str:
-    """What the checks of a run come to."""
+    """The outcome of a run, given its checks."""
     if any(not check.ok and check.row in (Row.RUNS, Row.ENDS) for check in checks):
         return FAILS
     return SAME if all(check.ok for check in checks) else DIFFERENT

@@ -1,9 +1,10 @@
-"""A trainer that keeps what goes into its steps, and digests by which to tell what is equal to the bit."""
+"""A trainer that records what goes into each step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
 from typing import cast
 
 import torch
@@ -16,21 +17,27 @@ from titan_like.train.trainer import Trainer
 
 
 class WatchedTrainer(Trainer):
-    """Keeps what went into its latest step: which samples, and the gradients before clipping."""
+    """Keeps the samples of its latest step, and the gradients before clipping."""
 
     def __init__(self, run: Run, known_samples: int = 0) -> None:
-        """The first ``known_samples`` of the run are told apart; all others are -1."""
+        """The first ``known_samples`` of the run are recognized; every other sample has the index -1."""
         super().__init__(run)
         samples = run.datasets["train"]
         self.known = {digest(samples[index]): index for index in range(known_samples)}
-        self.drawn: list[list[int]] = []  # of each microbatch of this process, index of each sample
-        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process's stages, DTensors if sharded
+        self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
+        self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
     def _load_data(self) -> BackgroundLoader:
-        return cast(BackgroundLoader, _WatchedLoader(super()._load_data(), self))
+        return cast(BackgroundLoader, self._watched(super()._load_data()))
+
+    def _watched(self, loader: BackgroundLoader) -> Iterator[torch.Tensor]:
+        with closing(loader):
+            for batch in loader:
+                self.drawn.append([self.known.get(digest(sample), -1) for sample in batch])
+                yield batch
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
-        """One step."""
+        """Take one step and record its samples."""
         self.drawn = []
         return super().train_step(data)
 
@@ -40,29 +47,14 @@ class WatchedTrainer(Trainer):
         self.gradients = [(name, grad.detach().clone()) for name, grad in named if grad is not None]
 
     def steps_alone(self, steps: int) -> list[StepRecord]:
-        """Take some steps without the rest of the loop."""
+        """Take some steps without logging, validating or saving."""
         data = self._load_data()
         records = [self.read_step(self.train_step(data)) for _ in range(steps)]
         data.close()
         return records
 
 
-class _WatchedLoader:
-    """Passes a trainer's microbatches on and notes in ``drawn`` which samples they have."""
-
-    def __init__(self, loader: BackgroundLoader, trainer: WatchedTrainer) -> None:
-        self.loader, self.trainer, self.close = loader, trainer, loader.close
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        batch = next(self.loader)
-        self.trainer.drawn.append([self.trainer.known.get(digest(sample), -1) for sample in batch])
-        return batch
-
-
 def digest(tensor: torch.Tensor) -> str:
-    """Equal for tensors that are equal to the bit."""
+    """A hash of a tensor's bytes: equal exactly for tensors that are equal bit for bit."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
