@@ -10,6 +10,7 @@ The tests run on 2.13. For the other versions the sources were read.
 | `distributed.distributed_c10d._get_default_store` | the watchdog's heartbeats | all |
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
+| `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
@@ -88,11 +89,7 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
     ``module`` is FSDP2's root module. Its flags (`set_requires_gradient_sync` and the like) say what is reduced and
     freed. With ``every_parameter``, parameters without a gradient contribute zeros.
     """
-    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
-    from torch.distributed.fsdp import fully_shard
-
-    composable: Any = replicate if isinstance(module, ReplicateModule) else fully_shard
-    root = composable.state(module)
+    root = _fsdp_state(module)
     for state in root._state_ctx.all_states:
         for group in _parameter_groups(state):
             for parameter in group.fsdp_params:
@@ -101,6 +98,30 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
                 _convert_fresh_gradient(parameter)
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def sum_uses_in_full(module: nn.Module, name: str) -> None:
+    """Let the gradients of a parameter's several uses be added in the type of the reduction, such as float32.
+
+    From torch 2.15 on, FSDP2 rounds that sum to the half type in some microbatches and not in others, depending on
+    which of them it reduces. Call it before every backward pass: FSDP2 makes its list in the first forward pass.
+
+    Args:
+        module: what FSDP2 has wrapped with the parameter.
+        name: of the parameter in it.
+    """
+    for group in _parameter_groups(_fsdp_state(module)):
+        rounded = getattr(group, "_fsdp_params_with_wider_grad_dtype", None)
+        if rounded:
+            group._fsdp_params_with_wider_grad_dtype = [p for p in rounded if p._param_fqn != name]
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+    from torch.distributed.fsdp import fully_shard
+
+    composable: Any = replicate if isinstance(module, ReplicateModule) else fully_shard
+    return composable.state(module)
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

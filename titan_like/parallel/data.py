@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.replicate import GradientAllReduce
-from titan_like.torch_private import reduce_fsdp_gradients, replicate_module
+from titan_like.torch_private import reduce_fsdp_gradients, replicate_module, sum_uses_in_full
 
 
 class DataParallel:
@@ -38,6 +38,7 @@ class DataParallel:
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduce: GradientAllReduce | None = None
+        self._uses_table_twice = model.config.tied_embeddings and model.is_first and model.is_last
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         full_precision = dtype in (torch.float32, torch.float64)
         if not full_precision or (zero_stage > 0 and size > 1):
@@ -58,6 +59,8 @@ class DataParallel:
         """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
         if self._all_reduce is not None:
             self._all_reduce.enabled = is_last
+        if self._uses_table_twice and isinstance(self.model, FSDPModule):
+            sum_uses_in_full(self.model, "embedding.weight")
         self._set(
             is_last=is_last,
             reduces=is_last or self.zero_stage >= 2,
