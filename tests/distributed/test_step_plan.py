@@ -231,4 +231,7 @@ def test_what_every_rank_holds(measured: list[dict[str, dict[str, Any]]], case: 
     for rank in range(RANKS):
         plan, found = plan_of(case, rank), measured[rank][case.name]
         assert plan.state.parameters + plan.state.optimizer == found["between"], rank
-        assert plan.peak_state == found["peak"], rank
+        if torch.__version__ < "2.15" or case.settings.get("training.dtype", "float32") == "float32":
+            assert plan.peak_state == found["peak"], rank
+        else:  # FSDP2 converts gradients later there, which takes less at ZeRO 0 and 1, and pads its copies
+            assert 0.95 * plan.peak_state < found["peak"] < 1.003 * plan.peak_state, rank

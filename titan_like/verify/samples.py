@@ -52,6 +52,10 @@ class Samples(Dataset[torch.Tensor]):
         """Identifies this data in checkpoints."""
         return token_fingerprint(self.first(4).flatten().numpy())
 
+    def drawn(self, num_samples: int) -> dict[str, float]:
+        """Nothing: these samples are not a blend."""
+        return {}
+
     def first(self, count: int, start: int = 0) -> torch.Tensor:
         """Samples ``start`` to ``start + count``, int64 [count, 2, seq]."""
         return torch.stack([self[index] for index in range(start, start + count)])
