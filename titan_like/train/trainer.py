@@ -355,9 +355,11 @@ class Trainer(TrainingState):
     def _complete_gradients(self) -> None:
         """Sum the gradients that are still partial after data parallelism: of sequence parallelism and tied tables."""
         for stage in self.model.stages:
-            sum_partial_gradients(stage.module)
-        ranks = self.pipeline.shape.ranks
-        sum_table_gradients(self.model, self.pp_group, ranks[0], ranks[-1])
+            if stage.module.sequence_shards > 1:
+                sum_partial_gradients(stage.module)
+        if self.pp_group.size() > 1:
+            ranks = self.pipeline.shape.ranks
+            sum_table_gradients(self.model, self.pp_group, ranks[0], ranks[-1])
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
