@@ -180,7 +180,7 @@ def test_recomputation_draws_the_same_dropout(found: list[dict[str, Any]]) -> No
 def test_plans_that_do_not_fit_are_errors(found: list[dict[str, Any]]) -> None:
     assert "attention_nrom" in found[0]["errors"]["no such module"]
     assert "norm.weight" in found[0]["errors"]["parameter left out"]
-    assert 'the style "row_lienar"; there are region, column_linear,' in found[0]["errors"]["no such style"]
+    assert 'an unknown style "row_lienar"; use one of region, column_linear,' in found[0]["errors"]["no such style"]
 
 
 def test_torch_s_own_styles_can_stand_in_a_plan(found: list[dict[str, Any]]) -> None:
