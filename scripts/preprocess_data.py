@@ -20,7 +20,7 @@ from titan_like.config.options import OptionParser
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS
+from titan_like.data.raw_text import KNOWN_ENDINGS, ending_of
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -54,9 +54,10 @@ def main(argv: list[str]) -> int:
     if not 1 <= options.workers <= 1024:
         raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
     prefix = prefix_of(options.output)
-    for ending in ("bin", "idx"):
-        if Path(f"{prefix}.{ending}").exists():
-            raise ConfigError("--output", str(prefix), f"{prefix}.{ending} exists; remove it or name another place")
+    is_interrupted = Path(f"{prefix}.unfinished").exists()  # perhaps after .bin was moved to its place
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+        if path.exists() and not (is_interrupted and path.suffix == ".bin"):
+            raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
     build_tokenizer(options.tokenizer, "--tokenizer")
     files = input_files(options.input)
     job = Job(
@@ -107,8 +108,7 @@ def input_files(patterns: list[str]) -> list[Path]:
 
 
 def _is_known(path: Path) -> bool:
-    ending = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
-    return ending in KNOWN_ENDINGS and path.is_file()
+    return ending_of(path) in KNOWN_ENDINGS and path.is_file()
 
 
 if __name__ == "__main__":

@@ -320,5 +320,20 @@ def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, m
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(os, "replace", stops)
         tokenize_files(job, tmp_path / "out")
+    assert (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
     tokenize_files(job, tmp_path / "out")
-    assert len(documents(tmp_path / "out")) == 100
+    assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "out.bin", "out.idx"}
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
+def test_an_interrupted_job_whose_files_are_damaged_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES + b"{\n")
+    with pytest.raises(ConfigError, match="not JSON"):
+        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+    progress = tmp_path / "out.unfinished" / "progress.json"
+    content = json.loads(progress.read_text()) | {"documents": 3, "tokens": 999}
+    progress.write_text(json.dumps(content))
+    (tmp_path / "out.unfinished" / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match="of an interrupted job is damaged; delete the folder to begin again"):
+        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")

@@ -225,6 +225,8 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: lis
             at = int(ends[-1])
         if documents is not None:
             file.write(np.array(documents, dtype="<i8").tobytes())
-            return
-        for start in range(0, count + 1, _PIECE):
-            file.write(np.arange(start, min(start + _PIECE, count + 1), dtype="<i8").tobytes())
+        else:
+            for start in range(0, count + 1, _PIECE):
+                file.write(np.arange(start, min(start + _PIECE, count + 1), dtype="<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())

@@ -35,7 +35,7 @@ _MOST_NAMED = 100  # bad records
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenized, and how."""
+    """Files to tokenize, with the settings that decide which tokens they become."""
 
     files: list[Path]
     tokenizer: str  # a value of `data.tokenizer`
@@ -88,17 +88,18 @@ def tokenize_files(
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     progress = _read_progress(folder, job)
-    with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
-        _write_tokens(job, output, num_workers, report or _tell)
-    if progress.documents == 0:
-        shutil.rmtree(folder)
-        raise ConfigError(
-            job.key, str(job.files[0]), "there is no document in it, nor in another file; give some with text"
-        )
-    write_index(folder / "index", output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
-    if (folder / "tokens.bin").exists():  # else it was moved just before an interruption
-        os.replace(folder / "tokens.bin", f"{prefix}.bin")
-    os.replace(folder / "index", f"{prefix}.idx")
+    tokens, index = folder / "tokens.bin", folder / "index"
+    if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
+        with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
+            _write_tokens(job, output, num_workers, report or _tell)
+        if progress.documents == 0:
+            shutil.rmtree(folder)
+            raise ConfigError(
+                job.key, str(job.files[0]), "there is no document in it, nor in another file; give some with text"
+            )
+        write_index(index, output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
+        os.replace(tokens, f"{prefix}.bin")
+    os.replace(index, f"{prefix}.idx")
     shutil.rmtree(folder)
     return progress
 
@@ -132,17 +133,26 @@ class _Output:
         return self
 
     def _cut_open(self, name: str, size: int) -> IO[bytes]:
-        """Without what was written after the last progress: it is tokenized again."""
+        """Open a file without what was written after the last progress, which will be tokenized again.
+
+        Raises:
+            ConfigError: the file is shorter than that.
+        """
         file = open(self.folder / name, "ab")
+        if file.tell() < size:  # truncate() would fill it up with zeros
+            problem = f"{name} of an interrupted job is damaged; delete the folder to begin again"
+            raise ConfigError("--output", str(self.folder), problem)
         file.truncate(size)
         return file
 
     def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool) -> None:
         """Append documents; the last one goes on unless ``is_whole``."""
+        lengths = [lengths[0] + self.progress.open_document, *lengths[1:]]
+        open_document = 0 if is_whole else lengths.pop()
         self._tokens.write(tokens.tobytes())
-        lengths[0] += self.progress.open_document
-        self.progress.open_document = 0 if is_whole else lengths.pop()
         self._lengths.write(np.array(lengths, "<i4").tobytes())
+        # Only now: if the disk is full, what has been written of these documents does not count.
+        self.progress.open_document = open_document
         self.progress.documents += len(lengths)
         self.progress.tokens += len(tokens)
 

@@ -52,10 +52,14 @@ class Piece:
     is_whole: bool = True  # whether the document ends with the piece; text only
 
 
+def ending_of(path: Path) -> str:
+    """The file's ending without that of its compression: .jsonl for a.jsonl.gz."""
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+
+
 def kind_of(path: Path) -> str:
     """ "jsonl", "rows" or "text", by the file's ending."""
-    ending = path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
-    return {".jsonl": "jsonl", ".parquet": "rows"}.get(ending, "text")
+    return {".jsonl": "jsonl", ".parquet": "rows"}.get(ending_of(path), "text")
 
 
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
