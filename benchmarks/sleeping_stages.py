@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules import schedule_table, stages_per_rank
@@ -56,7 +57,7 @@ class SleepingStage(nn.Module):
         if is_first:  # like an embedding table, so that later stages have gradients
             self.entry = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *_: None) -> torch.Tensor:
         """Sleep, then add the weight: [batch, seq, hidden]."""
         if self.is_first:
             x = x + self.entry
@@ -144,7 +145,7 @@ class OwnRuntime:
 
     def step(self, microbatches: torch.Tensor) -> None:
         """One step over [microbatches, seq, hidden]."""
-        self.pipeline.forward_backward(microbatches.split(1), lambda output, _: output.sum())
+        self.pipeline.forward_backward(list(map(ModelInputs, microbatches.split(1))), lambda output, _: output.sum())
 
 
 class TorchRuntime:

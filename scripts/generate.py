@@ -113,6 +113,7 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
             top_p=options.top_p,
             seed=options.seed,
             eod_id=eod_id,
+            prefix_lm=config.data.prefix_lm,
         )
 
     world_size = number_of_processes()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.distributed.launch import launch
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.parallel.schedules import max_in_flight, schedule_table
@@ -36,7 +37,7 @@ class WatchedStage(nn.Module):
         self.layer = nn.Linear(HIDDEN[-1], HIDDEN[-1])
         self.done = 0
 
-    def forward(self, x):
+    def forward(self, x, *_):
         microbatch, self.done = self.done, self.done + 1
 
         def pack(tensor):
@@ -70,7 +71,7 @@ def count(rank, folder):
         modules = [WatchedStage(stage, len(shape.ranks), alive, peaks) for stage in local]
         model = ParallelModel([Stage(module.index, module, OneReplica()) for module in modules])
         pipeline = Pipeline(model, shape, dist.group.WORLD, HIDDEN, torch.float32, torch.device("cpu"))
-        batch = [torch.randn(HIDDEN) for _ in range(MICROBATCHES)]
+        batch = [ModelInputs(torch.randn(HIDDEN)) for _ in range(MICROBATCHES)]
         pipeline.forward_backward(batch, lambda output, _: output.sum())
         assert all(module.layer.weight.grad is not None for module in modules)
         results[schedule] = {

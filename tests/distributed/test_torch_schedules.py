@@ -8,6 +8,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from tests.distributed.launch import base_config, by_name, launch
 from titan_like.models.registry import model_config
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
@@ -41,19 +42,19 @@ def compare(rank, folder):
         pipeline = build_pipeline(config, model_config(config.model), mesh, torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
         batches = torch.randint(0, 256, (MICROBATCHES, 2, 4, 64), generator=generator)  # tokens and labels
-        tokens = list(batches[:, 0])
+        inputs = [ModelInputs(tokens) for tokens in batches[:, 0]]
 
         def loss(logits, microbatch, batches=batches):
             return summed_cross_entropy(logits, batches[microbatch, 1])
 
-        pipeline.forward_backward(tokens, loss)
+        pipeline.forward_backward(inputs, loss)
         expected = gradients_of(pipeline)
 
         single = virtual_stages == 1
         stages = pipeline.stages[0] if single else pipeline.stages
         schedule = kind(stages, MICROBATCHES, loss_fn=loss_of_last_stage, scale_grads=False)
         for stage in pipeline.stages:
-            stage.begin(tokens, loss)
+            stage.begin(inputs, loss)
         losses = []
         is_last = any(stage.is_last for stage in pipeline.stages)
         target = torch.arange(MICROBATCHES) if is_last else None

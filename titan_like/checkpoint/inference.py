@@ -15,8 +15,9 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_pat
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.registry import build_model, model_config
-from titan_like.models.transformer import Transformer
+from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
@@ -92,16 +93,23 @@ class ParallelInference:
         self._pipeline.model.train(False)
 
     @torch.no_grad()
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, positions: None = None, visible: VisibleKeys | None = None
+    ) -> torch.Tensor:
         """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
         last = tokens.shape[1] - 1
-        # Messages between stages have a fixed shape, so pad; causal attention ignores what follows a token.
-        padded = torch.nn.functional.pad(tokens, (0, self._window - tokens.shape[1]))
+        # Messages between stages have a fixed shape, so pad; no token sees the padding.
+        padding = 0, self._window - tokens.shape[1]
+        padded = torch.nn.functional.pad(tokens, padding)
+        if visible is not None:
+            order = torch.arange(self._window, device=tokens.device)[None]
+            end = torch.cat((visible.end, order[:, tokens.shape[1] :] + 1), 1)
+            visible = VisibleKeys(torch.nn.functional.pad(visible.first, padding), end)
         found = torch.empty(1, 1, self.config.padded_vocab_size, device=tokens.device)
 
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
             return found.copy_(full_logits(logits, slice(last, last + 1)))
 
-        self._pipeline.forward([padded], keep)
+        self._pipeline.forward([ModelInputs(padded, None, visible)], keep)
         dist.broadcast(found, src=self._last_rank)
         return found

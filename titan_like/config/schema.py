@@ -142,6 +142,18 @@ class Data(Section):
     tokenizer: Annotated[str, AfterValidator(_expanded_tokenizer)] = Field(
         "byte", description='"byte", the path of a Hugging Face tokenizer.json, or "gpt2:vocab.json,merges.txt"'
     )
+    reset_position_ids: bool = Field(False, description="count positions from 0 in each document of a sample")
+    reset_attention_mask: bool = Field(False, description="let tokens attend to their own document only")
+    eod_mask_loss: bool = Field(
+        False, description="no loss where the input is an end-of-document token, which cannot know what comes next"
+    )
+    prefix_lm: bool = Field(
+        False,
+        description="prefix language model: the first tokens of a sample, a random number of them, see each other",
+    )
+    prefix_lm_loss: Literal["targets", "all"] = Field(
+        "targets", description="tokens that carry a loss with prefix_lm: those after the prefix, or all"
+    )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )

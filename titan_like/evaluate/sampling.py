@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.visible import VisibleKeys
 
 
 class LanguageModel(Protocol):
@@ -17,8 +18,10 @@ class LanguageModel(Protocol):
 
     config: TransformerConfig
 
-    def __call__(self, tokens: torch.Tensor, /) -> torch.Tensor:
-        """tokens [1, seq] → logits [1, seq, vocab]."""
+    def __call__(
+        self, tokens: torch.Tensor, positions: None = None, visible: VisibleKeys | None = None, /
+    ) -> torch.Tensor:
+        """tokens [1, seq] → logits [1, seq, vocab]; causal without ``visible``."""
 
     def eval(self) -> object:
         """Turn dropout off."""
@@ -42,6 +45,12 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
     return logits
 
 
+def prefix_visible(seq_len: int, prefix_end: int, device: torch.device) -> VisibleKeys:
+    """The keys that each token of one sequence sees if its first ``prefix_end`` tokens see each other."""
+    order = torch.arange(seq_len, device=device)[None]
+    return VisibleKeys(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
+
+
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -54,16 +63,21 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     eod_id: int | None = None,
+    prefix_lm: bool = False,
 ) -> list[int]:
     """Sample tokens after a prompt, until ``max_new_tokens`` or the end of the document.
 
-    Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens.
+    Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
+    the tokens of the prompt see each other, as those of a prefix do in training.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
     model.eval()
     for _ in range(max_new_tokens):
-        logits = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()  # [1, vocab]
+        window = tokens[:, -model.config.max_seq_len :]
+        prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
+        visible = prefix_visible(window.shape[1], prefix_end, window.device) if prefix_lm else None
+        logits = model(window, None, visible)[:, -1].float()  # [1, vocab]
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

@@ -22,6 +22,7 @@ class TransformerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    supports_masks: ClassVar[bool] = False  # whether layers take `VisibleKeys`, and the model positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
     num_layers: int = Field(gt=0, description="transformer layers")

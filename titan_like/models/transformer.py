@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.init import fill_normal
+from titan_like.models.layers.visible import VisibleKeys
+
+
+class ModelInputs(NamedTuple):
+    """What a model takes for one microbatch. Every pipeline stage needs all but the tokens."""
+
+    tokens: torch.Tensor  # int64 [batch, seq]
+    positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
+    visible: VisibleKeys | None = None  # None: causal attention
 
 
 class TiedOutput(nn.Module):
@@ -69,22 +80,31 @@ class Transformer(nn.Module):
         if not is_last:
             del self.norm, self.output, self.mask_padding
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
         raise NotImplementedError
 
-    def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Inputs that every layer takes in addition to the hidden states, such as rotary tables."""
+    def layer_inputs(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions."""
         return ()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor | None = None, visible: VisibleKeys | None = None
+    ) -> torch.Tensor:
         """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
 
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
+        ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention. Layers get ``visible``
+        as their last argument, if it is given.
         """
+        if positions is None:
+            seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
+            positions = torch.arange(seq_len, device=x.device)
         if self.is_first:
-            x = self.embed(x)
-        inputs = self.layer_inputs(x.shape[1] * self.sequence_shards, x.device)
+            x = self.embed(x, positions)
+        inputs: tuple[Any, ...] = self.layer_inputs(positions)
+        if visible is not None:
+            inputs = (*inputs, visible)
         for layer in self.layers.values():
             x = layer(x, *inputs)
         if not self.is_last:

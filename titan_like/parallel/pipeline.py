@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS, PipelineShape
@@ -51,7 +52,7 @@ class RunningStage(PipelineStage):
         self.timeline: Timeline | None = None  # if set, receives the time of every pass
         self.num_actions = 0
         self.peak_in_flight = 0
-        self._tokens: Sequence[torch.Tensor] = ()
+        self._inputs: Sequence[ModelInputs] = ()
         self._loss_function: LossFunction | None = None
         self._backwards_left = 0
         # By pass (F or B) and microbatch: the input that has arrived for it, and the result that waits to be sent.
@@ -62,15 +63,15 @@ class RunningStage(PipelineStage):
         self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
         self._products: dict[int, list[Product]] = {}  # by microbatch, between the two parts of a backward pass
 
-    def begin(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Start a batch. tokens: [micro_batch, seq] for each microbatch; only the first stage reads them."""
-        self._tokens, self._loss_function, self._backwards_left = tokens, loss_function, len(tokens)
+    def begin(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+        """Start a batch. ``inputs`` are the microbatches; only the first stage reads their tokens."""
+        self._inputs, self._loss_function, self._backwards_left = inputs, loss_function, len(inputs)
 
     def end(self) -> None:
         """Finish a batch, and check that no microbatch is left in flight."""
         unfinished = self._arrived or self._made or self._in_flight or self._products
         assert not unfinished, "the schedule left something unfinished"
-        self._tokens, self._loss_function = (), None
+        self._inputs, self._loss_function = (), None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """Run one microbatch's forward pass.
@@ -79,12 +80,13 @@ class RunningStage(PipelineStage):
             Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
         """
         step = Step("F", self.stage_index, fwd_chunk_id)
-        x = self._tokens[fwd_chunk_id] if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
+        tokens, positions, visible = self._inputs[fwd_chunk_id]
+        x = tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
         self._start(step)
         backward = torch.is_grad_enabled()
         if not self.is_first:
             x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
-        output = self.stage.module(x)
+        output = self.stage.module(x, positions, visible)
         if self.is_last:
             assert self._loss_function is not None
             output = self._loss_function(output, fwd_chunk_id)
@@ -198,7 +200,7 @@ class TableSchedule(PipelineScheduleMulti):
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Run one batch, whose tokens and loss function the stages got from `RunningStage.begin`."""
+        """Run one batch, whose inputs and loss function the stages got from `RunningStage.begin`."""
         for step in self._table:
             stage = self._stage[step.stage]
             if step.kind == "RECV_F":
@@ -300,25 +302,25 @@ class Pipeline:
         for stage in self.stages:
             stage.timeline = timeline
 
-    def forward_backward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Accumulate the gradients of all microbatches' losses. tokens: [micro_batch, seq] for each microbatch."""
-        self._run(tokens, loss_function, backward=True)
+    def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+        """Accumulate the gradients of all microbatches' losses."""
+        self._run(inputs, loss_function, backward=True)
         for stage in self.model.stages:
             stage.data_parallel.finish()
 
     @torch.no_grad()
-    def forward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
+    def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
         """Run forward passes only. The last stage calls ``loss_function`` with logits [micro_batch, seq, vocab]."""
-        self._run(tokens, loss_function, backward=False)
+        self._run(inputs, loss_function, backward=False)
 
-    def _run(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction, backward: bool) -> None:
-        key = len(tokens), backward  # a batch-size ramp-up and validation need schedules of their own
+    def _run(self, inputs: Sequence[ModelInputs], loss_function: LossFunction, backward: bool) -> None:
+        key = len(inputs), backward  # a batch-size ramp-up and validation need schedules of their own
         if key not in self._schedules:
             steps = self.shape.steps(dist.get_rank(self.group), *key)
-            self._schedules[key] = TableSchedule(self.stages, len(tokens), steps)
+            self._schedules[key] = TableSchedule(self.stages, len(inputs), steps)
         for stage in self.stages:
             stage.has_backward = backward
-            stage.begin(tokens, loss_function)
+            stage.begin(inputs, loss_function)
         self._schedules[key].step()
         for stage in self.stages:
             stage.end()

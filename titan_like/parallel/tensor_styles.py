@@ -133,9 +133,9 @@ class PositionEmbedding(LocalStyle):
     partial_gradients = ("weight",)
 
     def forward(self, module: nn.Embedding, group: Group, positions: torch.Tensor) -> torch.Tensor:
-        """positions [seq] → [seq of this rank, hidden]."""
+        """positions [seq] or [batch, seq] → [seq of this rank, hidden], with the batch before it if there is one."""
         if self.sequence_parallel:
-            positions = positions.chunk(group.size)[group.rank]
+            positions = positions.chunk(group.size, dim=-1)[group.rank]
         return F.embedding(positions, local(module.weight))
 
 
@@ -180,7 +180,7 @@ class SplitHeads(LocalStyle):
         return module
 
     @staticmethod
-    def attend(module: AttentionCore, forward: Callable, group: Group, *inputs: torch.Tensor) -> torch.Tensor:
+    def attend(module: AttentionCore, forward: Callable, group: Group, *inputs: Any) -> torch.Tensor:
         """Run the module's own pass on [batch, heads here, seq, head_dim], with a random stream of this rank."""
         if not module.training:
             return forward(*inputs)

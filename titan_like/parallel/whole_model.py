@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import LossFunction, ParallelModel
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.shape import PipelineShape
@@ -22,24 +23,24 @@ class WholeModel:
         self.num_actions = 0  # passes so far, which grows as long as training makes progress
         self.timeline: Timeline | None = None  # if set, receives the time of every pass
 
-    def forward_backward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
-        """Accumulate the gradients of all microbatches' losses. tokens: [micro_batch, seq] for each microbatch."""
+    def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+        """Accumulate the gradients of all microbatches' losses."""
         data_parallel = self.stage.data_parallel
-        for microbatch, x in enumerate(tokens):
+        for microbatch, x in enumerate(inputs):
             self._start("F", microbatch)
-            loss = loss_function(self.stage.module(x), microbatch)
+            loss = loss_function(self.stage.module(*x), microbatch)
             self._stop("F", microbatch)
             self._start("B", microbatch)
-            data_parallel.before_backward(is_last=microbatch == len(tokens) - 1)
+            data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
             loss.backward()
             self._stop("B", microbatch)
         data_parallel.finish()
 
     @torch.no_grad()
-    def forward(self, tokens: Sequence[torch.Tensor], loss_function: LossFunction) -> None:
+    def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
         """Call ``loss_function`` with the logits [micro_batch, seq, vocab] of every microbatch; no gradients."""
-        for microbatch, x in enumerate(tokens):
-            loss_function(self.stage.module(x), microbatch)
+        for microbatch, x in enumerate(inputs):
+            loss_function(self.stage.module(*x), microbatch)
             self.num_actions += 1
 
     def _start(self, kind: str, microbatch: int) -> None:

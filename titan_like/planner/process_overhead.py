@@ -12,6 +12,7 @@ import torch.distributed as dist
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import Device
 from titan_like.models.registry import model_config
+from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
@@ -55,7 +56,8 @@ def _train(hidden_size: int) -> tuple[float, RankMemory]:
     optimizer = build_optimizer(pipeline.model.parameters(), config.optimizer)
     tokens = torch.randint(model.vocab_size, (4, 256))
     for _ in range(2):
-        pipeline.forward_backward([tokens], lambda logits, _: summed_cross_entropy(logits, tokens) / tokens.numel())
+        inputs = [ModelInputs(tokens)]
+        pipeline.forward_backward(inputs, lambda logits, _: summed_cross_entropy(logits, tokens) / tokens.numel())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     cpu = Device("CPU", 1, 1, 1, 1, 1, {}, is_cpu=True)

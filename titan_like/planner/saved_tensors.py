@@ -22,7 +22,7 @@ _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 @lru_cache(maxsize=4096)
 def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
     """Bytes of a layer's inputs other than the hidden states, such as rotary tables."""
-    return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(seq_len, torch.device("meta")))
+    return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(torch.arange(seq_len, device="meta")))
 
 
 @lru_cache(maxsize=4096)
@@ -47,7 +47,7 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
             replace_forward(module, _norm)
         else:
             module.to_empty(device=cpu, recurse=False)
-    inputs = whole.layer_inputs(_TOKENS, cpu)
+    inputs = whole.layer_inputs(torch.arange(_TOKENS))
     shape = 1, _TOKENS, model.hidden_size
     x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
     others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
@@ -97,7 +97,7 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
     result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
 
 
-def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _visible: None = None) -> torch.Tensor:
     """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input."""
     return _KeepInputs.apply(q.shape, q, k, v)
 

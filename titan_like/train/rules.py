@@ -51,7 +51,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     rules += [lambda: _check_precision(config), lambda: _check_health(config)]
     rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
     if model is not None:
-        rules.append(lambda: _check_compile(config, model))
+        rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
     rules.append(lambda: _check_available(config))
     for rule in rules:
         try:
@@ -260,6 +260,18 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
             "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
         )
         raise ConfigError("compile.enable", True, problem)
+
+
+def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
+    section = config.data
+    for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
+        if getattr(section, key) and not model.supports_masks:
+            problem = f"{config.model.family} has only causal attention over whole samples; leave it out"
+            raise ConfigError(f"data.{key}", True, problem)
+    if section.prefix_lm_loss == "all" and not section.prefix_lm:
+        raise ConfigError(
+            "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"
+        )
 
 
 def _check_available(config: JobConfig) -> None:

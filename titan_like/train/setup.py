@@ -15,6 +15,7 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_pat
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import DataRequest, Source
 from titan_like.metrics.devices import find_device
@@ -41,6 +42,7 @@ class Run:
     device: torch.device
     datasets: dict[str, Source]  # "train" and "validation"
     checkpoint_folder: Path
+    masks: Masks
 
 
 def prepare_run(config: JobConfig) -> Run:
@@ -61,6 +63,7 @@ def prepare_run(config: JobConfig) -> Run:
         device=device,
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
+        masks=masks_of(config.data, config.job.seed),
     )
 
 

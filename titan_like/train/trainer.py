@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -17,6 +17,7 @@ from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
@@ -113,7 +114,7 @@ class Trainer(TrainingState):
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
 
-        ``data`` yields microbatches [micro_batch, 2, seq] of inputs and labels.
+        ``data`` yields microbatches [micro_batch, rows, seq], whose rows `Masks.split_rows` knows.
         """
         config, device = self.config, self.run.device
         began, started = stamp(device), time.perf_counter()
@@ -124,17 +125,18 @@ class Trainer(TrainingState):
 
         # The loss is the mean over the valid tokens of the global batch. Counting them first lets every microbatch
         # divide by the same number, so gradients only need to be summed.
-        num_tokens = torch.stack([(batch[:, 1] != IGNORED_LABEL).sum() for batch in batches]).sum()
+        inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
+        num_tokens = torch.stack([(microbatch != IGNORED_LABEL).sum() for microbatch in labels]).sum()
         if self.dp_size > 1:
             dist.all_reduce(num_tokens, group=self.dp_group)
         loss = torch.zeros((), device=device, dtype=self.loss_dtype)
 
         def scaled_loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-            micro_loss = summed_cross_entropy(logits, batches[microbatch][:, 1]) / num_tokens
+            micro_loss = summed_cross_entropy(logits, labels[microbatch]) / num_tokens
             loss.add_(micro_loss.detach())
             return micro_loss if self.scaler is None else micro_loss * self.scaler.scale.to(micro_loss.dtype)
 
-        self.pipeline.forward_backward([batch[:, 0] for batch in batches], scaled_loss)
+        self.pipeline.forward_backward(inputs, scaled_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(loss)
@@ -288,19 +290,23 @@ class Trainer(TrainingState):
         sampler = GlobalSampler(
             0, config.training.micro_batch_size, self.dp_rank, self.dp_size, last_sample=-(-wanted // unit) * unit
         )
-        data = BackgroundLoader(dataset, sampler, config.data.num_workers, self.run.device)
+        data = BackgroundLoader(
+            MaskedSamples(dataset, self.run.masks), sampler, config.data.num_workers, self.run.device
+        )
         total = torch.zeros(2, device=self.run.device, dtype=self.loss_dtype)  # summed loss, valid tokens
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
         while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+            inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
 
-            def add_loss(logits: torch.Tensor, microbatch: int, batches: list[torch.Tensor] = batches) -> torch.Tensor:
-                labels = batches[microbatch][:, 1]
-                total[0] += summed_cross_entropy(logits, labels)
-                total[1] += (labels != IGNORED_LABEL).sum()
+            def add_loss(
+                logits: torch.Tensor, microbatch: int, labels: Sequence[torch.Tensor] = labels
+            ) -> torch.Tensor:
+                total[0] += summed_cross_entropy(logits, labels[microbatch])
+                total[1] += (labels[microbatch] != IGNORED_LABEL).sum()
                 return total[0]
 
-            self.pipeline.forward([batch[:, 0] for batch in batches], add_loss)
+            self.pipeline.forward(inputs, add_loss)
         data.close()
         self.model.train()
         self.model.free_gathered_parameters()
@@ -343,7 +349,8 @@ class Trainer(TrainingState):
     def _load_data(self) -> BackgroundLoader:
         config = self.config
         sampler = GlobalSampler(self.consumed_samples, config.training.micro_batch_size, self.dp_rank, self.dp_size)
-        return BackgroundLoader(self.run.datasets["train"], sampler, config.data.num_workers, self.run.device)
+        samples = MaskedSamples(self.run.datasets["train"], self.run.masks)
+        return BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over data-parallel ranks and stages. Only the last stage's ranks have values other than zero."""

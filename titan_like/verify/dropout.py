@@ -30,8 +30,9 @@ from titan_like.models.transformer import Transformer
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
+from titan_like.verify.masks import described, take_dense_masks
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
-from titan_like.verify.samples import Samples
+from titan_like.verify.samples import Samples, has_masks
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -64,6 +65,7 @@ class Draw:
     is_recomputed: bool
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
+    drawn_from: torch.Tensor  # bool, like `kept`: the elements that are not zero anyway
 
 
 class Recorder:
@@ -111,7 +113,11 @@ class Recorder:
         where = Where(self.site, is_attention, self.step, self.data_rank, self._counts[place])
         self._counts[place] += 1
         kept = ((kept.to_local() if isinstance(kept, DTensor) else kept) != 0).cpu()
-        self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), kept))
+        drawn_from = torch.ones_like(kept)
+        if is_attention:
+            mask = options.get("attn_mask")
+            drawn_from = drawn_from.tril() if mask is None else drawn_from & mask.cpu()
+        self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), kept, drawn_from))
         return result
 
 
@@ -123,7 +129,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     changes = {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True}
     run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
     trainer = WatchedTrainer(run, known_samples=batch)
-    held_out = cast(Samples, run.datasets["validation"]).first(batch)
+    held_out = described(cast(Samples, run.datasets["validation"]), range(batch), run.config)
     untrained = mean_loss(_fresh_model(run), held_out, torch.float64, batch)
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
     ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
@@ -176,6 +182,8 @@ def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:
 def _fresh_model(run: Run) -> Transformer:
     model = build_model(run.model, run.config.model.family).double()
     model.init_weights(run.config.job.seed)
+    if has_masks(run.config.data):
+        take_dense_masks(model)
     return model
 
 
@@ -190,7 +198,7 @@ def _replay(
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
     samples = cast(Samples, run.datasets["train"])
-    pieces = [torch.stack([samples[index] for index in step[rank][number]]) for rank, number in places]
+    pieces = [described(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
         parts = draws.get(Where(recorder.site, is_attention, 1, *current), {})
@@ -206,10 +214,12 @@ def _replay(
     def dropout(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return x * mask(False, x.shape)
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
-        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(future, -math.inf)
+        seen = torch.ones(q.shape[2], q.shape[2]).tril().bool() if attn_mask is None else attn_mask
+        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 
     num_tokens, loss = num_labels(pieces), 0.0
@@ -224,8 +234,7 @@ def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float
     kept: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
     for where, parts in draws.items():
         for draw in parts.values():
-            visible = torch.ones_like(draw.kept).tril() if where.is_attention else torch.ones_like(draw.kept)
-            kept[where.site, where.is_attention].append(draw.kept[visible])
+            kept[where.site, where.is_attention].append(draw.kept[draw.drawn_from])
     for (site, is_attention), masks in kept.items():
         total = sum(mask.numel() for mask in masks)
         found, wanted = sum(int(mask.sum()) for mask in masks) / total, 1 - rate

@@ -29,9 +29,10 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.masks import described, model_arguments, take_dense_masks
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
+from titan_like.verify.samples import IGNORED, batches, has_masks, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 
 MARGIN = 8.0
@@ -118,10 +119,12 @@ def train(
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
+    if has_masks(config.data):
+        take_dense_masks(model)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.values()), config)
     samples, validation = training_samples(config), validation_samples(config)
-    held_out = validation.first(len(validation)).to(device)
+    held_out = described(validation, range(len(validation)), config).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.keep(0, Row.INITIAL, parameters)
@@ -133,7 +136,7 @@ def train(
                 parameter.data.mul_(LARGE)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
-        pieces = samples.first(len(batch), start=batch.start).to(device).split(piece)
+        pieces = described(samples, batch, config).to(device).split(piece)
         num_tokens = num_labels(pieces)
         loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, num_tokens, compute_type, scale)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
@@ -166,14 +169,14 @@ def train(
 
 
 def num_labels(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Number of tokens with a loss. pieces: each [n, 2, seq]."""
+    """Number of tokens with a loss. pieces: each [n, rows, seq], from `described`."""
     return torch.stack([(piece[:, 1] != IGNORED).sum() for piece in pieces]).sum()
 
 
 def add_gradients(
     model: Transformer, pieces: Sequence[torch.Tensor], num_tokens: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> float:
-    """Add the gradients of ``scale`` × the loss of pieces [n, 2, seq], their sum over ``num_tokens``; return that."""
+    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], a sum over ``num_tokens``; return that."""
     total = 0.0
     for piece in pieces:
         loss = summed_loss(model, piece, dtype) / num_tokens
@@ -183,9 +186,9 @@ def add_gradients(
 
 
 def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> torch.Tensor:
-    """Sum of the token losses of samples [n, 2, seq], at least float32."""
+    """Sum of the token losses of samples [n, rows, seq] from `described`, at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
-    logits = torch.func.functional_call(model, weights, (batch[:, 0],))
+    logits = torch.func.functional_call(model, weights, model_arguments(batch))
     logits = logits[..., : model.config.vocab_size]  # whatever the model does to the padding
     logits = logits.to(torch.promote_types(compute_type, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1].flatten(), ignore_index=IGNORED, reduction="sum")
@@ -193,7 +196,7 @@ def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dty
 
 @torch.no_grad()
 def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> float:
-    """Mean loss over the valid tokens of held-out samples [n, 2, seq], without dropout."""
+    """Mean loss over the valid tokens of held-out samples [n, rows, seq], without dropout."""
     model.eval()
     total = sum(summed_loss(model, part, compute_type).double() for part in batch.split(piece))
     model.train()

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data.packed import token_fingerprint
 from titan_like.models.registry import model_config
 
 IGNORED = -100  # label of a position without loss
+END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
+_SHARE_OF_ENDS = 0.15  # of tokens that end a document
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
 
@@ -30,6 +32,7 @@ class Samples(Dataset[torch.Tensor]):
     vocab_size: int
     size: int = 1 << 40
     empty: frozenset[int] = frozenset()  # samples without any label
+    has_documents: bool = False  # whether samples are made of several documents
 
     def __len__(self) -> int:
         return self.size
@@ -37,6 +40,8 @@ class Samples(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
+        if self.has_documents:
+            tokens[torch.rand(self.seq_len + 1, generator=generator) < _SHARE_OF_ENDS] = END_OF_DOCUMENT
         if index % 2:
             tokens[self.seq_len // 2] = self.vocab_size - 1  # the last token before the padding
         inputs, labels = tokens[:-1].clone(), tokens[1:].clone()
@@ -81,12 +86,18 @@ def training_samples(config: JobConfig) -> Samples:
     ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
-    vocab_size = model_config(config.model).vocab_size
-    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty)
+    vocab_size, has_documents = model_config(config.model).vocab_size, has_masks(config.data)
+    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty, has_documents=has_documents)
 
 
 def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
     batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
     size = batch + max(1, batch // 2 - 1)
-    return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size)
+    has_documents = has_masks(config.data)
+    return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size, has_documents=has_documents)
+
+
+def has_masks(section: Data) -> bool:
+    """Whether [data] asks for anything beyond causal language modelling."""
+    return section.reset_position_ids or section.reset_attention_mask or section.eod_mask_loss or section.prefix_lm

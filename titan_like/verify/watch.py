@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from titan_like.data.loader import BackgroundLoader
+from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
@@ -22,8 +23,8 @@ class WatchedTrainer(Trainer):
     def __init__(self, run: Run, known_samples: int = 0) -> None:
         """The first ``known_samples`` of the run are recognized; every other sample has the index -1."""
         super().__init__(run)
-        samples = run.datasets["train"]
-        self.known = {digest(samples[index]): index for index in range(known_samples)}
+        masked = MaskedSamples(run.datasets["train"], run.masks)
+        self.known = {digest(masked[index]): index for index in range(known_samples)}
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 

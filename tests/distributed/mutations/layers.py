@@ -60,9 +60,8 @@ def positions_begin_anew_in_each_part() -> Iterator[None]:
     """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
     original = Llama.layer_inputs
 
-    def layer_inputs(self: Llama, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        parts = self.sequence_shards
-        return tuple(table.repeat(parts, 1) for table in original(self, seq_len // parts, device))
+    def layer_inputs(self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return original(self, positions % (positions.shape[-1] // self.sequence_shards))
 
     with patch.object(Llama, "layer_inputs", layer_inputs):
         yield

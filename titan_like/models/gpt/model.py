@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.layers.attention import CausalSelfAttention
+from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.mlp import GeluMLP
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import Transformer
 
 
@@ -20,15 +21,16 @@ class GPTLayer(nn.Module):
         hidden = config.hidden_size
         self.dropout = config.dropout
         self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.attention = CausalSelfAttention(
+        self.attention = SelfAttention(
             hidden, config.num_attention_heads, config.num_kv_heads, bias=True, dropout=config.dropout
         )
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
-        x = x + F.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+    def forward(self, x: torch.Tensor, visible: VisibleKeys | None = None) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; causal without ``visible``."""
+        attended = self.attention(self.attention_norm(x), None, visible)
+        x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -45,9 +47,8 @@ class GPT(Transformer):
         self.layers.update({str(i): GPTLayer(config) for i in range(config.num_layers)})
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
         x = self.embedding(tokens) + self.position_embedding(positions)
         return F.dropout(x, self.dropout, self.training)
 

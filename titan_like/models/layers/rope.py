@@ -24,15 +24,20 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, d
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def rope_cos_sin(seq_len: int, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of positions 0 to seq_len - 1, each float32 [seq, head_dim / 2]."""
-    positions = torch.arange(seq_len, device=frequencies.device, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
+def rope_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of integer positions [..., seq], each float32 [..., seq, head_dim / 2]."""
+    angles = positions[..., None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x, [batch, seq, heads, head_dim]. Dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama."""
+    """Rotate x, [batch, seq, heads, head_dim]. Dimension i pairs with i + head_dim / 2, as in Hugging Face's Llama.
+
+    cos and sin are [seq, head_dim / 2], or [batch, seq, head_dim / 2] where positions differ between sequences.
+    """
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads; float32, so the products are at least float32
+    cos, sin = (
+        cos[..., None, :],
+        sin[..., None, :],
+    )  # broadcast over heads; float32, so the products are at least float32
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

@@ -17,6 +17,7 @@ class LlamaConfig(TransformerConfig):
         pydantic.ValidationError: as for every `TransformerConfig`, or the heads have an odd dimension.
     """
 
+    supports_masks: ClassVar[bool] = True
     not_in_weights: ClassVar = frozenset({"init_std", "max_seq_len"})  # no position table depends on the length
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titan_like.models.layers.attention import CausalSelfAttention
+from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.mlp import SwiGLUMLP
 from titan_like.models.layers.rope import rope_cos_sin, rope_frequencies
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.transformer import Transformer
 
@@ -19,13 +20,18 @@ class LlamaLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.attention = CausalSelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
+        self.attention = SelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
         self.mlp = SwiGLUMLP(hidden, config.ffn_hidden_size)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2]."""
-        x = x + self.attention(self.attention_norm(x), (cos, sin))
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, visible: VisibleKeys | None = None
+    ) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, head_dim / 2], or with a batch before.
+
+        Causal without ``visible``.
+        """
+        x = x + self.attention(self.attention_norm(x), (cos, sin), visible)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -40,15 +46,15 @@ class Llama(Transformer):
         self.layers.update({str(i): LlamaLayer(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]."""
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
         return self.embedding(tokens)
 
-    def layer_inputs(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The rotary (cos, sin), each [seq, head_dim / 2], computed once for all layers."""
+    def layer_inputs(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rotary (cos, sin), each [*positions.shape, head_dim / 2], computed once for all layers."""
         config = self.config
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, device)
-        return rope_cos_sin(seq_len, frequencies)
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
+        return rope_cos_sin(positions, frequencies)
 
 
 def build(config: LlamaConfig) -> Llama:

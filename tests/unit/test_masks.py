@@ -1,0 +1,221 @@
+"""Masks of packed documents and prefixes, and attention over intervals, against definitions pair by pair in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from titan_like.config import ConfigError
+from titan_like.config.load import load_config
+from titan_like.config.schema import Data
+from titan_like.data.masks import Masks, masks_of, prefix_length
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.interval_attention import interval_attention
+from titan_like.models.layers.visible import VisibleKeys, block_mask
+from titan_like.models.registry import build_model, model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.train.rules import CHECKS, check_rules
+
+EOD, SEED = 9, 1234
+INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 5 6 7
+
+
+def rows(index: int = 0, **settings: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(labels, positions, mask [seq, seq]) of one sample."""
+    masks = Masks(Data(**settings), EOD, SEED)
+    sample = torch.tensor([INPUTS, [*INPUTS[1:], 8]])
+    inputs, labels = masks.split_rows(masks.add_rows(sample, index)[None])
+    assert inputs.tokens.tolist() == [INPUTS]
+    mask = None if inputs.visible is None else inputs.visible.mask()[0, 0]
+    return labels[0], None if inputs.positions is None else inputs.positions[0], mask
+
+
+def test_documents_as_megatron_lm_masks_them() -> None:
+    labels, positions, mask = rows(reset_position_ids=True)
+    assert positions is not None and positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2, 3] and mask is None
+    assert labels.tolist() == [*INPUTS[1:], 8]
+    labels, positions, mask = rows(eod_mask_loss=True)
+    assert labels.tolist() == [2, EOD, IGNORED_LABEL, EOD, IGNORED_LABEL, IGNORED_LABEL, 5, 6, 7, 8]
+    assert positions is None and mask is None
+    _, positions, mask = rows(reset_attention_mask=True)
+    documents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3])
+    assert positions is None and mask is not None
+    assert torch.equal(mask, (documents[:, None] == documents) & torch.ones(10, 10).tril().bool())
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_a_prefix_is_seen_by_all_of_it_and_carries_no_loss(index: int) -> None:
+    length = prefix_length(10, SEED, index, 0)
+    labels, _, mask = rows(index, prefix_lm=True)
+    order = torch.arange(10)
+    in_prefix = order < length
+    assert mask is not None
+    assert torch.equal(mask, (order <= order[:, None]) | (in_prefix[:, None] & in_prefix))
+    assert (labels == IGNORED_LABEL).tolist() == [t + 1 < length for t in range(10)]
+    labels, _, again = rows(index, prefix_lm=True, prefix_lm_loss="all")
+    assert (labels != IGNORED_LABEL).all() and again is not None and torch.equal(mask, again)
+
+
+def test_each_document_has_its_own_prefix_if_attention_stays_within_it() -> None:
+    seen = set()
+    for index in range(50):
+        _, _, mask = rows(index, prefix_lm=True, reset_attention_mask=True)
+        assert mask is not None and not mask[6:, :6].any() and not mask[:6, 6:].any()
+        seen.add(tuple(int(mask[start, start : start + size].sum()) for start, size in ((0, 3), (3, 2), (6, 4))))
+        assert mask[5, 5] and mask[5].sum() == 1
+    assert seen == {(a, 1, b) for a in (1, 2) for b in (1, 2, 3)}  # a first token sees itself, or a longer prefix
+
+
+def test_prefix_lengths_are_uniform_and_differ_between_samples_and_seeds() -> None:
+    drawn = torch.tensor([prefix_length(16, SEED, index, 0) for index in range(16_000)])
+    counts = torch.bincount(drawn, minlength=16)
+    assert drawn.max() == 15 and (counts - 1000).abs().max() < 6 * math.sqrt(1000)
+    assert len({tuple(prefix_length(64, seed, index, 0) for index in range(8)) for seed in range(20)}) == 20
+
+
+def intervals(batch: int, seq: int, generator: torch.Generator) -> VisibleKeys:
+    """Documents of random lengths with random prefixes."""
+    first, end = [], []
+    for _ in range(batch):
+        starts, ends = [], []
+        while len(starts) < seq:
+            size = min(seq - len(starts), int(torch.randint(1, seq, (), generator=generator)))
+            prefix, start = int(torch.randint(0, size, (), generator=generator)), len(starts)
+            ends += [max(t + 1, start + prefix) for t in range(start, start + size)]
+            starts += [start] * size
+        first.append(starts)
+        end.append(ends)
+    return VisibleKeys(torch.tensor(first), torch.tensor(end))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention by definition. mask: [batch, 1, queries, keys]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    return scores.masked_fill(~mask, -math.inf).softmax(3) @ v
+
+
+@pytest.mark.parametrize("block_bytes", [8 << 20, 4096, 1])  # one block a document, some, one a query
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_interval_attention_and_its_gradients(kv_heads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_like.models.layers.interval_attention._BLOCK_BYTES", block_bytes)
+    generator = torch.Generator().manual_seed(kv_heads)
+    visible = intervals(3, 37, generator)
+    q, k, v, weight = (
+        torch.randn(3, 37, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+    results = []
+    for attend in (
+        lambda *qkv: interval_attention(*qkv, visible.first, visible.end),
+        lambda *qkv: dense(*qkv, visible.mask()),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        output = attend(*leaves)
+        (output * weight).sum().backward()
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+def test_half_types_round_only_their_inputs_and_outputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    visible = intervals(2, 33, generator)
+    q, k, v = (torch.randn(2, 2, 33, 16, generator=generator).bfloat16() for _ in range(3))
+    found = interval_attention(q, k, v, visible.first, visible.end)
+    wanted = dense(q.double(), k.double(), v.double(), visible.mask())
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+
+
+def test_operator_is_correct_for_torch() -> None:
+    visible = intervals(2, 12, torch.Generator().manual_seed(0))
+    q, k, v = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(interval_attention, (q, k, v, visible.first, visible.end))
+
+
+@pytest.mark.parametrize("seq_len", [256, 300, 40])
+def test_block_mask_is_the_same_mask(seq_len: int) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    generator = torch.Generator().manual_seed(seq_len)
+    visible = intervals(2, seq_len, generator)
+    blocks = block_mask(visible.first, visible.end)
+    wanted = torch.nn.functional.pad(visible.mask(), (0, -seq_len % 128) * 2)
+    tiles = wanted.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))  # [batch, 1, blocks, 128, blocks, 128]
+    computed = blocks.to_dense().bool()
+    assert computed[tiles.any(5).any(3)].all()  # whatever is seen is computed
+    full = torch.zeros_like(computed)
+    for row, column in [(b, i) for b in range(2) for i in range(computed.shape[2])]:
+        count = blocks.full_kv_num_blocks[row, 0, column]
+        full[row, 0, column, blocks.full_kv_indices[row, 0, column, :count].long()] = True
+    real = torch.arange(128 * tiles.shape[2]).unflatten(0, (-1, 128)) < seq_len
+    seen = tiles | ~real[:, :, None, None]  # queries past the end may see anything
+    assert seen.all(5).all(3)[full].all()  # whatever is computed without a mask is seen
+    q, k, v = (torch.randn(2, 4, seq_len, 16, generator=generator) for _ in range(3))
+    found = flex_attention(q, k[:, :2], v[:, :2], block_mask=blocks, enable_gqa=True)
+    torch.testing.assert_close(found, dense(q, k[:, :2], v[:, :2], visible.mask()))
+
+
+def test_dropout_drops_only_what_is_seen() -> None:
+    core, visible = AttentionCore(dropout=0.5), intervals(1, 64, torch.Generator().manual_seed(1))
+    q, k = torch.randn(2, 1, 2, 64, 8, dtype=torch.float64)
+    units = torch.eye(64, dtype=torch.float64).expand(1, 2, 64, 64)  # as values, they show the probabilities
+    dropped = core(q, k, units, visible)
+    kept = dense(q, k, units, visible.mask())
+    mask = visible.mask().expand_as(kept)
+    assert not kept[~mask].any() and not dropped[~mask].any()
+    ratio = dropped[mask] / kept[mask]
+    assert torch.logical_or(ratio == 0, (ratio - 2).abs() < 1e-9).all()
+    assert abs((ratio == 0).double().mean() - 0.5) < 6 * 0.5 / math.sqrt(mask.sum())
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_packed_documents_equal_separate_ones(family: str) -> None:
+    config = load_config(["--job.config_file", f"train_configs/debug_{family}.toml"], CHECKS)
+    overrides = {"dropout": 0.0} if family == "gpt" else {}
+    shape = model_config(config.model.model_copy(update={"overrides": overrides}))
+    model = build_model(shape, family).double()
+    model.init_weights(0)
+    lengths, generator = [20, 1, 30, 13], torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, 256, (length,), generator=generator) for length in lengths]
+    for document in documents:
+        document[-1] = 256
+    packed = torch.cat(documents)
+    masks = Masks(Data(reset_position_ids=True, reset_attention_mask=True), 256, SEED)
+    inputs, _ = masks.split_rows(masks.add_rows(torch.stack((packed, packed)), 0)[None])
+    together = model(*inputs)[0, :, :256]
+    weight = torch.randn(together.shape, generator=generator, dtype=torch.float64)
+    (together * weight).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.cat([model(document[None])[0, :, :256] for document in documents])
+    (alone * weight).sum().backward()
+    assert (together - alone).abs().max() <= 1e-12 * alone.abs().max()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and gradients[name] is not None
+        assert (parameter.grad - gradients[name]).abs().max() <= 1e-12 * parameter.grad.abs().max(), name
+
+
+def test_end_of_document_comes_from_the_tokenizer_if_it_is_needed() -> None:
+    assert masks_of(Data(reset_attention_mask=True), SEED).eod_id == 256
+    assert masks_of(Data(prefix_lm=True, tokenizer="absent.json"), SEED).eod_id is None
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        masks_of(Data(eod_mask_loss=True, tokenizer="absent.json"), SEED)
+
+
+def test_rules() -> None:
+    config = load_config(["--training.steps=1", "--data.prefix_lm_loss", "all"], CHECKS)
+    model = model_config(config.model)
+    with pytest.raises(ConfigError, match=r"data.prefix_lm_loss.*data.prefix_lm to true"):
+        check_rules(config, model, resolve_layout(config.parallelism, 1))
+    config = load_config(["--training.steps=1", "--data.prefix_lm", "true"], CHECKS)
+
+    class Plain(type(model)):  # type: ignore[misc]
+        supports_masks = False
+
+    with pytest.raises(ConfigError, match=r"data.prefix_lm = true.*only causal attention"):
+        check_rules(config, Plain(**model.model_dump()), resolve_layout(config.parallelism, 1))

@@ -1,0 +1,128 @@
+"""Attention masks, positions and loss masks of packed documents and of prefix language models.
+
+A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
+`reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
+and `eod_mask_loss` leaves out the loss where the input is an end-of-document token, whose label is the first token of
+another document.
+
+With `prefix_lm` the first tokens of a sample see each other, and only the others carry a loss (arXiv 1910.10683,
+section 3.2.1). With `reset_attention_mask` each document of a sample has a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from titan_like.config.schema import Data
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.transformer import ModelInputs
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What [data] asks for beyond causal language modelling. It adds rows to samples, and reads them from batches.
+
+    The rows of a sample are inputs and labels; then positions, if they are reset; then the first key that each query
+    sees and the end of these keys, unless attention is causal.
+    """
+
+    section: Data
+    eod_id: int | None  # None if the section does not need it
+    seed: int
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether samples have a row of positions."""
+        return self.section.reset_position_ids
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether samples have two rows that say which keys each query sees."""
+        return self.section.reset_attention_mask or self.section.prefix_lm
+
+    def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
+        """int64 [2, seq], which is number ``index`` of the run → [2 to 5, seq]."""
+        section, (inputs, labels) = self.section, sample
+        rows, order = [inputs, labels], torch.arange(len(inputs))
+        starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
+        if section.eod_mask_loss:
+            rows[1] = labels = labels.masked_fill(inputs == self.eod_id, IGNORED_LABEL)
+        if section.reset_position_ids:
+            rows.append(order - starts)
+        first = starts if section.reset_attention_mask else torch.zeros_like(order)
+        if section.prefix_lm:
+            prefix_end = prefix_ends(first, self.seed, index)
+            if section.prefix_lm_loss == "targets":
+                rows[1] = labels.masked_fill(order + 1 < prefix_end, IGNORED_LABEL)
+            rows += [first, torch.maximum(order + 1, prefix_end)]
+        elif section.reset_attention_mask:
+            rows += [first, order + 1]
+        return torch.stack(rows)
+
+    def split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        """A microbatch's rows, [micro_batch, rows, seq], as the model's inputs and the labels [micro_batch, seq]."""
+        inputs, labels, *others = batch.unbind(1)
+        positions = others.pop(0) if self.has_positions else None
+        visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
+        if visible is not None and batch.is_cuda:
+            visible = visible.with_blocks()
+        return ModelInputs(inputs, positions, visible), labels
+
+
+class MaskedSamples(Dataset[torch.Tensor]):
+    """A dataset's samples with the rows that masks add to them."""
+
+    def __init__(self, samples: Dataset[torch.Tensor], masks: Masks) -> None:
+        self.samples, self.masks = samples, masks
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Sample ``index`` of the run: int64 [rows, seq]."""
+        return self.masks.add_rows(self.samples[index], index)
+
+
+def masks_of(section: Data, seed: int) -> Masks:
+    """The masks that [data] asks for.
+
+    Raises:
+        ConfigError: the tokenizer cannot be built, or has no end-of-document token.
+    """
+    needs_documents = section.reset_position_ids or section.reset_attention_mask or section.eod_mask_loss
+    return Masks(section, build_tokenizer(section.tokenizer).eod_id if needs_documents else None, seed)
+
+
+def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """Where each token's document begins within the sample: inputs [seq] → int64 [seq]."""
+    starts = torch.arange(len(inputs))
+    starts[1:] *= inputs[:-1] == eod_id  # 0 where no document begins
+    return starts.cummax(0).values
+
+
+def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+    """Where the prefix of each token's segment ends: int64 [seq].
+
+    Args:
+        first: where the segment of each token begins, int64 [seq]; the segments of a sample are its documents, or one.
+        seed: the run's.
+        index: number of the sample in the run.
+    """
+    begins, sizes = torch.unique_consecutive(first, return_counts=True)
+    ends = [
+        begin + prefix_length(size, seed, index, begin)
+        for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)
+    ]
+    return torch.tensor(ends).repeat_interleave(sizes)
+
+
+def prefix_length(size: int, seed: int, index: int, begin: int) -> int:
+    """Tokens of the prefix of a segment of ``size`` tokens that begins at ``begin``: uniform from 0 to size - 1.
+
+    A function of the seed and the sample, so that every layout and every resumed run draws the same.
+    """
+    digest = hashlib.blake2b(repr((seed, index, begin)).encode(), digest_size=8, person=b"prefix").digest()
+    return int.from_bytes(digest, "little") % size

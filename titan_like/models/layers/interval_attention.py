@@ -1,0 +1,133 @@
+"""Attention over one interval of keys for each query, on CPUs, without a matrix of all pairs.
+
+It goes through the queries in blocks: first by runs of queries whose intervals begin at the same key, such as the
+queries of one document, then by memory. The backward pass computes the probabilities again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_BLOCK_BYTES = 8 << 20  # of attention scores at a time
+
+
+@torch.library.custom_op("titan_like::interval_attention", mutates_args=())
+def interval_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    """Softmax attention; query i sees keys first[i] to end[i] - 1. An operator of its own, so that it can be compiled.
+
+    Args:
+        q: [batch, heads, seq, head_dim].
+        k: [batch, kv_heads, seq, head_dim].
+        v: like k.
+        first: int64 [batch, seq].
+        end: int64 [batch, seq].
+
+    Returns:
+        The shape of q.
+    """
+    output = _empty_like(q)
+    for row, queries, keys, visible in _blocks(q, k, first, end):
+        probability = _probability(q[row, :, queries], k[row, :, keys], visible)
+        mixed = probability @ v[row, :, keys].to(probability.dtype)
+        output[row, :, queries] = mixed.view(q.shape[1], -1, v.shape[3]).to(q.dtype)
+    return output
+
+
+@torch.library.custom_op("titan_like::interval_attention_backward", mutates_args=())
+def _gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, by equations 1 to 4 of FlashAttention's backward pass (arXiv 2205.14135, B.2)."""
+    dtype, scale = _accumulator(q), 1 / math.sqrt(q.shape[3])
+    of_q, of_k, of_v = _empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    groups = k.shape[1]
+    for row, queries, keys, visible in _blocks(q, k, first, end):
+        part, key = q[row, :, queries], k[row, :, keys].to(dtype)
+        probability = _probability(part, key, visible)
+        out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
+        of_v[row, :, keys] += probability.transpose(1, 2) @ out
+        of_scores = out @ v[row, :, keys].to(dtype).transpose(1, 2)
+        of_scores -= (of_scores * probability).sum(2, keepdim=True)
+        of_scores *= probability
+        of_scores *= scale
+        of_q[row, :, queries] = (of_scores @ key).view(part.shape).to(q.dtype)
+        of_k[row, :, keys] += of_scores.transpose(1, 2) @ part.to(dtype).reshape(groups, -1, q.shape[3])
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, end: torch.Tensor
+) -> Iterator[tuple[int, slice, slice, torch.Tensor]]:
+    """Yield (batch row, queries, keys that any of them sees, bool [queries, keys]) until all queries are done."""
+    bytes_per_key, seq_len = q.shape[1] * _accumulator(q).itemsize, q.shape[2]
+    for row, (begins, ends) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
+        start = 0
+        while start < seq_len:
+            stop, last = start, ends[start]
+            while stop < seq_len and begins[stop] == begins[start]:
+                last = max(last, ends[stop])
+                if stop > start and (stop + 1 - start) * (last - begins[start]) * bytes_per_key > _BLOCK_BYTES:
+                    break
+                stop += 1
+            last = max(ends[start:stop])
+            keys = torch.arange(begins[start], last, device=end.device)
+            yield row, slice(start, stop), slice(begins[start], last), keys < end[row, start:stop, None]
+            start = stop
+
+
+def _probability(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """q [heads, queries, head_dim], k [kv_heads, keys, head_dim] → [kv_heads, queries of its heads, keys]."""
+    dtype, heads, queries = _accumulator(q), q.shape[0], q.shape[1]
+    scores = q.to(dtype).reshape(k.shape[0], -1, q.shape[2]) @ k.to(dtype).transpose(1, 2)
+    scores *= 1 / math.sqrt(q.shape[2])
+    scores.view(heads, queries, -1).masked_fill_(~visible, -math.inf)
+    return scores.softmax(2)
+
+
+def _accumulator(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _empty_like(q: torch.Tensor) -> torch.Tensor:
+    """A tensor like q, [batch, heads, seq, head_dim], that is stored by [batch, seq, heads, head_dim]."""
+    batch, heads, seq_len, head_dim = q.shape
+    return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
+
+
+@interval_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    return _empty_like(q)
+
+
+@_gradients.register_fake
+def _(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_gradients(gradient, *ctx.saved_tensors), None, None)
+
+
+interval_attention.register_autograd(_backward, setup_context=_save)
