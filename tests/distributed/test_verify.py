@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.mutations import dropout, gradients, layers, runs, updates
+from tests.distributed.mutations import dropout, gradients, layers, masks, runs, updates
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
 from titan_like.verify.processes import Prepare
@@ -42,6 +42,14 @@ PADDING = ["--parallelism.tensor_parallel_degree", "4", *ONE]
 FLOAT16, BFLOAT16 = (["--training.dtype", dtype, *ONE] for dtype in ("float16", "bfloat16"))
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32", *ONE]
 DECAY = ["--lr_scheduler.decay_steps", "400", *ONE]
+
+DOCUMENTS = [
+    *["--data.reset_position_ids", "true", "--data.reset_attention_mask", "true"],
+    *["--data.eod_mask_loss", "true", "--data.prefix_lm", "true"],
+]
+LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
+# Rotary positions are relative, so they show only where tokens see other documents.
+POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins.
@@ -119,6 +127,18 @@ BUGS = [
     (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
     (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),
     (runs.replicas_draw_the_same_samples, HSDP, "replicas", Row.SAMPLES, ""),
+    (masks.later_stages_attend_causally, [*DOCUMENTS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.later_stages_count_positions_through, [*POSITIONS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.recomputation_attends_causally, [*DOCUMENTS, *RECOMPUTATION], "recompute", Row.GRADIENT, "layers."),
+    (masks.first_part_of_positions_everywhere, [*DOCUMENTS, *SEQUENCE], "sequence_parallel", Row.LOSS, "position"),
+    (masks.second_half_of_heads_sees_all_documents, [*LLAMA_MASKS, *TENSOR], "tensor_parallel", Row.LOSS, "layers.0"),
+    (masks.documents_leak, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (masks.prefix_one_token_short, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, ""),
+    (masks.prefixes_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
+    (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
+    (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
+    (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
 ]
 ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 
@@ -141,7 +161,7 @@ def verify(
     return Verifier(small, timeout, patience=10.0, prepare=mutation, kinds=kinds or []).verify()
 
 
-@pytest.mark.parametrize("layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP])
+@pytest.mark.parametrize("layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE]])
 def test_product_is_the_same(layout: list[str]) -> None:
     verdict = verify(layout)
     assert verdict.outcome == "same", verdict.first_difference

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -219,3 +221,31 @@ def test_rules() -> None:
 
     with pytest.raises(ConfigError, match=r"data.prefix_lm = true.*only causal attention"):
         check_rules(config, Plain(**model.model_dump()), resolve_layout(config.parallelism, 1))
+
+
+MEMORY_OF_A_LONG_SAMPLE = """
+import resource, torch
+from titan_like.config.schema import Data
+from titan_like.data.masks import Masks
+from titan_like.models.layers.attention import AttentionCore
+
+torch.set_num_threads(1)
+n, head_dim = 32768, 4
+tokens = torch.zeros(n, dtype=torch.int64)
+tokens[n // 4 - 1 :: n // 4] = 1
+masks = Masks(Data(reset_position_ids=True, reset_attention_mask=True, prefix_lm=True), 1, 0)
+q, k, v = torch.zeros(3, 1, 1, n, head_dim, requires_grad=True)
+core = AttentionCore(0.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+inputs, _ = masks.split_rows(masks.add_rows(torch.stack((tokens, tokens)), 0)[None])
+core(q, k, v, inputs.visible).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_OF_A_LONG_SAMPLE], capture_output=True, text=True, check=True, timeout=300
+    )
+    kibibytes = int(done.stdout)
+    assert kibibytes < 150 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
