@@ -34,6 +34,8 @@ ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
 
+DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
+
 Row = dict[str, Any]  # the result of one case: "case", "ok", and figures or "problem"
 
 PARITY = {
@@ -45,6 +47,13 @@ PARITY = {
     ],
     "gpt, float16": ["debug_gpt.toml", "--training.dtype=float16"],
     "llama, ZeRO 3, bfloat16": ["debug_llama.toml", "--parallelism.zero_stage=3", "--training.dtype=bfloat16"],
+    "llama, document masks": ["debug_llama.toml", *DOCUMENTS],
+    "gpt, document masks and prefixes, compiled": [
+        *["debug_gpt.toml", *DOCUMENTS, "--data.prefix_lm=true", "--compile.enable=true"],
+    ],
+    "llama, selective recomputation, document masks": [
+        *["debug_llama.toml", *DOCUMENTS, "--activation_checkpoint.mode=selective"],
+    ],
     "llama, selective recomputation": ["debug_llama.toml", "--activation_checkpoint.mode=selective"],
 }
 MEMORY = [
@@ -106,9 +115,10 @@ def speed(tiny: bool, on_gpu: bool) -> Iterator[Row]:
 
 def waits(tiny: bool, on_gpu: bool) -> Iterator[Row]:
     """Count host waits in a separate process."""
-    for compiled in ("false",) if tiny else ("false", "true"):
-        done = worker("waits", "--metrics.log_interval=1000", f"--compile.enable={compiled}")
-        row = {"case": "compiled" if compiled == "true" else "eager", **result_of(done)}
+    cases = {"eager": [], "compiled": ["--compile.enable=true"], "document masks": DOCUMENTS}
+    for case, settings in list(cases.items())[: 1 if tiny else None]:
+        done = worker("waits", "--metrics.log_interval=1000", *settings)
+        row = {"case": case, **result_of(done)}
         yield row | {"ok": done.returncode == 0 and row["waits"] <= MOST_WAITS}
 
 

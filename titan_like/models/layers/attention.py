@@ -36,7 +36,7 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=is_grouped
             )
-        if visible.blocks is None:
+        if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
             return interval_attention(q, k, v, visible.first, visible.end)
         return flex_attention(q, k, v, visible.blocks, is_grouped)
 
