@@ -19,7 +19,11 @@ from titan_like.train.trainer import Trainer
 
 PROMPT = list(b"abcdefg")
 NEW_TOKENS = 12
-SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3}]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "prefix_lm": True},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3},
+]
 PIPELINE = {"pipeline_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -85,3 +89,4 @@ def test_every_layout_continues_like_one_process(
         expected = generate(model, PROMPT, NEW_TOKENS, **options)
         assert len(set(expected)) > 1
         assert tokens[f"{family} {layout} {number}"].tolist() == expected
+    assert generate(model, PROMPT, NEW_TOKENS, **SAMPLING[0]) != generate(model, PROMPT, NEW_TOKENS, **SAMPLING[1])

@@ -5,6 +5,7 @@ import torch
 
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.registry import build_model, model_config
 
 VOCABULARY = 29
@@ -96,6 +97,18 @@ def test_temperature_0_takes_the_most_probable_token(model):
     assert generate(model, PROMPT, 8, temperature=0, seed=5, top_k=3, top_p=0.1) == tokens[4:]
     assert generate(model, PROMPT, 8, top_k=1, seed=9) == tokens[4:]
     assert generate(model, PROMPT, 8, temperature=1e-4, seed=9) == tokens[4:]
+
+
+def test_prompt_of_a_prefix_language_model_is_its_prefix(model):
+    tokens = list(PROMPT)
+    for _ in range(8):
+        first = max(0, len(tokens) - model.config.max_seq_len)  # of the window
+        ends = [max(position + 1, len(PROMPT) - first) for position in range(len(tokens) - first)]
+        visible = VisibleKeys(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[first:]]), None, visible)
+        tokens.append(int(logits[0, -1].argmax()))
+    assert generate(model, PROMPT, 8, temperature=0, prefix_lm=True) == tokens[len(PROMPT) :]
 
 
 def test_seed_decides_the_text(model):
