@@ -76,7 +76,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def bare_seconds(path: Path, tokenizer: str, processes: int) -> float:
     """Seconds in which processes tokenize a file whose texts they hold already, each its share of every megabyte."""
     context = get_context("spawn")
-    barrier, times = context.Barrier(processes + 1), []
+    barrier, times = context.Barrier(processes + 1, timeout=3600), []
     workers = [
         context.Process(target=_bare_loop, args=(path, tokenizer, number, processes, barrier))
         for number in range(processes)
@@ -86,6 +86,8 @@ def bare_seconds(path: Path, tokenizer: str, processes: int) -> float:
     for _ in range(2):  # before and after
         barrier.wait()
         times.append(time.perf_counter())
+    for worker in workers:
+        worker.join()
     return times[1] - times[0]
 
 
