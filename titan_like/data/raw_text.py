@@ -26,7 +26,7 @@ from titan_like.config.errors import first_line
 KNOWN_ENDINGS = (".jsonl", ".parquet", ".txt", ".text", ".md")
 _PIECE = 1 << 20  # bytes
 _CHUNK = 1 << 18  # bytes that are read at a time
-_LONG_DOCUMENT = 1 << 24  # bytes of one text file above which it is cut
+_LONG_DOCUMENT = 1 << 20  # bytes of one text file above which it is cut; a tokenizer takes 140 bytes of memory a byte
 # Where a long document is cut: before a space between two letters. Tokenizers that split at spaces look no further.
 _CUT = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 _COMPRESSED = (".gz", ".zst")

@@ -41,6 +41,7 @@ class Heartbeat:
     host: str
     pid: int
     failure: str | None = None  # the error that ended it
+    tells_failure: bool = False  # whether it prints that itself
 
     def described(self) -> str:
         """The rank's step, source line, host and process, as a clause."""
@@ -99,12 +100,12 @@ class Watchdog:
         # one, by the first rank that gets to report it.
         is_told = isinstance(error, (ConfigError, RunError))
         by_others = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
-        if self.size > 1 and by_others and (lost := self._who_is_lost()):
+        if self.size > 1 and by_others and (lost := self._who_is_lost()) is not None:
             with suppress(RuntimeError):
-                lost = lost if self._store.add("reporters", 1) == 1 else ""
+                lost = lost if lost and self._store.add("reporters", 1) == 1 else ""
             self._end_process(lost)
         with suppress(RuntimeError):  # the store may be gone
-            self._send_heartbeat(f"{type(error).__name__}: {first_line(error)}", failed_at(error))
+            self._send_heartbeat(f"{type(error).__name__}: {first_line(error)}", failed_at(error), is_told)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.seconds_between_heartbeats):
@@ -117,7 +118,7 @@ class Watchdog:
             except Exception as error:
                 self._log_once("check the other ranks", error)
 
-    def _send_heartbeat(self, failure: str | None = None, failed_at: str = "") -> None:
+    def _send_heartbeat(self, failure: str | None = None, failed_at: str = "", tells_failure: bool = False) -> None:
         now = self._clock()
         progress = self._current_progress()
         if progress != self._seen:
@@ -125,7 +126,7 @@ class Watchdog:
         self._number += 1
         where, waits = (failed_at, False) if failure else self._current_position()
         heartbeat = Heartbeat(
-            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
+            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure, tells_failure
         )  # fmt: skip
         self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
 
@@ -207,7 +208,11 @@ class Watchdog:
         return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
 
     def _who_is_lost(self) -> str | None:
-        """Find the rank that closed this one's connections: one that has failed, or no longer sends heartbeats."""
+        """Find the rank that closed this one's connections: one that has failed, or no longer sends heartbeats.
+
+        Returns:
+            A sentence; an empty text if the rank has printed one next to this one's output; None if there is none.
+        """
         with suppress(RuntimeError):
             before = after = self._heartbeats()
             deadline = time.monotonic() + 2.5 * self.period
@@ -217,6 +222,8 @@ class Watchdog:
                 failed = {rank: beat for rank, beat in after.items() if beat.failure is not None}
                 if failed:
                     rank, beat = next(iter(failed.items()))
+                    if beat.tells_failure and beat.host == self._host:
+                        return ""
                     return f"rank {rank} failed {beat.described()}: {beat.failure}"
                 time.sleep(self.period / 4)
             silent = [rank for rank in before if after[rank].number == before[rank].number]

@@ -1,0 +1,70 @@
+"""A data loader process dies: the job ends with one sentence, and resumes with the next sample on another number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.jobs import REPO, TorchrunJob, kill, records, steps
+from titan_like.data.indexed import DTYPES, IndexedWriter
+
+LAST = 60
+SETTINGS = [
+    f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}", "--data.dataset=indexed", "--training.seq_len=32",
+    "--training.micro_batch_size=1", "--training.global_batch_size=8", f"--training.steps={LAST}",
+    "--lr_scheduler.warmup_steps=2", "--optimizer.lr=0.0005", "--lr_scheduler.decay=constant",
+    "--checkpoint.interval=5", "--metrics.log_interval=1", "--evaluation.interval=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    """Settings of a run over a blend of two datasets."""
+    for name in ("subprocess", "ast"):
+        with IndexedWriter(tmp_path / name, DTYPES[8]) as writer:
+            writer.add(np.frombuffer(Path(sys.modules[name].__file__ or "").read_bytes(), np.uint8))
+    return [*SETTINGS, f'--data.paths=[0.7, "{tmp_path}/subprocess", 0.3, "{tmp_path}/ast"]']
+
+
+def train(*settings: str) -> str:
+    """Train on one process, and return what it printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "train.py", *settings]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def children(pid: int) -> list[int]:
+    """Processes that any thread of a process has started."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the process in /proc")
+def test_a_job_that_loses_a_loader_process_says_so_and_resumes_on_one_rank(tmp_path: Path, settings: list[str]) -> None:
+    dump, log = tmp_path / "parts", tmp_path / "log.txt"
+    arguments = [*settings, "--data.num_workers=1", f"--job.dump_folder={dump}"]
+    with TorchrunJob(log, REPO / "train.py", arguments, 2, ("--standalone",)) as job:
+        job.until(lambda: len(steps(dump)) >= 8, "step 8")
+        (loader,) = children(job.workers()[1])
+        kill(loader, signal.SIGKILL)
+        assert job.wait() == 1
+        errors = [line for line in job.output.splitlines() if line.startswith("error: ")]
+    sentence = f"error: a data loader process (pid {loader}) was killed by signal 9, "
+    assert len(errors) == 1 and errors[0].startswith(sentence), job.output
+    assert "train.py FAILED" in job.output and "in __next__" not in job.output  # torchrun's report, and no traceback
+    reached = len(steps(dump))
+    assert 8 <= reached < LAST
+
+    assert "resumed from " in train(*settings, f"--job.dump_folder={dump}")
+    train(*settings, f"--job.dump_folder={tmp_path / 'whole'}")
+    assert steps(dump) == steps(tmp_path / "whole") == list(range(1, LAST + 1))
+    for key in ("loss", "consumed_samples", "samples/ast"):
+        found, wanted = ([one[key] for one in records(folder)] for folder in (dump, tmp_path / "whole"))
+        assert found == pytest.approx(wanted, rel=1e-4), key

@@ -1,0 +1,28 @@
+"""`benchmarks/data.py` on sizes that take seconds: it runs, and counts what the product does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_small_measurements(tmp_path: Path) -> None:
+    text, result = tmp_path / "text.jsonl", tmp_path / "found.json"
+    lines = [json.dumps({"text": f"{number} " + "some words and others\n" * 40}) for number in range(200)]
+    text.write_text("\n".join(lines))
+    sections = ["access", "tokenize", "loader"]
+    command = [sys.executable, str(BENCHMARKS / "data.py"), "--only", *sections, "--scale=0.001", f"--input={text}"]
+    command += ["--tokens_per_second=100", f"--json={result}"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    assert set(found) == {"command", "machine", *sections}
+    assert 0 < found["access"]["state_bytes"] < 2**20
+    assert found["tokenize"]["tokens"] > 200  # the ends of the documents
+    assert found["loader"]["ratio"] == pytest.approx(found["loader"]["tokens_per_second"] / 100)
