@@ -43,7 +43,7 @@ class GlobalSampler(Sampler[list[int]]):
 
 
 class BackgroundLoader:
-    """Iterates over microbatches, int64 [micro_batch, 2, seq], which a thread prepares up to ``depth`` ahead.
+    """Iterates over microbatches, int64 [micro_batch, rows, seq], which a thread prepares up to ``depth`` ahead.
 
     With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`, and so is
     a `RunError` if one of these processes has died.
