@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_like.config.errors import ConfigError, RunError
 
 
 class GlobalSampler(Sampler[list[int]]):
@@ -37,10 +39,30 @@ class GlobalSampler(Sampler[list[int]]):
             start += self.num_ranks * self.micro_batch_size
 
 
+class _Batches(Dataset[torch.Tensor]):
+    """A dataset by whole batches. An error that is told in one sentence comes in place of the batch: the loader would
+    wrap what its processes raise in a traceback.
+    """
+
+    def __init__(self, dataset: Dataset[torch.Tensor]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor] | ConfigError | RunError:
+        try:
+            return [self.dataset[index] for index in indices]
+        except (ConfigError, RunError) as error:
+            return error
+
+
+def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
 class BackgroundLoader:
     """Iterates over microbatches, int64 [micro_batch, 2, seq], which a thread prepares up to ``depth`` ahead.
 
-    With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`.
+    With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`, and so is
+    one in a process, a `RunError` if the process was killed.
     """
 
     def __init__(
@@ -55,8 +77,9 @@ class BackgroundLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
             self._loader = StatefulDataLoader(
-                dataset,
+                _Batches(dataset),
                 batch_sampler=sampler,
+                collate_fn=_collate,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
                 generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
@@ -88,9 +111,13 @@ class BackgroundLoader:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
             for batch in self._loader:
-                if not self._put(batch):
+                if not self._put(batch) or not isinstance(batch, torch.Tensor):
                     return
             self._put(None)
+        except RuntimeError as error:
+            killed = "exited unexpectedly" in str(error)  # as torch's loader says it
+            problem = "a data loader process was killed, perhaps for lack of memory; lower data.num_workers, or start"
+            self._put(RunError(f"{problem} the run again: it goes on with the next sample") if killed else error)
         except BaseException as error:  # raised again in the thread that waits for the batch
             self._put(error)
 

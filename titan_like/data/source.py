@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from titan_like.config.schema import Data
 from titan_like.data.permutation import Permutation
 
 IGNORED_LABEL = -100  # positions that carry no loss
+UNKNOWN_LENGTH = sys.maxsize  # of a stream, in samples; the most that len() may return
 SPLITS = ("train", "validation", "test")
 
 
@@ -50,7 +52,10 @@ class Source(Dataset[torch.Tensor], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples in the split, that is, in one epoch."""
+        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` of a stream that has any.
+
+        A stream gives samples beyond its end, too: without labels, except in training.
+        """
 
     @abstractmethod
     def sample(self, position: int) -> torch.Tensor:
