@@ -23,7 +23,7 @@ from titan_like.data.bookmarks import INTERVAL
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
-from titan_like.data.stream import StreamSource
+from titan_like.data.stream import StreamSource, tokenized_times
 from titan_like.data.tokenizer import ByteTokenizer
 
 SEQ = 8
@@ -264,25 +264,44 @@ def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
     assert len(source_of(folder, "validation", split="1,0.0001,0")) == 0  # not one record
 
 
-def test_streams_are_blended_by_weights_with_any_other_source(folder):
+def test_streams_are_blended_by_weights_in_each_reader(folder):
     paths = ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]
     section = Data(dataset="hf", paths=paths, num_readers=2, split="8,1,1")
     request = replace(source_of(folder).request, section=section)
     blend = open_source(request)
-    assert blend.drawn(4096) == {"samples/0.jsonl": 3072, "samples/[1-4].*": 1024}
     assert len(blend) == UNKNOWN_LENGTH
-    found = Counter(blend.blend.locate(index)[0] for index in range(400))
-    alone = [source_of(folder, paths=[path], num_readers=2) for path in paths[1::2]]
+    assert blend.drawn(2 * 4096) == {"samples/0.jsonl": 2 * 3072, "samples/[1-4].*": 2 * 1024}
+    alone = [source_of(folder, paths=[path], num_readers=2, cache="other") for path in paths[1::2]]
     alone = [StreamSource(replace(source.request, part=part)) for part, source in enumerate(alone)]
-    for index in range(100):
-        number, within = blend.blend.locate(index)
-        assert torch.equal(blend[index], alone[number][within])
-    assert 250 < found[0] < 350
+    taken, chosen = Counter(), []
+    for index in range(300):  # the next sample of the same reader of one source
+        reader, sample = index % 2, blend[index].tolist()
+        expected = [source[2 * taken[reader, number] + reader].tolist() for number, source in enumerate(alone)]
+        chosen.append(blend._blends[reader].locate(index // 2)[0])
+        assert sample == expected[chosen[-1]]
+        taken[reader, chosen[-1]] += 1
+        counts = blend.drawn(index + 1).values()
+        assert list(counts) == [taken[0, number] + taken[1, number] for number in range(2)]
+    assert chosen[::2] != chosen[1::2]
     validation = open_source(replace(request, split="validation"))
     assert len(validation) == UNKNOWN_LENGTH
     assert (validation[0][1] != IGNORED_LABEL).all()
     assert (validation[10**6][1] == IGNORED_LABEL).all()
+    assert len(open_source(replace(request, split="test", section=section.model_copy(update={"split": "9,1,0"})))) == 0
     assert blend.fingerprint != validation.fingerprint
+
+
+@pytest.mark.parametrize("readers", [1, 6, 16, 24, 48])
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_how_often_samples_are_tokenized_is_known(readers, size, ranks, workers):
+    pairs = set()
+    for rank in range(ranks):
+        for number, microbatch in enumerate(islice(GlobalSampler(0, size, rank, ranks), 200)):
+            pairs |= {(rank, number % max(1, workers), index % readers) for index in microbatch}
+    section = Data(dataset="hf", num_readers=readers, num_workers=workers)
+    assert tokenized_times(section, size, ranks) == len(pairs) / readers
 
 
 def test_fingerprint_tells_what_decides_the_samples(folder):

@@ -11,7 +11,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.blend import BLOCK, Blend
-from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 
 
 class BlendedSource(Source):
@@ -37,10 +37,6 @@ class BlendedSource(Source):
                 raise ConfigError(
                     "data.paths", path, "has no whole sample to train on; give it more text or leave it out"
                 )
-            if len(sources) > 1 and len(source) == UNKNOWN_LENGTH and None in weights:
-                raise ConfigError(
-                    "data.paths", path, "nobody knows its length, so a blend of it needs weights, like [0.7, ...]"
-                )
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
             self.blend = Blend(shares or [1.0], request.seed)
@@ -51,8 +47,8 @@ class BlendedSource(Source):
         """In training, the samples of all sources; else those up to the first that a source would give twice."""
         lengths = [len(source) for source in self.sources]
         if self.request.split == "train" or not lengths:
-            return min(sum(lengths), UNKNOWN_LENGTH)
-        return min(self._length_without_repetition, UNKNOWN_LENGTH)
+            return sum(lengths)
+        return self._length_without_repetition
 
     def sample(self, position: int) -> torch.Tensor:
         """int64 [2, seq]."""
@@ -76,15 +72,10 @@ class BlendedSource(Source):
         return hashlib.blake2b(repr((parts, self.blend.shares)).encode(), digest_size=16).hexdigest()
 
     def drawn(self, num_samples: int) -> dict[str, float]:
-        """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``.
-
-        Nobody knows how long the epochs of a stream are.
-        """
+        """Samples and epochs of each source after ``num_samples``, by ``samples/NAME`` and ``epochs/NAME``."""
         found: dict[str, float] = {}
         for name, source, count in zip(self.names, self.sources, self.blend.counts(num_samples), strict=True):
-            found[f"samples/{name}"] = count
-            if len(source) < UNKNOWN_LENGTH:
-                found[f"epochs/{name}"] = count / len(source)
+            found |= {f"samples/{name}": count, f"epochs/{name}": count / len(source)}
         return found
 
     @cached_property

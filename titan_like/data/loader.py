@@ -54,6 +54,18 @@ class _Batches(Dataset[torch.Tensor]):
             return error
 
 
+def _told(error: BaseException) -> BaseException:
+    """The error of a loader with processes, as one sentence if a process was killed."""
+    # Torch notices that a process is gone, or else the connection over which a batch comes breaks. An error within a
+    # process has its type, too, but torch adds where it was raised.
+    noticed = isinstance(error, RuntimeError) and "exited unexpectedly" in str(error)
+    broken = isinstance(error, OSError | EOFError) and "DataLoader worker process" not in str(error)
+    if not (noticed or broken):
+        return error
+    problem = "a data loader process was killed, perhaps for lack of memory; lower data.num_workers, or start the run"
+    return RunError(f"{problem} again: it goes on with the next sample")
+
+
 def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
     return default_collate(samples) if isinstance(samples, list) else samples
 
@@ -114,12 +126,8 @@ class BackgroundLoader:
                 if not self._put(batch) or not isinstance(batch, torch.Tensor):
                     return
             self._put(None)
-        except RuntimeError as error:
-            killed = "exited unexpectedly" in str(error)  # as torch's loader says it
-            problem = "a data loader process was killed, perhaps for lack of memory; lower data.num_workers, or start"
-            self._put(RunError(f"{problem} the run again: it goes on with the next sample") if killed else error)
         except BaseException as error:  # raised again in the thread that waits for the batch
-            self._put(error)
+            self._put(_told(error) if self._loader.num_workers else error)
 
     def _put(self, item: torch.Tensor | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from titan_like.config.schema import Data
 from titan_like.data.bookmarks import Bookmarks
 from titan_like.data.packed import split_weights
 from titan_like.data.permutation import Permutation
@@ -28,6 +29,17 @@ from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokeniz
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
 _BY_RECORD, _BY_SHARD, _WHOLE = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909, 1 << 64
+
+
+def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
+    """How many processes tokenize each sample, of which one trains on it, because they share a reader.
+
+    Process (rank, worker) reads the samples rank · micro_batch_size + j of every num_workers-th microbatch, so the
+    readers with the same remainders modulo ``period``.
+    """
+    processes = num_ranks * max(1, section.num_workers)
+    period = math.gcd(processes * micro_batch_size, section.num_readers)
+    return processes * min(micro_batch_size, period) // period
 
 
 class StreamSource(Source):

@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
+from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.stream import StreamSource, tokenized_times
+from titan_like.data.stream_blend import BlendedStream
 from titan_like.metrics.console import format_log_line, format_sources
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
@@ -53,6 +56,8 @@ class Trainer(TrainingState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
+        if isinstance(run.datasets["train"], StreamSource | BlendedStream):
+            self.console.print(f" {describe_stream(config, self.dp_size)}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if dist.get_rank() == 0 else []
         self.remark = remark
@@ -372,3 +377,13 @@ def describe_run(run: Run) -> str:
         f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
     )
+
+
+def describe_stream(config: JobConfig, num_ranks: int) -> str:
+    """One line on the readers of a stream: whether several processes tokenize the same samples, and the cure."""
+    section, size = config.data, config.training.micro_batch_size
+    times, processes = tokenized_times(section, size, num_ranks), num_ranks * max(1, section.num_workers)
+    text = f"streaming with {section.num_readers} readers"
+    if times == 1:
+        return text
+    return f"{text}: each sample is tokenized {times} times; data.num_readers = {size * processes} would avoid it"
