@@ -388,7 +388,7 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         ("a.parquet", {"text": ["x", None]}, ["a.parquet:2", "the row has no text"]),
         ("a.parquet", b"PAR1", ["a.parquet", "is damaged"]),
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
-        ("a.jsonl", b"\n\n", ["data.num_readers", "reader 0 of 1 finds no text"]),
+        ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),
         ("a.csv", b"x", ["no file in the folder ends with .jsonl, .parquet, .arrow"]),
     ],

@@ -124,9 +124,8 @@ class StreamSource(Source):
             shuffled = Permutation(len(parts), "stream", request.seed, request.part, number, epoch)
             return [parts[shuffled(place)] for place in range(len(parts))]
 
-        name = f"reader {number} of {request.section.num_readers}"
-        epochs = None if is_train else 1
-        documents = Documents(name, order, epochs, request.section.text_key, self.tokenizer)
+        section, epochs = request.section, None if is_train else 1
+        documents = Documents(number, section.num_readers, order, epochs, section.text_key, self.tokenizer)
         return Reader(documents, request.seq_len, Bookmarks(self._bookmark_folder / f"reader-{number}.jsonl"))
 
     @cached_property

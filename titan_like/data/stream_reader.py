@@ -33,7 +33,8 @@ class Part:
 class Documents:
     """The documents of a reader, each with the end-of-document token."""
 
-    reader: str  # name, for messages
+    reader: int
+    num_readers: int
     order: Callable[[int], list[Part]]  # of an epoch
     num_epochs: int | None  # None never ends
     text_key: str
@@ -59,8 +60,8 @@ class Documents:
                     is_empty = False
                     yield document
             if is_empty and self.num_epochs is None:
-                problem = f"{self.reader} finds no text in its part of the data; lower data.num_readers or give more"
-                raise ConfigError("data.num_readers", None, problem)
+                problem = f"reader {self.reader} finds no text in its part of the data; lower this or give more data"
+                raise ConfigError("data.num_readers", self.num_readers, problem)
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         for start, piece in self._pieces(part.shard, begin):
@@ -96,7 +97,7 @@ class Documents:
                 return
             except ReadFailure as failure:
                 tries += 1
-                where = f"{self.reader}: {shard.name} {failure}"
+                where = f"reader {self.reader} of {self.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
                     problem = f"{where} from record {record} on, {_TRIES} times in a row"
                     raise RunError(f"{problem}; a run that starts again goes on with its next sample") from None
