@@ -107,7 +107,9 @@ class Documents:
                 )
                 time.sleep(wait)
             except UnreadableError as error:
-                raise ConfigError("data.paths", shard.name, f"{error}; correct or remove it") from None
+                raise ConfigError(
+                    "data.paths", shard.name, f"{error}; set data.text_key, or repair or remove it"
+                ) from None
 
 
 class Reader:
