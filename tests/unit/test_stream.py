@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -134,6 +135,20 @@ def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
                 shard = source.shards.index(part.shard)
                 found.update((shard, record) for record in range(1, 61) if part.is_wanted(record))
     assert found == Counter((shard, record) for shard in range(5) for record in range(1, 61))
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_file_is_read_from_any_place_on(tmp_path, ending):
+    path, texts = tmp_path / f"a.{ending}", [f"{number} {'x' * 2000}" for number in range(1500)]
+    WRITERS[ending](path, texts)
+    pieces = [piece for piece, _ in raw_text.read_pieces(path, "text")]
+    assert len(pieces) > 2
+    for number, before in enumerate([None, *pieces]):
+        start, record = (0, 1) if before is None else (before.end, before.first_record + before.num_records)
+        rest = [piece for piece, _ in raw_text.read_pieces(path, "text", start, record)]
+        found = [found for piece in rest for found in raw_text.texts_of(piece, "text", lambda record: record % 3 == 0)]
+        first = 1 + sum(piece.num_records for piece in pieces[:number])
+        assert found == [(record, texts[record - 1]) for record in range(first, 1501) if record % 3 == 0]
 
 
 def test_every_way_of_access_gives_the_same_samples(folder):
@@ -274,7 +289,7 @@ def test_streams_are_blended_by_weights_in_each_reader(folder):
     alone = [source_of(folder, paths=[path], num_readers=2, cache="other") for path in paths[1::2]]
     alone = [StreamSource(replace(source.request, part=part)) for part, source in enumerate(alone)]
     taken, chosen = Counter(), []
-    for index in range(300):  # the next sample of the same reader of one source
+    for index in range(150):  # the next sample of the same reader of one source
         reader, sample = index % 2, blend[index].tolist()
         expected = [source[2 * taken[reader, number] + reader].tolist() for number, source in enumerate(alone)]
         chosen.append(blend._blends[reader].locate(index // 2)[0])
@@ -426,6 +441,9 @@ def test_names_that_mean_nothing_are_refused(folder, monkeypatch):
             assert word in str(error.value)
     with pytest.raises(ConfigError, match=r"data\.paths = \(not set\).*needs files"):
         source_of(folder, paths=[])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs the package datasets; install titan_like\[stream\]"):
+        source_of(folder, paths=["org/name"])
 
 
 def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, waits):

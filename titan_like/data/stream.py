@@ -13,6 +13,7 @@ import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class StreamSource(Source):
     def _begin(self) -> None:
         self._process, self._lock = os.getpid(), threading.Lock()
         self._readers: dict[int, Reader] = {}
+        finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "_readers")}
