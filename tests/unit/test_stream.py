@@ -21,7 +21,7 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data
 from titan_like.data import raw_text, shards, stream_reader
 from titan_like.data.bookmarks import INTERVAL
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loader import BackgroundLoader, GlobalSampler, _told
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
@@ -202,6 +202,11 @@ def test_bookmarks_save_time_and_nothing_else(folder, monkeypatch):
     path.unlink()
     path.mkdir()  # can be neither read nor written
     assert records_read() == whole
+    read.clear()
+    source = source_of(folder)
+    for index in range(2, last, 3 * 70):  # far ahead, it goes on from where it is
+        assert source[index].tolist() == expected[index]
+    assert sum(read) <= whole
 
 
 def test_8_6_4_and_1_ranks_consume_the_very_same_samples(folder):
@@ -234,16 +239,38 @@ def test_a_killed_worker_ends_the_run_and_the_next_goes_on_with_the_next_sample(
     assert torch.cat(seen).tolist() == list(expected.values())
 
 
+def test_a_worker_has_places_and_files_of_its_own(folder):
+    path = folder / "large.jsonl"
+    write_jsonl(path, [f"{number} " + "x" * 2000 for number in range(2000)])
+    request = replace(source_of(folder, paths=[str(path)], num_readers=1).request, seq_len=20_000)
+    expected = list(samples_of(StreamSource(replace(request, cache_folder=folder / "other")), range(120)).values())
+    source = StreamSource(request)
+    assert source[0].tolist() == expected[0]
+    loader = BackgroundLoader(source, GlobalSampler(1, 1, 0, 1, last_sample=120), 1, torch.device("cpu"))
+    assert torch.cat(list(loader)).tolist() == expected[1:]
+    assert [source[index].tolist() for index in range(1, 120)] == expected[1:]
+
+
+def test_only_a_broken_connection_to_a_worker_is_taken_for_its_death():
+    for error in (ConnectionResetError(), EOFError(), RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")):
+        assert isinstance(_told(error), RunError)
+    for error in (OSError("Caught OSError in DataLoader worker process 0."), RuntimeError("x"), ValueError("x")):
+        assert _told(error) is error
+
+
 def test_a_worker_s_error_is_the_sentence_alone(folder):
     write_jsonl(folder / "data" / "0.jsonl", ["x"] * 200)
     (folder / "data" / "0.jsonl").open("a").write("{\n")
     for workers in (0, 1):
         source = source_of(folder, num_readers=1, paths=[str(folder / "data" / "0.jsonl")], cache=f"cache{workers}")
         loader = BackgroundLoader(source, GlobalSampler(0, 2, 0, 1), workers, torch.device("cpu"))
+        seen = []
         with pytest.raises(ConfigError, match=r'^data\.paths = ".*0\.jsonl:201": the line is not JSON') as error:
-            for _ in range(100):
-                next(loader)
+            while True:
+                seen.append(next(loader))
         assert "\n" not in str(error.value)
+        tokens = 2 * sum(in_split(source, "train", 0, record) for record in range(200))
+        assert len(seen) == (tokens - 1) // SEQ // 2  # all that comes before the damage
         loader.close()
 
 
@@ -257,10 +284,9 @@ def test_epochs_have_all_records_and_other_orders(folder):
     texts = sorted(text.encode() for shard in range(5) for text in texts_of(shard))
     assert all(sorted(epoch[:-1]) == texts for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 2
-    other = replace(source.request, seed=1)
-    assert [StreamSource(other)[number].tolist() for number in range(200)] != list(
-        samples_of(source, range(200)).values()
-    )
+    known = samples_of(source, range(200))
+    assert samples_of(StreamSource(replace(source.request, seed=1)), range(200)) != known
+    assert samples_of(StreamSource(replace(source.request, part=1)), range(200)) != known  # of a blend
 
 
 def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
@@ -349,14 +375,15 @@ def waits(monkeypatch):
 
 
 def failing(monkeypatch, times):
-    """Lets the first ``times`` pieces after the first of a shard fail."""
-    real, failures = raw_text.read_pieces, iter(range(times))
+    """Lets each piece after the first of a file fail so many times."""
+    real, failures = raw_text.read_pieces, Counter()
 
     def read(path, key, start=0, first_record=1):
-        for number, found in enumerate(real(path, key, start, first_record)):
-            if (number or start) and next(failures, None) is not None:
+        for piece, share in real(path, key, start, first_record):
+            failures[piece.first_record] += piece.first_record > 1
+            if 0 < failures[piece.first_record] <= times:
                 raise raw_text.ReadFailure("cannot be read (Connection reset)")
-            yield found
+            yield piece, share
 
     monkeypatch.setattr(shards, "read_pieces", read)
 
@@ -372,9 +399,9 @@ def test_reading_is_tried_again(long_file, monkeypatch, waits, capsys):
     expected = samples_of(source_of(long_file, num_readers=1), range(1500))
     failing(monkeypatch, 2)
     assert samples_of(source_of(long_file, num_readers=1, cache="other"), range(1500)) == expected
-    assert waits == [1, 2]
+    assert waits[:14] == [1, 2] * 7  # a piece of 256 records that was read lets the counting begin again
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
+    assert len(told) == len(waits)
     assert told[1].startswith("reader 0 of 1: ") and "one.parquet cannot be read (Connection reset); " in told[1]
     assert told[1].endswith("trying again in 2 s (2 of 5 tries failed)")
 

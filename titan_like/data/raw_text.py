@@ -160,9 +160,9 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
         import pyarrow
     except ImportError:
         raise UnreadableError("needs the package pyarrow; install titan_like[data]") from None
-    batches = _parquet_batches if ending_of(path) == ".parquet" else _arrow_batches
+    is_parquet = ending_of(path) == ".parquet"
     try:
-        for first, column, share in batches(path, key, start):
+        for first, column, share in _parquet_batches(path, key, start) if is_parquet else _arrow_batches(path, key):
             for at in range(max(0, start - first), len(column), _ROWS):
                 rows = column.slice(at, _ROWS).to_pylist()
                 end = first + at + len(rows)
@@ -185,8 +185,10 @@ def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, An
             at += len(batch)
 
 
-def _arrow_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
-    """The same for both forms of Arrow's IPC format: a file, and the stream that Hugging Face datasets are saved as."""
+def _arrow_batches(path: Path, key: str) -> Iterator[tuple[int, Any, float]]:
+    """The same from the beginning of a file in either of Arrow's IPC formats. Hugging Face datasets are saved as its
+    stream format, in which the place of a row is not known.
+    """
     from pyarrow import ArrowInvalid, OSFile, ipc
 
     with OSFile(str(path)) as file:
@@ -200,8 +202,7 @@ def _arrow_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any,
             batches = iter(reader)
         _check_column(reader.schema, key)
         for batch in batches:
-            if at + len(batch) > start:
-                yield at, batch.column(key), file.tell() / size
+            yield at, batch.column(key), file.tell() / size
             at += len(batch)
 
 
