@@ -21,7 +21,7 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data
 from titan_like.data import raw_text, shards, stream_reader
 from titan_like.data.bookmarks import INTERVAL
-from titan_like.data.loader import BackgroundLoader, GlobalSampler, _told
+from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
@@ -227,7 +227,7 @@ def test_a_killed_worker_ends_the_run_and_the_next_goes_on_with_the_next_sample(
     seen = [next(loader) for _ in range(5)]
     for worker in loader._loader._iterator._workers:
         os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"a data loader process was killed.* goes on with the next sample$"):
+    with pytest.raises(RunError, match=r"^a data loader process \(pid \d+\) was killed by signal 9, "):
         while True:
             seen.append(next(loader))
     loader.close()
@@ -249,13 +249,6 @@ def test_a_worker_has_places_and_files_of_its_own(folder):
     loader = BackgroundLoader(source, GlobalSampler(1, 1, 0, 1, last_sample=120), 1, torch.device("cpu"))
     assert torch.cat(list(loader)).tolist() == expected[1:]
     assert [source[index].tolist() for index in range(1, 120)] == expected[1:]
-
-
-def test_only_a_broken_connection_to_a_worker_is_taken_for_its_death():
-    for error in (ConnectionResetError(), EOFError(), RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")):
-        assert isinstance(_told(error), RunError)
-    for error in (OSError("Caught OSError in DataLoader worker process 0."), RuntimeError("x"), ValueError("x")):
-        assert _told(error) is error
 
 
 def test_a_worker_s_error_is_the_sentence_alone(folder):

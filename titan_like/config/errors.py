@@ -29,6 +29,11 @@ class ConfigError(ValueError):
 class RunError(RuntimeError):
     """A run that cannot continue, with the reason in one sentence (exit code 1)."""
 
+    def __init__(self, sentence: str, of_this_process: bool = False) -> None:
+        """``of_this_process``: no other process of the job raises it as well."""
+        super().__init__(sentence)
+        self.of_this_process = of_this_process
+
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
     """Several errors as one, with a line for each; its key is that of the first error."""

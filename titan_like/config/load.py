@@ -84,8 +84,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except (ConfigError, RunError) as error:
-        told_by_rank_0 = not (isinstance(error, ConfigError) and error.of_this_process)
-        if told_by_rank_0 and os.environ.get("RANK", "0") != "0":
+        if not error.of_this_process and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
         print(f"error: {error}", file=sys.stderr, flush=True)
         _end_process_group(2 if isinstance(error, ConfigError) else 1)

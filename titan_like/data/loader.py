@@ -11,6 +11,9 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 
 import torch
 from torch.utils.data import Dataset, Sampler, default_collate
@@ -54,27 +57,15 @@ class _Batches(Dataset[torch.Tensor]):
             return error
 
 
-def _told(error: BaseException) -> BaseException:
-    """The error of a loader with processes, as one sentence if a process was killed."""
-    # Torch notices that a process is gone, or else the connection over which a batch comes breaks. An error within a
-    # process has its type, too, but torch adds where it was raised.
-    noticed = isinstance(error, RuntimeError) and "exited unexpectedly" in str(error)
-    broken = isinstance(error, OSError | EOFError) and "DataLoader worker process" not in str(error)
-    if not (noticed or broken):
-        return error
-    problem = "a data loader process was killed, perhaps for lack of memory; lower data.num_workers, or start the run"
-    return RunError(f"{problem} again: it goes on with the next sample")
-
-
 def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
 class BackgroundLoader:
-    """Iterates over microbatches, int64 [micro_batch, 2, seq], which a thread prepares up to ``depth`` ahead.
+    """Iterates over microbatches, int64 [micro_batch, rows, seq], which a thread prepares up to ``depth`` ahead.
 
     With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`, and so is
-    one in a process, a `RunError` if the process was killed.
+    a `RunError` if one of these processes has died.
     """
 
     def __init__(
@@ -119,15 +110,19 @@ class BackgroundLoader:
         self._thread.join(timeout=10)
 
     def _fill(self) -> None:
+        others = active_children()
+        workers: list[BaseProcess] = []
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
-            for batch in self._loader:
+            batches = iter(self._loader)
+            workers = [process for process in active_children() if process not in others]
+            for batch in batches:
                 if not self._put(batch) or not isinstance(batch, torch.Tensor):
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch
-            self._put(_told(error) if self._loader.num_workers else error)
+            self._put(_death_among(workers) or error)
 
     def _put(self, item: torch.Tensor | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
@@ -138,3 +133,20 @@ class BackgroundLoader:
             except queue.Full:
                 continue
         return False
+
+
+def _death_among(workers: list[BaseProcess]) -> RunError | None:
+    """What to raise if one of the processes has died; None if all of them live."""
+    # A dying process closes its connections, which is an error here, shortly before its death can be seen.
+    dead = wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
+    for worker in workers:
+        if worker.sentinel in dead:
+            worker.join()
+            code = worker.exitcode or 0
+            cause = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+            return RunError(
+                f"a data loader process (pid {worker.pid}) {cause}, perhaps for lack of memory or of room in /dev/shm; "
+                "the same command resumes from the last checkpoint; lower data.num_workers if it happens again",
+                of_this_process=True,
+            )
+    return None

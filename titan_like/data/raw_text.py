@@ -27,11 +27,11 @@ RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
 _PIECE = 1 << 20  # bytes
 _CHUNK = 1 << 18  # bytes that are read at a time
-_ROWS = 256  # of a parquet or arrow file in a piece
 _LONG_DOCUMENT = 1 << 24  # bytes of one text file above which it is cut
 # Where a long document is cut: before a space between two letters. Tokenizers that split at spaces look no further.
 _CUT = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 _COMPRESSED = (".gz", ".zst")
+_ROWS = 256  # of a parquet or arrow file in a piece
 
 
 class UnreadableError(ValueError):

@@ -100,7 +100,8 @@ class Documents:
                 where = f"reader {self.reader} of {self.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
                     problem = f"{where} from record {record} on, {_TRIES} times in a row"
-                    raise RunError(f"{problem}; a run that starts again goes on with its next sample") from None
+                    problem += "; the same command resumes from the last checkpoint"
+                    raise RunError(problem, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
                 print(
                     f"{where}; trying again in {wait} s ({tries} of {_TRIES} tries failed)", file=sys.stderr, flush=True
