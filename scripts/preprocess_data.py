@@ -2,7 +2,8 @@
 
 python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
 
-Reads .jsonl (one document a line), .parquet (one a row) and text (one a file), and .jsonl and text in .gz or .zst too.
+Reads .jsonl (one document a line), .parquet and .arrow (one a row) and text (one a file); .jsonl and text may be in .gz
+or .zst.
 If it is interrupted, the same command goes on where it was. Megatron-LM reads the files as well.
 """
 
@@ -30,7 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the dataset, without .bin and .idx")
     parser.add_argument(
-        "--tokenizer", default="byte", help='as data.tokenizer: "byte" (the default), a tokenizer.json, or gpt2:…'
+        "--tokenizer",
+        default="byte",
+        help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
     )
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")

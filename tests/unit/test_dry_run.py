@@ -249,6 +249,26 @@ def test_another_machine_s_files_are_only_noted(
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_stream_is_read_but_not_counted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "text"}\n' * 2000)
+    stream = ["--data.dataset=hf", "--lr_scheduler.warmup_steps=2", f"--job.dump_folder={tmp_path / 'out'}"]
+    code, out, _ = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}", "--data.text_key=body")
+    assert code == 0
+    assert "data: a stream, read by 16 readers, so its samples are not counted\n" in out
+    code, _, err = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}")
+    assert (code, err) == (
+        2,
+        f'error: data.paths = "{path}:1": the line has no text under "text"; correct it or set data.text_key\n',
+    )
+    for setting in ("--data.paths=org/name", "--data.tokenizer=org/name"):  # the hub is not asked
+        code, out, _ = run_here(monkeypatch, capfd, *stream, f"--data.paths={path}", setting)
+        assert code == 0
+        assert "data: not looked at: org/name is not on this machine\n" in out
+
+
 def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the cluster, else the launcher, else the degrees."""
     degrees = [*PP2_TP2, "--parallelism.data_parallel_shard_degree=2"]

@@ -1,10 +1,15 @@
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_like.config import ConfigError
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.config.schema import Model
+from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.tokenizer import build_tokenizer, tokenizer_files
+from titan_like.hugging_face.tokenizer import write_tokenizer
+from titan_like.models.registry import model_config
 
 TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f"]
 
@@ -95,3 +100,39 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
         assert "\n" not in str(error.value)
         for word in [*words, "data.tokenizer", bad]:
             assert word in str(error.value)
+
+
+def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    path = Path(tokenizer_json(["?", "to", "be", "</s>"]))
+    cached, asked = [False], []
+
+    def download(name, file, local_files_only=False):
+        asked.append((name, file, local_files_only))
+        if local_files_only and not cached[0]:
+            raise OSError("not in the cache")
+        cached[0] = True
+        return str(path)
+
+    def unreachable(self, name, **_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+        problem = r'data\.tokenizer = "org/name": no such file, .* hub .*\(Name or service not known\); give "byte"'
+        with pytest.raises(ConfigError, match=problem) as error:
+            build_tokenizer("org/name")
+        assert "\n" not in str(error.value)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: None)
+    assert build_tokenizer("org/name").encode("to be").tolist() == [1, 2]
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # no longer needed
+    assert tokenizer_files("org/name") == [path]
+    assert asked[-2:] == [("org/name", "tokenizer.json", False), ("org/name", "tokenizer.json", True)]
+    tokenized = tokenize_files(Job([path], "org/name"), tmp_path / "out")
+    assert tokenized.documents == 1
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    write_tokenizer("org/name", model_config(Model()), exported)
+    assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()

@@ -22,6 +22,9 @@ class ConfigError(ValueError):
         self.key = key
         self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
+    def __reduce__(self) -> tuple:
+        return _with_message, (self.key, str(self))  # data loader processes send their errors
+
 
 class RunError(RuntimeError):
     """A run that cannot continue, with the reason in one sentence (exit code 1)."""
@@ -34,8 +37,12 @@ class RunError(RuntimeError):
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
     """Several errors as one, with a line for each; its key is that of the first error."""
-    told = ConfigError(errors[0].key, None, "")
-    told.args = (_NEXT_LINE.join(dict.fromkeys(map(str, errors))),)
+    return _with_message(errors[0].key, _NEXT_LINE.join(dict.fromkeys(map(str, errors))))
+
+
+def _with_message(key: str, message: str) -> ConfigError:
+    told = ConfigError(key, None, "")
+    told.args = (message,)
     return told
 
 

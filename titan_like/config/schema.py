@@ -128,19 +128,23 @@ class Data(Section):
     dataset: Text = Field(
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
-        "Megatron-LM's .bin and .idx files; or a dataset of your own package (docs/data.md)",
-        examples=["stdlib", "text", "indexed"],
+        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; or a "
+        "dataset of your own package (docs/data.md)",
+        examples=["stdlib", "text", "indexed", "hf"],
     )
     paths: PathList = Field(
         default_factory=list,
-        description="text files or glob patterns (.jsonl: one document per line), or indexed datasets without "
-        '.bin and .idx; weights and paths in turn make a blend: [0.7, "web", 0.3, "books"]',
+        description="text files or glob patterns (.jsonl: one document per line), indexed datasets without .bin and "
+        '.idx, or for hf also folders and names such as "org/name:config"; weights and paths in turn make a blend: '
+        '[0.7, "web", 0.3, "books"]',
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a dataset of your own package")
-    text_key: Text = Field("text", description="key of the text in JSONL documents")
+    text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
     tokenizer: Annotated[str, AfterValidator(_expanded_tokenizer)] = Field(
-        "byte", description='"byte", the path of a Hugging Face tokenizer.json, or "gpt2:vocab.json,merges.txt"'
+        "byte",
+        description='"byte", the path of a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", or the name of a '
+        "repository of the Hugging Face hub that has one",
     )
     reset_position_ids: bool = Field(False, description="count positions from 0 in each document of a sample")
     reset_attention_mask: bool = Field(False, description="let tokens attend to their own document only")
@@ -156,6 +160,13 @@ class Data(Section):
     )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
+    )
+    num_readers: int = Field(
+        16,
+        ge=1,
+        le=2**16,
+        description="of hf: sample i of the run comes from reader i mod num_readers. A multiple of micro_batch_size × "
+        "data-parallel ranks × num_workers tokenizes nothing twice; a change makes it other data",
     )
 
 

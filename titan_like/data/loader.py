@@ -16,10 +16,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_like.config.errors import RunError
+from titan_like.config.errors import ConfigError, RunError
 
 
 class GlobalSampler(Sampler[list[int]]):
@@ -42,6 +42,25 @@ class GlobalSampler(Sampler[list[int]]):
             start += self.num_ranks * self.micro_batch_size
 
 
+class _Batches(Dataset[torch.Tensor]):
+    """A dataset by whole batches. An error that is told in one sentence comes in place of the batch: the loader would
+    wrap what its processes raise in a traceback.
+    """
+
+    def __init__(self, dataset: Dataset[torch.Tensor]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor] | ConfigError | RunError:
+        try:
+            return [self.dataset[index] for index in indices]
+        except (ConfigError, RunError) as error:
+            return error
+
+
+def _collate(samples: list[torch.Tensor] | ConfigError | RunError) -> torch.Tensor | ConfigError | RunError:
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
 class BackgroundLoader:
     """Iterates over microbatches, int64 [micro_batch, rows, seq], which a thread prepares up to ``depth`` ahead.
 
@@ -61,8 +80,9 @@ class BackgroundLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
             self._loader = StatefulDataLoader(
-                dataset,
+                _Batches(dataset),
                 batch_sampler=sampler,
+                collate_fn=_collate,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
                 generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
@@ -98,7 +118,7 @@ class BackgroundLoader:
             batches = iter(self._loader)
             workers = [process for process in active_children() if process not in others]
             for batch in batches:
-                if not self._put(batch):
+                if not self._put(batch) or not isinstance(batch, torch.Tensor):
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch

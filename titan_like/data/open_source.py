@@ -11,6 +11,8 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.blended import BlendedSource
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.stream import StreamSource
+from titan_like.data.stream_blend import BlendedStream
 from titan_like.data.weights import shares_of
 
 
@@ -35,7 +37,10 @@ def open_source(request: DataRequest) -> Source:
         if problem is not None:
             raise ConfigError("data.dataset", entry.name, problem)
         sources.append(source)
-    return sources[0] if len(sources) == 1 else BlendedSource(request, sources, [share.weight for share in shares])
+    if len(sources) == 1:
+        return sources[0]
+    blend = BlendedStream if issubclass(dataset, StreamSource) else BlendedSource
+    return blend(request, sources, [share.weight for share in shares])
 
 
 def _sample_problem(sample: object, request: DataRequest) -> str | None:

@@ -3,7 +3,7 @@
 | ending | documents |
 |---|---|
 | ``.jsonl`` | one a line, under a key |
-| ``.parquet`` | one a row, in a column of that name (needs pyarrow) |
+| ``.parquet``, ``.arrow`` | one a row, in a column of that name (needs pyarrow) |
 | anything else | the file is one |
 
 The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zstandard).
@@ -15,7 +15,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,17 +23,23 @@ from typing import IO, Any
 
 from titan_like.config.errors import first_line
 
-KNOWN_ENDINGS = (".jsonl", ".parquet", ".txt", ".text", ".md")
+RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
+KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
 _PIECE = 1 << 20  # bytes
 _CHUNK = 1 << 18  # bytes that are read at a time
 _LONG_DOCUMENT = 1 << 20  # bytes of one text file above which it is cut; a tokenizer takes 140 bytes of memory a byte
 # Where a long document is cut: before a space between two letters. Tokenizers that split at spaces look no further.
 _CUT = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 _COMPRESSED = (".gz", ".zst")
+_ROWS = 256  # of a parquet or arrow file in a piece
 
 
 class UnreadableError(ValueError):
     """A file that cannot be read to its end; the message is the predicate of a sentence."""
+
+
+class ReadFailure(UnreadableError):  # noqa: N818
+    """The operating system or the network failed; another try may succeed."""
 
 
 class BadRecord(ValueError):  # noqa: N818
@@ -45,7 +51,7 @@ class Piece:
     """A part of a file."""
 
     kind: str  # "jsonl", "rows" or "text"
-    content: bytes | list[str | None]  # whole lines; rows of a parquet file; text
+    content: bytes | list[str | None]  # whole lines; rows of a parquet or arrow file; text
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
     end: int  # where to go on: bytes, uncompressed, or rows
@@ -59,7 +65,7 @@ def ending_of(path: Path) -> str:
 
 def kind_of(path: Path) -> str:
     """ "jsonl", "rows" or "text", by the file's ending."""
-    return {".jsonl": "jsonl", ".parquet": "rows"}.get(ending_of(path), "text")
+    return {".jsonl": "jsonl", ".parquet": "rows", ".arrow": "rows"}.get(ending_of(path), "text")
 
 
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
@@ -67,12 +73,13 @@ def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> 
 
     Args:
         path: the file.
-        key: of the text in a record of a parquet file.
+        key: of the text in a row.
         start: the `Piece.end` after which to go on.
         first_record: number of the record at ``start``.
 
     Raises:
         UnreadableError: the file is damaged, ends early, or lacks the column, or a package to read it is missing.
+        ReadFailure: the operating system failed to read it.
     """
     try:
         if kind_of(path) == "rows":
@@ -84,8 +91,10 @@ def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> 
                 yield piece, min(1.0, file.tell() / size)
     except EOFError:
         raise UnreadableError("ends in the middle of compressed data") from None
-    except (OSError, zlib.error) as error:
+    except (gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableError(f"cannot be read ({first_line(error)})") from None
+    except OSError as error:
+        raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
 
 def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
@@ -149,31 +158,78 @@ def _cut_in_text(text: bytes) -> int:
 def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]]:
     try:
         import pyarrow
-        import pyarrow.parquet
     except ImportError:
         raise UnreadableError("needs the package pyarrow; install titan_like[data]") from None
+    is_parquet = ending_of(path) == ".parquet"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if key not in file.schema_arrow.names:
-                there = ", ".join(file.schema_arrow.names)
-                raise UnreadableError(f'has no column "{key}"; it has {there}')
-            kind, at, total = file.schema_arrow.field(key).type, 0, max(file.metadata.num_rows, 1)
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UnreadableError(f'has no text in the column "{key}", but {kind}')
-            for batch in file.iter_batches(batch_size=256, columns=[key]):
-                rows, at = batch.column(0).to_pylist(), at + len(batch)
-                if at > start:
-                    rows = rows[-(at - start) :] if at - len(batch) < start else rows
-                    yield Piece("rows", rows, at - len(rows) + 1, len(rows), at), at / total
+        for first, column, share in _parquet_batches(path, key, start) if is_parquet else _arrow_batches(path, key):
+            for at in range(max(0, start - first), len(column), _ROWS):
+                rows = column.slice(at, _ROWS).to_pylist()
+                end = first + at + len(rows)
+                yield Piece("rows", rows, end - len(rows) + 1, len(rows), end), share
     except pyarrow.ArrowException as error:
         raise UnreadableError(f"is damaged ({first_line(error)})") from None
 
 
-def texts_of(piece: Piece, key: str) -> Iterator[tuple[int, str | BadRecord]]:
-    """Each document of a piece, or why it is none, with the number of its record. Empty lines are no records."""
+def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
+    """First row, column of text and share of the file read, for each batch from that of row ``start`` on."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, buffer_size=_PIECE) as file:  # buffered: a row group may be a gigabyte
+        _check_column(file.schema_arrow, key)
+        groups, at = list(range(file.num_row_groups)), 0
+        while groups and at + file.metadata.row_group(groups[0]).num_rows <= start:
+            at += file.metadata.row_group(groups.pop(0)).num_rows
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
+            yield at, batch.column(0), (at + len(batch)) / file.metadata.num_rows
+            at += len(batch)
+
+
+def _arrow_batches(path: Path, key: str) -> Iterator[tuple[int, Any, float]]:
+    """The same from the beginning of a file in either of Arrow's IPC formats. Hugging Face datasets are saved as its
+    stream format, in which the place of a row is not known.
+    """
+    from pyarrow import ArrowInvalid, OSFile, ipc
+
+    with OSFile(str(path)) as file:
+        size, at = max(1, file.size()), 0
+        try:
+            reader = ipc.open_file(file)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        except ArrowInvalid:
+            file.seek(0)
+            reader = ipc.open_stream(file)
+            batches = iter(reader)
+        _check_column(reader.schema, key)
+        for batch in batches:
+            yield at, batch.column(key), file.tell() / size
+            at += len(batch)
+
+
+def _check_column(schema: Any, key: str) -> None:
+    from pyarrow import types
+
+    if key not in schema.names:
+        raise UnreadableError(f'has no column "{key}"; it has {", ".join(schema.names)}')
+    kind = schema.field(key).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise UnreadableError(f'has no text in the column "{key}", but {kind}')
+
+
+def texts_of(
+    piece: Piece, key: str, is_wanted: Callable[[int], bool] = lambda record: True
+) -> Iterator[tuple[int, str | BadRecord]]:
+    """Each document of a piece, or why it is none, with the number of its record. Empty lines are no records.
+
+    Args:
+        piece: the piece.
+        key: of the text in a JSON record.
+        is_wanted: given the number of a record, returns whether to look at it.
+    """
     if isinstance(piece.content, list):
         for number, row in enumerate(piece.content, start=piece.first_record):
-            yield number, BadRecord("the row has no text") if row is None else row
+            if is_wanted(number):
+                yield number, BadRecord("the row has no text") if row is None else row
     elif piece.kind == "text":
         try:
             yield piece.first_record, piece.content.decode("utf-8").removeprefix("\ufeff")
@@ -181,7 +237,7 @@ def texts_of(piece: Piece, key: str) -> Iterator[tuple[int, str | BadRecord]]:
             yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
     else:
         for number, line in enumerate(piece.content.split(b"\n"), start=piece.first_record):
-            if line.strip():
+            if is_wanted(number) and line.strip():
                 try:
                     yield number, _text_of_json(line.decode("utf-8").removeprefix("\ufeff"), key)
                 except UnicodeDecodeError as error:

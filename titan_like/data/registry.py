@@ -13,6 +13,7 @@ DATASETS = {
     "stdlib": "titan_like.data.packed:TextSource",
     "text": "titan_like.data.packed:TextSource",
     "indexed": "titan_like.data.packed:IndexedSource",
+    "hf": "titan_like.data.stream:StreamSource",
 }
 
 

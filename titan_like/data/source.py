@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from titan_like.config.schema import Data
 from titan_like.data.permutation import Permutation
 
 IGNORED_LABEL = -100  # positions that carry no loss
+UNKNOWN_LENGTH = sys.maxsize  # of a stream, in samples; the most that len() may return
 SPLITS = ("train", "validation", "test")
 
 
@@ -50,7 +52,10 @@ class Source(Dataset[torch.Tensor], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples in the split, that is, in one epoch."""
+        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` of a stream that has any.
+
+        A stream gives samples beyond its end, too: without labels, except in training.
+        """
 
     @abstractmethod
     def sample(self, position: int) -> torch.Tensor:
@@ -63,6 +68,15 @@ class Source(Dataset[torch.Tensor], ABC):
     def drawn(self, num_samples: int) -> dict[str, float]:
         """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""
         return {}
+
+    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
+        """A line for the log of a run that begins. Nothing by default.
+
+        Args:
+            micro_batch_size: samples of a microbatch.
+            num_ranks: data-parallel processes.
+        """
+        return None
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq].

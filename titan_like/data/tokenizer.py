@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +15,8 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 
 _KEY = "data.tokenizer"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -91,12 +95,13 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
     Raises:
         ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
+    files = tokenizer_files(spec, key)
     if spec.startswith("gpt2:"):
-        tokenizer = _read_gpt2(spec, key)
+        tokenizer = _read_gpt2(spec, files, key)
     else:
-        _require_file(spec, spec, key, 'give "byte", the path of a tokenizer.json, or "gpt2:vocab.json,merges.txt"')
+        _require_file(files[0], spec, key, _CHOICES)
         try:
-            tokenizer = HFTokenizer.from_file(spec)
+            tokenizer = HFTokenizer.from_file(str(files[0]))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({first_line(error)})") from None
     for token in _END_OF_DOCUMENT:
@@ -120,19 +125,43 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
         raise ConfigError(_KEY, spec, problem)
 
 
-def tokenizer_files(spec: str) -> list[Path]:
-    """The files of the tokenizer that a value of `data.tokenizer` names."""
+def is_on_hub(spec: str) -> bool:
+    """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
+    return bool(_HUB_NAME.fullmatch(spec)) and not spec.endswith(".json") and not Path(spec).exists()
+
+
+def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
+    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once.
+
+    Raises:
+        ConfigError: the hub does not have it, or cannot be reached.
+    """
     if spec == "byte":
         return []
-    return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
+    if spec.startswith("gpt2:"):
+        return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
+    return [_download(spec, key) if is_on_hub(spec) else Path(spec)]
 
 
-def _read_gpt2(spec: str, key: str) -> HFTokenizer:
-    paths = tokenizer_files(spec)
+def _download(name: str, key: str) -> Path:
+    """The tokenizer.json of a repository on the hub, in the hub's cache of this machine. One that is there is used."""
+    from huggingface_hub import HfApi, hf_hub_download  # which the package tokenizers brings
+
+    with suppress(Exception):
+        return Path(hf_hub_download(name, "tokenizer.json", local_files_only=True))
+    try:
+        HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
+        return Path(hf_hub_download(name, "tokenizer.json"))
+    except Exception as error:  # of the network, or the hub's answer
+        problem = f"no such file, nor can the Hugging Face hub give its tokenizer.json ({first_line(error)})"
+        raise ConfigError(key, name, f"{problem}; {_CHOICES}") from None
+
+
+def _read_gpt2(spec: str, paths: list[Path], key: str) -> HFTokenizer:
     if len(paths) != 2:
         raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
-        _require_file(str(path), spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
+        _require_file(path, spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
     try:
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
     except Exception as error:  # the library raises bare Exception
@@ -143,8 +172,8 @@ def _read_gpt2(spec: str, key: str) -> HFTokenizer:
     return tokenizer
 
 
-def _require_file(path: str, spec: str, key: str, cure: str) -> None:
-    problem = file_problem(Path(path))
+def _require_file(path: Path, spec: str, key: str, cure: str) -> None:
+    problem = file_problem(path)
     if problem is not None:
         problem = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
         raise ConfigError(key, spec, f"{problem}; {cure}")

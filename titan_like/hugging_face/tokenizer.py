@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer, tokenizer_files
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
@@ -41,13 +41,14 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         problem = f"has {vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
         raise ConfigError(_KEY, spec, problem)
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
-    if spec == "byte" or spec.startswith("gpt2:"):
+    files = tokenizer_files(spec, _KEY)
+    if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    elif Path(spec).name == TOKENIZER_FILE and Path(spec).with_name(ABOUT_FILE).is_file():
-        copy_tokenizer_files(Path(spec).parent, folder)  # written by transformers, so it is complete
+    elif files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
+        copy_tokenizer_files(files[0].parent, folder)  # written by transformers, so it is complete
         return eod_id
     else:  # copied, because this version of the library might write it differently
-        shutil.copyfile(spec, folder / TOKENIZER_FILE)
+        shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json

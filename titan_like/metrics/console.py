@@ -58,11 +58,15 @@ def format_log_line(
 
 
 def format_sources(sources: dict[str, float]) -> str:
-    """What a blend has taken from each source, from the ``samples/NAME`` and ``epochs/NAME`` of a record."""
+    """What a blend has taken from each source, from the ``samples/NAME`` and ``epochs/NAME`` of a record.
+
+    A stream has no ``epochs/NAME``.
+    """
     samples = {key.removeprefix("samples/"): count for key, count in sources.items() if key.startswith("samples/")}
     total = max(1, sum(samples.values()))
     parts = [
-        f"{name}: {count:.0f} samples ({count / total:.2%}), {sources[f'epochs/{name}']:.3f} epochs"
+        f"{name}: {count:.0f} samples ({count / total:.2%})"
+        + (f", {sources[f'epochs/{name}']:.3f} epochs" if f"epochs/{name}" in sources else "")
         for name, count in samples.items()
     ]
     return " " + " | ".join(["sources", *parts]) + " |"

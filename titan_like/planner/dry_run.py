@@ -27,7 +27,7 @@ from titan_like.data.indexed import prefix_of
 from titan_like.data.packed import split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.text import corpus_files, corpus_folder, corpus_job
-from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
+from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, is_on_hub, tokenizer_files
 from titan_like.data.weights import shares_of
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -233,7 +233,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     sources = [section.model_copy(update={"paths": share.paths}) for share in shares]
     if section.dataset == "text" and not section.paths:
         corpus_files(section)  # raises ConfigError
-    named = tokenizer_files(section.tokenizer)
+    spec = section.tokenizer
+    named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         build_tokenizer(section.tokenizer)  # raises ConfigError
     absent = [str(path) for path in named if not path.exists()]
@@ -244,6 +245,9 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset == "indexed":
         return _counted(config, model)
     check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
+    if section.dataset == "hf":
+        open_data(config, model)  # reads the first sample
+        return f"a stream, read by {section.num_readers} readers, so its samples are not counted"
     jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
     new = [job for job in jobs if not corpus_folder(job, cache).exists()]
     if new:

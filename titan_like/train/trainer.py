@@ -54,6 +54,8 @@ class Trainer(TrainingState):
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.console.print(f" {describe_run(run)}")
+        if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
+            self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if dist.get_rank() == 0 else []
         self.remark = remark

@@ -61,6 +61,9 @@ class Samples(Dataset[torch.Tensor]):
         """Nothing: these samples are not a blend."""
         return {}
 
+    def described(self, micro_batch_size: int, num_ranks: int) -> None:
+        """Nothing: there is nothing to say of them."""
+
     def first(self, count: int, start: int = 0) -> torch.Tensor:
         """Samples ``start`` to ``start + count``, int64 [count, 2, seq]."""
         return torch.stack([self[index] for index in range(start, start + count)])

@@ -1,0 +1,107 @@
+"""A run on a stream, from a folder of parquet files: killed, and resumed in another layout on the very same samples."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.jobs import records, steps
+
+REPO = Path(__file__).parents[2]
+RUN = """
+[model.overrides]
+num_layers = 2
+hidden_size = 32
+[data]
+dataset = "hf"
+text_key = "content"
+num_readers = 4
+split = "9,1,0"
+[training]
+seq_len = 16
+micro_batch_size = 2
+global_batch_size = 8
+steps = 100
+[optimizer]
+lr = 1e-4  # so small that the rounding of another layout does not grow
+[lr_scheduler]
+decay = "constant"
+[evaluation]
+interval = 100
+steps = 2
+[checkpoint]
+enable = true
+interval = 20
+[metrics]
+log_interval = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    texts = [path.read_text(encoding="utf-8") for path in sorted((REPO / "titan_like").glob("data/*.py"))]
+    (folder / "corpus").mkdir()
+    for number in range(3):
+        pq.write_table(pa.table({"content": texts[number::3] * 2}), folder / "corpus" / f"{number}.parquet")
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+def start(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.Popen[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launcher, "train.py", f"--job.config_file={folder}/run.toml"]
+    command += [f"--job.dump_folder={folder}/{dump}", f"--data.paths={folder}/corpus", *settings]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=REPO, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_killed_run_goes_on_with_the_very_same_samples_in_another_layout(folder: Path) -> None:
+    whole = start(folder, "whole")
+    out, err = whole.communicate(timeout=240)
+    assert whole.returncode == 0, err
+    assert " streaming with 4 readers\n" in out
+
+    killed = start(folder, "parts")
+    while not (folder / "parts/checkpoint/step-40").exists():
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    bookmarks = list(folder.glob("parts/data_cache/stream-*/reader-*.jsonl"))
+    assert len(bookmarks) == 4
+    with open(bookmarks[0], "a") as torn:
+        torn.write("\n[128, 3")
+    resumed = start(folder, "parts", "--data.num_workers=1", processes=2)
+    _, err = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, err
+    assert steps(folder / "parts") == list(range(1, 101))
+    for key, count in {"loss": 100, "validation_loss": 1}.items():
+        wanted, found = ([one[key] for one in records(folder / dump) if key in one] for dump in ("whole", "parts"))
+        assert len(wanted) == count
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+    other = start(folder, "parts", "--data.num_readers=8", "--training.steps=101")
+    _, err = other.communicate(timeout=240)
+    assert other.returncode == 1
+    assert "was trained on other data than [data] now gives" in err
+
+
+def test_damage_in_the_middle_of_a_run_is_one_sentence(folder: Path) -> None:
+    lines = [json.dumps({"content": "abcdefgh" * 40})] * 100 + ["{"]
+    (folder / "damaged.jsonl").write_text("\n".join(lines))
+    for settings in ((), ("--data.num_workers=1",)):
+        paths = f"--data.paths={folder}/damaged.jsonl"
+        done = start(folder, f"damaged{len(settings)}", paths, "--training.steps=1000", *settings)
+        out, err = done.communicate(timeout=240)
+        assert done.returncode == 2
+        assert "iteration        1/" in out
+        problem = "the line is not JSON (Expecting property name enclosed in double quotes)"
+        assert err == f'error: data.paths = "{folder}/damaged.jsonl:101": {problem}; correct it or set data.text_key\n'

@@ -1,0 +1,496 @@
+"""Streams: the same samples for every way of access, in every layout, whatever happens to readers and bookmarks."""
+
+import gzip
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow import ipc
+
+from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.schema import Data
+from titan_like.data import raw_text, shards, stream_reader
+from titan_like.data.bookmarks import INTERVAL
+from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.open_source import open_source
+from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
+from titan_like.data.stream import StreamSource, tokenized_times
+from titan_like.data.tokenizer import ByteTokenizer
+
+SEQ = 8
+EOD = ByteTokenizer.eod_id
+
+
+def texts_of(shard, count=60):
+    """Texts of 0 to 29 letters, each beginning with its shard and number."""
+    numbers = random.Random(shard)
+    return [f"{shard}.{number}:{'abcdefgh' * 3}"[: numbers.randint(0, 29)] for number in range(count)]
+
+
+def write_jsonl(path, texts):
+    content = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_parquet(path, texts):
+    pq.write_table(pa.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=7)
+
+
+def write_arrow(path, texts, opened=ipc.new_file):
+    table = pa.table({"text": pa.array(texts, pa.large_string()), "id": list(range(len(texts)))})
+    with opened(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+def write_arrow_stream(path, texts):
+    write_arrow(path, texts, ipc.new_stream)
+
+
+WRITERS = {
+    "jsonl": write_jsonl,
+    "jsonl.gz": write_jsonl,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "stream.arrow": write_arrow_stream,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five shards, one of each kind."""
+    (tmp_path / "data").mkdir()
+    for number, (ending, write) in enumerate(WRITERS.items()):
+        write(tmp_path / "data" / f"{number}.{ending}", texts_of(number))
+    return tmp_path
+
+
+def source_of(folder, of="train", cache="cache", **section):
+    section = {"dataset": "hf", "paths": [str(folder / "data")], "num_readers": 3, "split": "8,1,1"} | section
+    return StreamSource(DataRequest(Data(**section), of, SEQ, 0, 257, folder / cache))
+
+
+def samples_of(source, indices):
+    return {index: source[index].tolist() for index in indices}
+
+
+def in_split(source, split, shard, record):
+    """The cycle by which records are divided, once more."""
+    place = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
+    ends = [0, 0.8, 0.9, 1]
+    return ends[SPLITS.index(split)] <= place < ends[SPLITS.index(split) + 1]
+
+
+def reference(source, reader, num_windows, split="train"):
+    """Windows of a reader, from all of its tokens in a list, with records dealt out one by one."""
+    readers, rest = source.request.section.num_readers, len(source.shards) % source.request.section.num_readers
+    tokens, epoch = [], 0
+    while len(tokens) <= num_windows * SEQ and (split == "train" or epoch == 0):
+        mine = [shard for shard in range(len(source.shards) - rest) if shard % readers == reader]
+        shared = list(range(len(source.shards) - rest, len(source.shards)))
+        groups = max(group for group in range(1, readers + 1) if readers % group == 0 and len(shared) % group == 0)
+        mine += [shard for number, shard in enumerate(shared) if number % groups == reader % groups]
+        order = source._open(reader)._all.order(epoch)
+        assert Counter(part.shard.name for part in order) == Counter(source.shards[shard].name for shard in mine)
+        for part in order:
+            shard = [one.name for one in source.shards].index(part.shard.name)
+            for record, text in enumerate(texts_of(shard)):
+                is_mine = shard not in shared or record % (readers // groups) == reader // groups
+                if is_mine and in_split(source, split, shard, record):
+                    tokens += [*text.encode(), EOD]
+        epoch += 1
+    windows = [tokens[at : at + SEQ + 1] for at in range(0, len(tokens), SEQ)][:num_windows]
+    return [window for window in windows if len(window) == SEQ + 1]
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 4, 16])
+def test_samples_are_those_of_a_reader_that_holds_everything(folder, num_readers):
+    source = source_of(folder, num_readers=num_readers)
+    count = 400 // num_readers
+    for reader in range(num_readers):
+        expected = reference(source, reader, count)
+        assert len(expected) == count  # many epochs of a reader of a small share
+        for number, window in enumerate(expected):
+            inputs, labels = source[number * num_readers + reader].tolist()
+            assert (inputs, labels) == (window[:-1], window[1:])
+            assert source[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize("num_readers", [1, 3, 10])
+def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
+    found = Counter()
+    for split in SPLITS:
+        source = source_of(folder, split, num_readers=num_readers)
+        for reader in range(num_readers):
+            for part in source._parts(reader):
+                shard = source.shards.index(part.shard)
+                found.update((shard, record) for record in range(1, 61) if part.is_wanted(record))
+    assert found == Counter((shard, record) for shard in range(5) for record in range(1, 61))
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_file_is_read_from_any_place_on(tmp_path, ending):
+    path, texts = tmp_path / f"a.{ending}", [f"{number} {'x' * 2000}" for number in range(1500)]
+    WRITERS[ending](path, texts)
+    pieces = [piece for piece, _ in raw_text.read_pieces(path, "text")]
+    assert len(pieces) > 2
+    for number, before in enumerate([None, *pieces]):
+        start, record = (0, 1) if before is None else (before.end, before.first_record + before.num_records)
+        rest = [piece for piece, _ in raw_text.read_pieces(path, "text", start, record)]
+        found = [found for piece in rest for found in raw_text.texts_of(piece, "text", lambda record: record % 3 == 0)]
+        first = 1 + sum(piece.num_records for piece in pieces[:number])
+        assert found == [(record, texts[record - 1]) for record in range(first, 1501) if record % 3 == 0]
+
+
+def test_every_way_of_access_gives_the_same_samples(folder):
+    indices = range(3 * 3 * INTERVAL)
+    expected = samples_of(source_of(folder), indices)
+    assert sorted(path.name for path in folder.glob("cache/stream-*/*")) == [f"reader-{n}.jsonl" for n in range(3)]
+    shuffled = random.Random(0).sample(indices, 60)
+    for cache in ("cache", "other"):  # with bookmarks, and without
+        assert samples_of(source_of(folder, cache=cache), shuffled) == {n: expected[n] for n in shuffled}
+        assert samples_of(source_of(folder, cache=cache), indices[::-23]) == {n: expected[n] for n in indices[::-23]}
+        assert samples_of(source_of(folder, cache=cache), indices[::4]) == {n: expected[n] for n in indices[::4]}
+    source = source_of(folder)
+    first = samples_of(source, indices[:20])
+    pickled = pickle.loads(pickle.dumps(source))  # as for a worker
+    assert first | samples_of(pickled, indices[20:40]) == {n: expected[n] for n in indices[:40]}
+
+
+def test_bookmarks_save_time_and_nothing_else(folder, monkeypatch):
+    source = source_of(folder)
+    last = 3 * (3 * INTERVAL + 5)
+    expected = samples_of(source, range(last))
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode_all",
+        lambda self, texts: read.append(len(texts)) or [self.encode(text) for text in texts],
+    )
+
+    def records_read(**settings):
+        read.clear()
+        assert source_of(folder, **settings)[last - 1].tolist() == expected[last - 1]
+        return sum(read)
+
+    read = []
+    whole = records_read(cache="none")
+    with_bookmarks = records_read()
+    assert with_bookmarks < whole / 2
+
+    (path,) = folder.glob("cache/stream-*/reader-2.jsonl")
+    known = path.read_bytes()
+    lines = known.split(b"\n")[1:]
+    assert [json.loads(line)[0] for line in lines] == [INTERVAL, 2 * INTERVAL, 3 * INTERVAL]
+    for torn in range(len(known)):  # the first bookmarks hold, or else there are none
+        path.write_bytes(known[:torn])
+        assert source_of(folder)[last - 1].tolist() == expected[last - 1]
+        assert [line for line in path.read_bytes().split(b"\n") if line in lines][-1] == lines[-1]  # and it is mended
+    for damaged in (b"", b"\0" * 500, known + b"\n[9]\n{}\nx", known.replace(b"[", b"[1"), b"\xff\n" + known[::-1]):
+        path.write_bytes(damaged)
+        assert source_of(folder)[last - 1].tolist() == expected[last - 1]
+    path.write_bytes(known + known)  # two processes
+    assert records_read() == with_bookmarks
+    path.unlink()
+    path.mkdir()  # can be neither read nor written
+    assert records_read() == whole
+    read.clear()
+    source = source_of(folder)
+    for index in range(2, last, 3 * 70):  # far ahead, it goes on from where it is
+        assert source[index].tolist() == expected[index]
+    assert sum(read) <= whole
+
+
+def test_8_6_4_and_1_ranks_consume_the_very_same_samples(folder):
+    cursor, seen = 0, []
+    for ranks, microbatches in ((8, 5), (6, 7), (4, 9), (1, 30)):  # each time another number of ranks resumes
+        sources = [source_of(folder) for _ in range(ranks)]
+        samplers = [GlobalSampler(cursor, 2, rank, ranks) for rank in range(ranks)]
+        for indices in zip(*(islice(sampler, microbatches) for sampler in samplers), strict=True):
+            seen += [source[index].tolist() for source, mine in zip(sources, indices, strict=True) for index in mine]
+        cursor += 2 * ranks * microbatches
+    assert seen == list(samples_of(source_of(folder, cache="other"), range(cursor)).values())
+
+
+def test_a_killed_worker_ends_the_run_and_the_next_goes_on_with_the_next_sample(folder):
+    source = source_of(folder)
+    source[0]  # its parent's place and open files must not move with the worker's
+    loader = BackgroundLoader(source, GlobalSampler(0, 2, 0, 1), 2, torch.device("cpu"), depth=2)
+    seen = [next(loader) for _ in range(5)]
+    for worker in loader._loader._iterator._workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^a data loader process \(pid \d+\) was killed by signal 9, "):
+        while True:
+            seen.append(next(loader))
+    loader.close()
+    count = 2 * len(seen)
+    loader = BackgroundLoader(source_of(folder), GlobalSampler(count, 2, 0, 1), 1, torch.device("cpu"))
+    seen += [next(loader) for _ in range(5)]
+    loader.close()
+    expected = samples_of(source_of(folder, cache="other"), range(count + 10))
+    assert torch.cat(seen).tolist() == list(expected.values())
+
+
+def test_a_worker_has_places_and_files_of_its_own(folder):
+    path = folder / "large.jsonl"
+    write_jsonl(path, [f"{number} " + "x" * 2000 for number in range(2000)])
+    request = replace(source_of(folder, paths=[str(path)], num_readers=1).request, seq_len=20_000)
+    expected = list(samples_of(StreamSource(replace(request, cache_folder=folder / "other")), range(120)).values())
+    source = StreamSource(request)
+    assert source[0].tolist() == expected[0]
+    loader = BackgroundLoader(source, GlobalSampler(1, 1, 0, 1, last_sample=120), 1, torch.device("cpu"))
+    assert torch.cat(list(loader)).tolist() == expected[1:]
+    assert [source[index].tolist() for index in range(1, 120)] == expected[1:]
+
+
+def test_a_worker_s_error_is_the_sentence_alone(folder):
+    write_jsonl(folder / "data" / "0.jsonl", ["x"] * 200)
+    (folder / "data" / "0.jsonl").open("a").write("{\n")
+    for workers in (0, 1):
+        source = source_of(folder, num_readers=1, paths=[str(folder / "data" / "0.jsonl")], cache=f"cache{workers}")
+        loader = BackgroundLoader(source, GlobalSampler(0, 2, 0, 1), workers, torch.device("cpu"))
+        seen = []
+        with pytest.raises(ConfigError, match=r'^data\.paths = ".*0\.jsonl:201": the line is not JSON') as error:
+            while True:
+                seen.append(next(loader))
+        assert "\n" not in str(error.value)
+        tokens = 2 * sum(in_split(source, "train", 0, record) for record in range(200))
+        assert len(seen) == (tokens - 1) // SEQ // 2  # all that comes before the damage
+        loader.close()
+
+
+def test_epochs_have_all_records_and_other_orders(folder):
+    source = source_of(folder, num_readers=1, split="1,0,0")
+    per_epoch = sum(len(text.encode()) + 1 for shard in range(5) for text in texts_of(shard))
+    stream = [token for number in range(6 * per_epoch // SEQ) for token in source[number][0].tolist()]
+    epochs = [
+        bytes(min(token, 255) for token in stream[at * per_epoch :][:per_epoch]).split(b"\xff") for at in range(5)
+    ]
+    texts = sorted(text.encode() for shard in range(5) for text in texts_of(shard))
+    assert all(sorted(epoch[:-1]) == texts for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 2
+    known = samples_of(source, range(200))
+    assert samples_of(StreamSource(replace(source.request, seed=1)), range(200)) != known
+    assert samples_of(StreamSource(replace(source.request, part=1)), range(200)) != known  # of a blend
+
+
+def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
+    source = source_of(folder, "validation")
+    expected = [reference(source, reader, 10**6, "validation") for reader in range(3)]
+    most = max(map(len, expected))
+    for index in [*range(3 * most + 9), 10**9]:
+        inputs, labels = source[index].tolist()
+        sample, reader = divmod(index, 3)
+        if sample < len(expected[reader]):
+            assert [*inputs, labels[-1]] == expected[reader][sample]
+        else:
+            assert labels == [IGNORED_LABEL] * SEQ and set(inputs) == {EOD}
+    assert len(source) == UNKNOWN_LENGTH
+    assert len(source_of(folder, "validation", split="1,0,0")) == 0
+    assert len(source_of(folder, "validation", split="1,0.0001,0")) == 0  # not one record
+
+
+def test_streams_are_blended_by_weights_in_each_reader(folder):
+    paths = ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]
+    section = Data(dataset="hf", paths=paths, num_readers=2, split="8,1,1")
+    request = replace(source_of(folder).request, section=section)
+    blend = open_source(request)
+    assert len(blend) == UNKNOWN_LENGTH
+    assert blend.drawn(2 * 4096) == {"samples/0.jsonl": 2 * 3072, "samples/[1-4].*": 2 * 1024}
+    alone = [source_of(folder, paths=[path], num_readers=2, cache="other") for path in paths[1::2]]
+    alone = [StreamSource(replace(source.request, part=part)) for part, source in enumerate(alone)]
+    taken, chosen = Counter(), []
+    for index in range(150):  # the next sample of the same reader of one source
+        reader, sample = index % 2, blend[index].tolist()
+        expected = [source[2 * taken[reader, number] + reader].tolist() for number, source in enumerate(alone)]
+        chosen.append(blend._blends[reader].locate(index // 2)[0])
+        assert sample == expected[chosen[-1]]
+        taken[reader, chosen[-1]] += 1
+        counts = blend.drawn(index + 1).values()
+        assert list(counts) == [taken[0, number] + taken[1, number] for number in range(2)]
+    assert chosen[::2] != chosen[1::2]
+    validation = open_source(replace(request, split="validation"))
+    assert len(validation) == UNKNOWN_LENGTH
+    assert (validation[0][1] != IGNORED_LABEL).all()
+    assert (validation[10**6][1] == IGNORED_LABEL).all()
+    assert len(open_source(replace(request, split="test", section=section.model_copy(update={"split": "9,1,0"})))) == 0
+    assert blend.fingerprint != validation.fingerprint
+
+
+@pytest.mark.parametrize("readers", [1, 6, 16, 24, 48])
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_how_often_samples_are_tokenized_is_known(readers, size, ranks, workers):
+    pairs = set()
+    for rank in range(ranks):
+        for number, microbatch in enumerate(islice(GlobalSampler(0, size, rank, ranks), 200)):
+            pairs |= {(rank, number % max(1, workers), index % readers) for index in microbatch}
+    section = Data(dataset="hf", num_readers=readers, num_workers=workers)
+    assert tokenized_times(section, size, ranks) == len(pairs) / readers
+
+
+def test_fingerprint_tells_what_decides_the_samples(folder):
+    known = source_of(folder).fingerprint
+    assert source_of(folder, cache="other").fingerprint == known
+    others = [
+        {"num_readers": 4},
+        {"split": "7,2,1"},
+        {"text_key": "body"},
+        {"paths": [str(folder / "data" / "0.jsonl")]},
+    ]
+    fingerprints = {source_of(folder, **other).fingerprint for other in others}
+    fingerprints |= {source_of(folder, split_name).fingerprint for split_name in ("validation", "test")}
+    os.rename(folder / "data", folder / "moved")
+    assert source_of(folder, paths=[str(folder / "moved")]).fingerprint == known
+    content = (folder / "moved" / "0.jsonl").read_bytes()
+    (folder / "moved" / "0.jsonl").write_bytes(content.replace(b"a", b"b", 1))
+    fingerprints.add(source_of(folder, paths=[str(folder / "moved")]).fingerprint)
+    assert len({known, *fingerprints}) == 8
+
+
+# ---- what goes wrong
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    waited = []
+    monkeypatch.setattr(stream_reader.time, "sleep", waited.append)
+    return waited
+
+
+def failing(monkeypatch, times):
+    """Lets each piece after the first of a file fail so many times."""
+    real, failures = raw_text.read_pieces, Counter()
+
+    def read(path, key, start=0, first_record=1):
+        for piece, share in real(path, key, start, first_record):
+            failures[piece.first_record] += piece.first_record > 1
+            if 0 < failures[piece.first_record] <= times:
+                raise raw_text.ReadFailure("cannot be read (Connection reset)")
+            yield piece, share
+
+    monkeypatch.setattr(shards, "read_pieces", read)
+
+
+@pytest.fixture
+def long_file(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "one.parquet", [f"{number:07}" for number in range(2000)])
+    return tmp_path
+
+
+def test_reading_is_tried_again(long_file, monkeypatch, waits, capsys):
+    expected = samples_of(source_of(long_file, num_readers=1), range(1500))
+    failing(monkeypatch, 2)
+    assert samples_of(source_of(long_file, num_readers=1, cache="other"), range(1500)) == expected
+    assert waits[:14] == [1, 2] * 7  # a piece of 256 records that was read lets the counting begin again
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(waits)
+    assert told[1].startswith("reader 0 of 1: ") and "one.parquet cannot be read (Connection reset); " in told[1]
+    assert told[1].endswith("trying again in 2 s (2 of 5 tries failed)")
+
+
+def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
+    failing(monkeypatch, 10**9)
+    source = source_of(long_file, num_readers=2)
+    with pytest.raises(RunError) as error:
+        samples_of(source, range(500))
+    for words in ("reader 0 of 2", "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"):
+        assert words in str(error.value)
+    assert "\n" not in str(error.value) and waits == [1, 2, 4, 8]
+    with pytest.raises(RunError):  # asked again, it does not take the error for the end of the data
+        source[498]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', ["a.jsonl:2", 'no text under "text"', "data.text_key"]),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ["a.jsonl:2", "not valid UTF-8"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 900)[:-20], ["a.jsonl.gz", "ends in the middle"]),
+        ("a.jsonl.gz", b"plain text", ["a.jsonl.gz", "cannot be read"]),
+        ("a.parquet", {"body": ["x"]}, ["a.parquet", 'has no column "text"; it has body']),
+        ("a.parquet", {"text": [5]}, ["a.parquet", "has no text in the column", "int64"]),
+        ("a.parquet", {"text": ["x", None]}, ["a.parquet:2", "the row has no text"]),
+        ("a.parquet", b"PAR1", ["a.parquet", "is damaged"]),
+        ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
+        ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
+        ("a.jsonl", b"", ["a.jsonl", "is empty"]),
+        ("a.csv", b"x", ["no file in the folder ends with .jsonl, .parquet, .arrow"]),
+    ],
+)
+def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
+    (tmp_path / "data").mkdir()
+    if isinstance(content, dict):
+        pq.write_table(pa.table(content), tmp_path / "data" / name)
+    else:
+        (tmp_path / "data" / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        open_source(source_of(tmp_path, num_readers=1, split="1,0,0").request)
+    assert "\n" not in str(error.value) and waits == []
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_names_that_mean_nothing_are_refused(folder, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(self, name, **_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    for path, words in {
+        "org/name": ["no such file or folder", "hub", "Name or service not known", "name the folder"],
+        "org/name:config@main": ["hub", "Name or service not known"],
+        "org/name.jsonl": ["no such file or folder", "glob"],
+        str(folder / "none*"): ["no such file or folder", "glob"],
+        str(folder / "data" / "0.json"): ["no such file"],
+    }.items():
+        with pytest.raises(ConfigError, match=r"data\.paths = ") as error:
+            source_of(folder, paths=[path])
+        for word in [path, *words]:
+            assert word in str(error.value)
+    with pytest.raises(ConfigError, match=r"data\.paths = \(not set\).*needs files"):
+        source_of(folder, paths=[])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs the package datasets; install titan_like\[stream\]"):
+        source_of(folder, paths=["org/name"])
+
+
+def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, waits):
+    """A folder stands for the hub: `datasets` reads both in the same way."""
+    import datasets
+    import huggingface_hub
+
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        write_parquet(tmp_path / "data" / f"{number}.parquet", texts_of(number, 600))
+    load, asked = datasets.load_dataset, []
+
+    def load_folder(name, config, **settings):
+        asked.append((name, config, settings.pop("revision")))
+        return load(str(tmp_path / "data"), **settings)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_folder)
+    info = huggingface_hub.hf_api.DatasetInfo
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda self, name, **_: info(id=name, sha="5a1", tags=[], private=False)
+    )
+    local, hub = source_of(tmp_path), source_of(tmp_path, paths=["org/name:big@main"], cache="hub")
+    assert asked == [("org/name", "big", "5a1")]
+    expected = samples_of(local, range(900))
+    assert samples_of(hub, range(900)) == expected
+    again = source_of(tmp_path, paths=["org/name:big@main"], cache="hub")
+    assert samples_of(again, range(890, 900)) == {index: expected[index] for index in range(890, 900)}
+    assert again.fingerprint == hub.fingerprint != local.fingerprint
+    with pytest.raises(ConfigError, match='shard 0": has no column "body"; it has id, text'):
+        source_of(tmp_path, paths=["org/name"], text_key="body")[0]

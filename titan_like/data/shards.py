@@ -1,0 +1,160 @@
+"""The shards of a stream: local files of records, or the parts of a dataset on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import file_problem
+from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
+
+_FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
+_ROWS = 256  # of a dataset on the hub in a piece
+# A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
+_HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+
+
+class Shard(Protocol):
+    """A sequence of records that is read on its own."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
+        """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
+
+        Raises:
+            UnreadableError: the shard is damaged, or has no text under ``key``.
+            ReadFailure: the disk or the network failed.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A file of JSON lines, parquet or arrow."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return str(self.path)
+
+    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
+        """See `Shard`."""
+        return (piece for piece, _ in read_pieces(self.path, key, start, first_record))
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """One of the files of a dataset on the hub."""
+
+    name: str
+    dataset: Any  # datasets.IterableDataset
+    number: int
+
+    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
+        """See `Shard`. An error that is not known to be damage may come from the network."""
+        columns = self.dataset.column_names
+        if columns is not None and key not in columns:
+            raise UnreadableError(f'has no column "{key}"; it has {", ".join(columns)}')
+        try:
+            rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
+            for batch in rows.iter(batch_size=_ROWS):
+                if key not in batch:
+                    raise UnreadableError(f'has no column "{key}"; it has {", ".join(batch)}')
+                texts = [text if isinstance(text, str) else None for text in batch[key]]
+                yield Piece("rows", texts, start + 1, len(texts), start + len(texts))
+                start += len(texts)
+        except UnreadableError:
+            raise
+        except Exception as error:  # of whatever library reads the network and the format
+            raise ReadFailure(f"cannot be read ({first_line(error)})") from None
+
+
+def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
+    """The shards that `data.paths` names, in a fixed order, and a digest of their names, sizes and samples of them.
+
+    Raises:
+        ConfigError: nothing there, a file of another kind, or a dataset that the hub does not have or give.
+    """
+    if not paths:
+        raise ConfigError("data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
+    shards: dict[str, Shard] = {}
+    about: list[object] = []
+    for path in paths:
+        files = _files_of(path)
+        if files is None:
+            found, revision = _shards_of_hub(path)
+            about.append((path, revision, len(found)))
+            shards |= {shard.name: shard for shard in found}
+        else:
+            shards |= {str(file): LocalShard(file) for file in files}
+    local = [shard.path for shard in shards.values() if isinstance(shard, LocalShard)]
+    about += [(file.name, file.stat().st_size) for file in local]
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    for number in sorted({*np.linspace(0, len(local) - 1, _FILES).astype(int)} if local else ()):
+        with open(local[number], "rb") as content:
+            for start in np.linspace(0, max(0, local[number].stat().st_size - _PIECE), _PIECES).astype(int):
+                content.seek(int(start))
+                digest.update(content.read(_PIECE))
+    return list(shards.values()), digest.hexdigest()
+
+
+def _files_of(path: str) -> list[Path] | None:
+    """The files that a path or glob pattern names, in order; None if it is the name of a dataset on the hub."""
+    if os.path.isdir(path):
+        files = sorted(file for file in Path(path).rglob("*") if ending_of(file) in RECORD_ENDINGS and file.is_file())
+        if not files:
+            raise ConfigError("data.paths", path, f"no file in the folder ends with {', '.join(RECORD_ENDINGS)}")
+    else:
+        files = [Path(path)] if os.path.lexists(path) else sorted(map(Path, glob.glob(path, recursive=True)))
+    if not files and _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS:
+        return None
+    if not files:
+        problem = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub "
+        raise ConfigError("data.paths", path, problem + "would be like org/name, org/name:config or org/name@revision")
+    for file in files:
+        unfit = file_problem(file)
+        if unfit is not None:
+            raise ConfigError("data.paths", str(file), f"{unfit}; name files of records")
+        if ending_of(file) not in RECORD_ENDINGS:
+            problem = f"its ending is none of {', '.join(RECORD_ENDINGS)} (.jsonl may also end in .gz or .zst); rename"
+            raise ConfigError("data.paths", str(file), f"{problem} or convert it")
+        if file.stat().st_size == 0:
+            raise ConfigError("data.paths", str(file), "the file is empty; remove it or give one with text")
+    return files
+
+
+def _shards_of_hub(path: str) -> tuple[list[HubShard], str]:
+    """The shards of the training split of a dataset on the hub, and its revision, which is looked up once."""
+    try:
+        from datasets import disable_progress_bars, load_dataset
+        from huggingface_hub import HfApi
+    except ImportError:
+        problem = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
+        raise ConfigError("data.paths", path, f"{problem}; install titan_like[stream]") from None
+    name, config, revision = _HUB_NAME.fullmatch(path).group("name", "config", "revision")  # type: ignore[union-attr]
+    disable_progress_bars()
+    try:
+        revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
+        dataset = load_dataset(name, config, split="train", revision=revision, streaming=True)
+    except Exception as error:  # of the network, the hub's answer, or the dataset's own format
+        problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
+        raise ConfigError(
+            "data.paths", path, f"{problem}; correct the name, or download it and name the folder"
+        ) from None
+    shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
+    return shards, str(revision)

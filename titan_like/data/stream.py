@@ -1,0 +1,173 @@
+"""Records that are read and tokenized while the run goes on: `data.dataset` "hf".
+
+A fixed number R of virtual readers, whatever the layout, share the shards. Sample i of the run is sample i div R of
+reader i mod R, so it is a function of i alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from titan_like.config.schema import Data
+from titan_like.data.bookmarks import Bookmarks
+from titan_like.data.packed import split_weights
+from titan_like.data.permutation import Permutation
+from titan_like.data.shards import find_shards
+from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.stream_reader import Documents, Part, Reader
+from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
+
+# Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
+# those of the golden ratio and of √2, so that any stretch of records, and any set of short shards, is divided fairly.
+_BY_RECORD, _BY_SHARD, _WHOLE = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909, 1 << 64
+
+
+def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
+    """How many processes tokenize each sample, of which one trains on it, because they share a reader.
+
+    Process (rank, worker) reads the samples rank · micro_batch_size + j of every num_workers-th microbatch, so the
+    readers with the same remainders modulo ``period``.
+    """
+    processes = num_ranks * max(1, section.num_workers)
+    period = math.gcd(processes * micro_batch_size, section.num_readers)
+    return processes * min(micro_batch_size, period) // period
+
+
+def described_readers(section: Data, micro_batch_size: int, num_ranks: int) -> str:
+    """How many readers there are, and whether several processes tokenize the same samples, with the cure."""
+    times, processes = tokenized_times(section, micro_batch_size, num_ranks), num_ranks * max(1, section.num_workers)
+    text = f"streaming with {section.num_readers} readers"
+    if times == 1:
+        return text
+    cure = f"data.num_readers = {micro_batch_size * processes} would avoid it"
+    return f"{text}: each sample is tokenized {times} times; {cure}"
+
+
+class StreamSource(Source):
+    """One split of a stream. Its training split has no end, and how long the others are is known only at their end."""
+
+    def __init__(self, request: DataRequest) -> None:
+        """Find the shards; nothing is read yet.
+
+        Raises:
+            ConfigError: there are none, or the tokenizer does not fit the model.
+        """
+        super().__init__(request)
+        section = request.section
+        self._weights = split_weights(section.split)
+        self.tokenizer = build_tokenizer(section.tokenizer)
+        check_vocabulary(section.tokenizer, self.tokenizer, request.vocab_size)
+        self.shards, self._content = find_shards(section.paths)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._readers: dict[int, Reader] = {}
+        finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_readers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __len__(self) -> int:
+        """Unknown, or 0 if the split has no whole sample."""
+        return 0 if self._is_empty else UNKNOWN_LENGTH
+
+    @cached_property
+    def _is_empty(self) -> bool:
+        if self._weights[SPLITS.index(self.request.split)] == 0:
+            return True
+        readers = range(self.request.section.num_readers)
+        return self.request.split != "train" and all(self._window(index) is None for index in readers)
+
+    def sample(self, position: int) -> torch.Tensor:
+        """Sample ``position`` of the run, int64 [2, seq]."""
+        return self[position]
+
+    def described(self, micro_batch_size: int, num_ranks: int) -> str:
+        """See `described_readers`."""
+        return described_readers(self.request.section, micro_batch_size, num_ranks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Sample ``index`` of the run: int64 [2, seq], without labels if its reader has come to the split's end."""
+        window = self._window(index)
+        if window is None:
+            inputs = torch.full((self.request.seq_len,), self.tokenizer.eod_id)
+            return torch.stack((inputs, torch.full_like(inputs, IGNORED_LABEL)))
+        tokens = torch.from_numpy(window)
+        return torch.stack((tokens[:-1], tokens[1:]))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the shards' names, sizes and samples of their content, and of all that decides their order."""
+        section = self.request.section
+        settings = (self._content, section.num_readers, self._weights, self.request.split, section.text_key)
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        for path in tokenizer_files(section.tokenizer):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def _window(self, index: int) -> np.ndarray | None:
+        if self._process != os.getpid():  # a copy in a worker of the loader must not move its parent's open files
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads do not survive a fork
+            self._begin()
+        sample, number = divmod(index, self.request.section.num_readers)
+        with self._lock:
+            if number not in self._readers:
+                self._readers[number] = self._open(number)
+            return self._readers[number].sample(sample)
+
+    def _open(self, number: int) -> Reader:
+        request, parts = self.request, self._parts(number)
+        is_train = request.split == "train"
+
+        def order(epoch: int) -> list[Part]:
+            if not is_train:
+                return parts
+            shuffled = Permutation(len(parts), "stream", request.seed, request.part, number, epoch)
+            return [parts[shuffled(place)] for place in range(len(parts))]
+
+        section, epochs = request.section, None if is_train else 1
+        documents = Documents(number, section.num_readers, order, epochs, section.text_key, self.tokenizer)
+        return Reader(documents, request.seq_len, Bookmarks(self._bookmark_folder / f"reader-{number}.jsonl"))
+
+    @cached_property
+    def _bookmark_folder(self) -> Path:
+        key = repr((self.fingerprint, self.request.seed, self.request.part, self.request.seq_len)).encode()
+        return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
+
+    def _parts(self, reader: int) -> list[Part]:
+        """What a reader reads. As many shards as can be are dealt out whole. Groups of readers share the rest, each of
+        them every k-th record, so that all readers have the same share of the data.
+        """
+        num_shards, num_readers = len(self.shards), self.request.section.num_readers
+        rest = num_shards % num_readers
+        dealt = num_shards - rest
+        parts = [self._part(shard, 1, 0) for shard in range(reader, dealt, num_readers)]
+        groups = math.gcd(rest, num_readers)
+        shared = range(dealt + reader % groups, num_shards, groups) if rest else ()
+        return parts + [self._part(shard, num_readers // groups, reader // groups) for shard in shared]
+
+    def _part(self, shard: int, modulus: int, remainder: int) -> Part:
+        split = SPLITS.index(self.request.split)
+        first, last = (round(sum(self._weights[:end]) * _WHOLE) for end in (split, split + 1))
+        last = _WHOLE if split == 2 else last
+
+        def is_wanted(record: int) -> bool:
+            number = record - 1
+            return number % modulus == remainder and first <= (number * _BY_RECORD + shard * _BY_SHARD) % _WHOLE < last
+
+        return Part(self.shards[shard], is_wanted)
