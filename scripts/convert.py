@@ -41,7 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--tokenizer", help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)')
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from", allow_abbrev=False)
     from_hf.add_argument(
-        "--input", required=True, metavar="FOLDER", help="folder with config.json and safetensors files"
+        "--input",
+        required=True,
+        metavar="FOLDER",
+        help="folder with config.json and safetensors files, or a name of the Hugging Face hub",
     )
     from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write the checkpoint step-0 to")
     return parser
@@ -92,8 +95,9 @@ def from_hf(options: argparse.Namespace) -> int:
 
     from titan_like.hugging_face.folder import open_hugging_face
     from titan_like.hugging_face.from_hugging_face import from_hugging_face, settings_to_train
+    from titan_like.hugging_face.hub import local_folder
 
-    source = open_hugging_face(Path(options.input), "--input")
+    source = open_hugging_face(local_folder(options.input, "--input"), "--input")
     try:
         path = from_hugging_face(source, output)
     except OSError as error:

@@ -312,7 +312,8 @@ class Checkpoint(Section):
     folder: OptionalPath = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalPath = Field(
         None,
-        description="Hugging Face folder, or a checkpoint's step-N folder, whose weights a new run starts from",
+        description="Hugging Face folder or name of the hub, or a checkpoint's step-N folder, whose weights a new run "
+        "starts from",
     )
 
 

@@ -15,6 +15,7 @@ from titan_like.checkpoint.weight_reader import is_checkpoint
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face
+from titan_like.hugging_face.hub import local_folder
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_part
@@ -32,7 +33,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     text = config.checkpoint.initial_load_path
     if text is None:
         return
-    path = Path(text)
+    path = local_folder(text, _KEY)
     if is_checkpoint(path):
         problem = unreadable(path)
         if problem is not None:
@@ -55,7 +56,7 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
     Raises:
         RunError: the files are damaged.
     """
-    folder = Path(path)
+    folder = local_folder(path, _KEY)
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
