@@ -44,9 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FOLDER",
-        "--input",
-        required=True,
-        metavar="FOLDER",
         help="folder with config.json and safetensors files, or a name of the Hugging Face hub",
     )
     from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write the checkpoint step-0 to")
