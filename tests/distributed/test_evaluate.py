@@ -1,0 +1,155 @@
+"""In every layout a checkpoint's scores are those of transformers on the same weights."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import launch
+from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
+from titan_like.checkpoint.inference import find_checkpoint, in_one_process, load_parallel_model
+from titan_like.config.schema import JobConfig
+from titan_like.evaluate.scoring import Scorer
+from titan_like.evaluate.windows import Window, ending_window, sliding_windows
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train.job import process_group
+from titan_like.train.setup import check_settings
+
+SEQ_LEN, STRIDE, TARGETS = 24, 9, 3
+PIPELINE = {"pipeline_parallel_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline, tensor": PIPELINE | TENSOR,
+    "data, tensor, zero 3": SEQUENCE | {"zero_stage": 3},
+    "replicas, interleaved": PIPELINE
+    | {
+        "data_parallel_replicate_degree": 2,
+        "pipeline_schedule": "interleaved_1f1b",
+        "virtual_stages_per_rank": 2,
+    },
+    "data": {"zero_stage": 0},
+}
+FAMILIES = ("gpt", "llama")
+
+
+@cache
+def model_of(family: str):
+    """Random weights; its dropout must be off."""
+    shape = gpt_config(num_layers=4, dropout=0.5) if family == "gpt" else llama_config(num_layers=4)
+    return random_model(shape).float()
+
+
+def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
+    shape = model_of(family).config.model_dump(mode="json", exclude_none=True)
+    return JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder / family)},
+            "model": {"family": family, "flavor": "own", "flavors": {"own": shape}},
+            "training": {"seq_len": SEQ_LEN, "micro_batch_size": 3, "global_batch_size": 12, "steps": 1},
+            "parallelism": layout,
+        }
+    )
+
+
+def random_text() -> np.ndarray:
+    return np.random.default_rng(0).integers(101, size=160)
+
+
+@cache
+def continued(family: str) -> list[Window]:
+    """Windows of several lengths, whose targets are what transformers' model finds most probable, except some."""
+    generator, model = np.random.default_rng(1), reference_of(model_of(family))
+    windows = []
+    for number in range(23):
+        tokens = generator.integers(101, size=2 + number).tolist()
+        for _ in range(TARGETS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if number % 4 == 0:
+            tokens[-1] = (tokens[-1] + 1) % 101
+        windows.append(ending_window(tokens[:-TARGETS], tokens[-TARGETS:], SEQ_LEN))
+    return windows
+
+
+def windows_of(family: str) -> list[Window]:
+    return sliding_windows(random_text(), SEQ_LEN, STRIDE) + continued(family)
+
+
+def scores_of(config: JobConfig, family: str, mesh: Any) -> torch.Tensor:
+    device = torch.device("cpu")
+    model = load_parallel_model(config, find_checkpoint(config), mesh, device)
+    model.train()
+    windows, before = windows_of(family), torch.get_rng_state()
+    scores = torch.tensor(Scorer(config, model, mesh, device)(windows), dtype=torch.float64)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(stage.module.training for stage in model.stages)
+    return scores
+
+
+def score_in_every_layout(rank: int, folder: Path) -> None:
+    found = {}
+    for family in FAMILIES:
+        for name, layout in LAYOUTS.items():
+            config = config_of(folder, family, layout)
+            _, degrees = check_settings(config, dist.get_world_size())
+            scores = scores_of(config, family, build_mesh(degrees, "cpu"))
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, scores)
+            assert all(torch.equal(others, scores) for others in everywhere)
+            found[f"{family} {name}"] = scores
+    if rank == 0:
+        torch.save(found, folder / "scores.pt")
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("evaluate")
+    for family in FAMILIES:
+        save_checkpoint(folder / family / "checkpoint", model_of(family))
+    launch(score_in_every_layout, 4, folder)
+    found = torch.load(folder / "scores.pt", weights_only=True)
+    with process_group(torch.device("cpu")):
+        for family in FAMILIES:
+            config, layout = in_one_process(config_of(folder, family, LAYOUTS["pipeline, tensor"]))
+            found[f"{family} one process"] = scores_of(config, family, build_mesh(layout, "cpu"))
+    return found
+
+
+@torch.no_grad()
+def perplexity_by_transformers(family: str) -> float:
+    """The loop of Hugging Face's guide to perplexity, over windows of SEQ_LEN inputs."""
+    model, tokens = reference_of(model_of(family)), torch.from_numpy(random_text())[None]
+    loss, previous_end = 0.0, 1
+    for begin in range(0, tokens.shape[1], STRIDE):
+        end = min(begin + SEQ_LEN + 1, tokens.shape[1])
+        labels = tokens[:, begin:end].clone()
+        labels[:, : previous_end - begin] = -100
+        if end > previous_end:
+            mean = model(tokens[:, begin:end], labels=labels).loss  # over the new tokens
+            loss += mean.double().item() * (end - previous_end)
+        previous_end = end
+        if end == tokens.shape[1]:
+            break
+    return math.exp(loss / (tokens.shape[1] - 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["one process", *LAYOUTS])
+def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
+    text, words = scores[f"{family} {layout}"].split((len(windows_of(family)) - len(continued(family)), 23))
+    assert math.exp(-text[:, 0].sum().item() / 159) == pytest.approx(perplexity_by_transformers(family), rel=1e-6)
+    model = reference_of(model_of(family))
+    for window, (found, right) in zip(continued(family), words.tolist(), strict=True):
+        tokens = torch.from_numpy(window.tokens)
+        with torch.no_grad():
+            likely = model(tokens[None, :-1]).logits[0, -TARGETS:].log_softmax(-1)
+        assert found == pytest.approx(likely.gather(1, tokens[-TARGETS:, None]).sum().item(), rel=1e-5)
+        assert right == (likely.argmax(-1) == tokens[-TARGETS:]).sum()
+    assert {TARGETS - 1, TARGETS} <= set(words[:, 1].int().tolist())
