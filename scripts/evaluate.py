@@ -24,6 +24,7 @@ from titan_like.train.rules import CHECKS
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
     from titan_like.evaluate.scoring import Progress
+    from titan_like.evaluate.task import TextSettings
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> int:
     config = load_config(settings, CHECKS)
 
     from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import check_tasks
 
     key, specs = ("--task", options.task) if options.task else ("evaluation.datasets", config.evaluation.datasets)
@@ -78,27 +80,28 @@ def main(argv: list[str]) -> int:
         raise ConfigError(key, None, "there is nothing to evaluate; give --task NAME=PATH")
     check_tasks(key, specs)
     path = find_checkpoint(config)
-    seq_len = config.training.seq_len
-    stride = options.stride or max(1, seq_len // 2)
-    if stride > seq_len:
-        raise ConfigError("--stride", stride, f"longer than training.seq_len = {seq_len}; use at most that")
-    results = score(config, path, key, specs, stride)
+    windows = TextSettings.of(config.training.seq_len, options.stride)
+    if windows.stride > windows.seq_len:
+        problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
+        raise ConfigError("--stride", windows.stride, problem)
+    results = score(config, path, key, specs, windows)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    print(f"[{path}] windows of {seq_len} tokens, stride {stride}", file=sys.stderr)
+    print(f"[{path}] windows of {windows.seq_len} tokens, stride {windows.stride}", file=sys.stderr)
     print(format_results(results))
     if options.json:
-        told = {"checkpoint": str(path), "seq_len": seq_len, "stride": stride, "results": results}
+        told = {"checkpoint": str(path), **vars(windows), "results": results}
         Path(options.json).write_text(json.dumps(told, indent=2), encoding="utf-8")
     return 0
 
 
-def score(config: JobConfig, path: Path, key: str, specs: list[str], stride: int) -> dict[str, dict[str, float]]:
+def score(
+    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings
+) -> dict[str, dict[str, float]]:
     """Score the tasks in one process or, under torchrun, in the run's layout: task → figure → value."""
     from titan_like.checkpoint.inference import in_one_process, load_parallel_model
     from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
     from titan_like.evaluate.scoring import Scorer
-    from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import open_tasks, run_tasks
     from titan_like.models.registry import model_config
     from titan_like.parallel.mesh import build_mesh
@@ -117,7 +120,7 @@ def score(config: JobConfig, path: Path, key: str, specs: list[str], stride: int
         model, layout = check_settings(config, world_size)
     tokenizer = build_tokenizer(config.data.tokenizer)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
-    tasks = open_tasks(key, specs, tokenizer, TextSettings(config.training.seq_len, stride))
+    tasks = open_tasks(key, specs, tokenizer, windows)
     device = select_device(config.training.dtype)
     with process_group(device):
         mesh = build_mesh(layout, device.type)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import launch
+from scripts import evaluate
+from tests.distributed.launch import base_config, launch
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, in_one_process, load_parallel_model
 from titan_like.config.schema import JobConfig
@@ -20,7 +23,8 @@ from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.windows import Window, ending_window, sliding_windows
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.job import process_group
-from titan_like.train.setup import check_settings
+from titan_like.train.setup import check_settings, prepare_run
+from titan_like.train.trainer import Trainer
 
 SEQ_LEN, STRIDE, TARGETS = 24, 9, 3
 PIPELINE = {"pipeline_parallel_degree": 2}
@@ -106,6 +110,79 @@ def score_in_every_layout(rank: int, folder: Path) -> None:
             found[f"{family} {name}"] = scores
     if rank == 0:
         torch.save(found, folder / "scores.pt")
+
+
+FILES = {
+    "fox.txt": "the quick brown fox jumps over the lazy dog " * 7,
+    "words.txt": " \n = A fox = \n \n The quick , brown fox ( a @-@ b ) jumps . \n" * 5,
+    "last.jsonl": "".join(json.dumps({"text": f"{'and so ' * n}on"}) + "\n" for n in range(1, 14)),
+}
+TASKS = ["text=fox.txt", "wikitext103=words.txt", "lambada=last.jsonl"]
+FIGURES = {
+    *("text/loss", "text/perplexity", "text/bits_per_byte", "lambada/accuracy", "lambada/perplexity"),
+    *("wikitext103/word_perplexity", "wikitext103/loss", "wikitext103/perplexity"),
+}
+
+
+def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
+    (folder / "runs").mkdir(exist_ok=True)
+    settings = {f"parallelism.{key}": value for key, value in LAYOUTS[layout].items()}
+    settings |= {
+        "training.steps": 4,
+        "training.seq_len": 32,
+        "checkpoint.enable": True,
+        "metrics.log_interval": 2,
+        "evaluation.interval": 2,
+        "evaluation.steps": 1,
+        "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
+        "model.overrides": {"dropout": 0.2},
+        "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
+    }
+    return base_config(folder, settings)
+
+
+def metrics_of(config: JobConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_and_evaluate(rank: int, folder: Path) -> None:
+    for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
+        Trainer(prepare_run(training_config(folder, name, tasks))).train()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("training")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder, launch(train_and_evaluate, 4, folder)[0].printed
+
+
+@pytest.mark.parametrize("layout", ["pipeline, tensor", "data, tensor, zero 3"])
+def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> None:
+    folder, printed = trained
+    config = training_config(folder, layout, TASKS)
+    lines, without = metrics_of(config), metrics_of(training_config(folder, layout, []))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines] == [line[key] for line in without]
+    assert [FIGURES & line.keys() for line in lines] == [set(), FIGURES, set(), FIGURES]
+    assert lines[1]["text/perplexity"] > 1.1 * lines[3]["text/perplexity"]
+    for line in (lines[1], lines[3]):
+        assert f"| lm loss: {line['validation_loss']:.6E} | text loss: {line['text/loss']:.6g} |" in printed
+    assert FIGURES.isdisjoint(key for line in without for key in line)
+
+    # The script finds the same in one process, from the checkpoint of the last step.
+    arguments = ["--job.dump_folder", config.job.dump_folder, "--training.seq_len=32", "--training.micro_batch_size=5"]
+    arguments += ["--model.overrides.dropout=0.2", "--json", str(folder / "found.json")]
+    for spec in config.evaluation.datasets:
+        arguments += ["--task", spec]
+    assert evaluate.main(arguments) == 0
+    told = json.loads((folder / "found.json").read_text())
+    assert (told["seq_len"], told["stride"], Path(told["checkpoint"]).name) == (32, 16, "step-4")
+    for figure in FIGURES:
+        task, _, name = figure.partition("/")
+        assert told["results"][task][name] == pytest.approx(lines[3][figure], rel=1e-5), figure
+    assert told["results"]["lambada"]["passages"] == 13
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_detokenized_wikitext(text: str) -> None:
 
 def test_detokenizes_as_the_evaluation_harness_does() -> None:
     reference = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
-    text = " \n".join(PUBLISHED) + ' ( a ( b ) " c [ d " ] \' e \n s \' 10 @-@ N \n'
+    text = " \n".join(PUBLISHED) + " ( a ( b ) \" c [ d \" ] ' e \n s ' 10 @-@ N \n"
     assert detokenize(text) == reference.wikitext_detokenizer({"page": text})
 
 

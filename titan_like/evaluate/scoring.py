@@ -36,8 +36,12 @@ class Scorer:
     are: only a few numbers per token leave a process.
     """
 
-    def __init__(self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, one_length: bool = False
+    ) -> None:
+        """With ``one_length`` every window is padded to `training.seq_len`, for a model compiled for that length."""
         self.config, self.model, self.mesh, self.device = config, model, mesh, device
+        self._one_length = one_length
         dp_mesh = data_parallel_mesh(mesh)
         self._dp_rank, self._dp_size = dp_mesh.get_local_rank(), dp_mesh.size()
         self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
@@ -79,6 +83,8 @@ class Scorer:
     def _width(self, longest: int) -> int:
         """The number of inputs that windows of at most ``longest`` inputs are padded to."""
         section, seq_len = self.config.parallelism, self.config.training.seq_len
+        if self._one_length:
+            return seq_len
         unit = math.lcm(_WIDTHS, section.tensor_parallel_degree if section.sequence_parallel else 1)
         return min(-(-longest // unit) * unit, seq_len)
 

@@ -24,6 +24,11 @@ class TextSettings:
     seq_len: int  # tokens that the model sees at once
     stride: int  # tokens from one sliding window to the next, at most seq_len
 
+    @classmethod
+    def of(cls, seq_len: int, stride: int | None = None) -> TextSettings:
+        """By default a window overlaps half of the one before, as in Hugging Face's guide to perplexity."""
+        return cls(seq_len, max(1, seq_len // 2) if stride is None else stride)
+
 
 class TaskError(ValueError):
     """A file that a task cannot use, as the predicate of a sentence about the file."""
