@@ -1,6 +1,7 @@
 """Evaluate a checkpoint: python scripts/evaluate.py --job.config_file train_configs/debug_gpt.toml --task text=FILE
 
-Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words).
+Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words), and
+with --lm_eval those of EleutherAI's evaluation harness.
 Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
 processes split the model in the configuration's layout; a single process loads the whole model. The model sees
 training.seq_len tokens at once.
@@ -13,8 +14,9 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
@@ -49,6 +51,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens from one window of a text to the next (default: half of training.seq_len, whose value gives "
         "disjoint windows)",
     )
+    parser.add_argument(
+        "--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, by name with commas between them"
+    )
+    parser.add_argument("--lm_eval_folder", metavar="FOLDER", help="folder with YAML files of more tasks for --lm_eval")
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question of --lm_eval")
+    parser.add_argument("--limit", type=int, help="score only the first documents of each task of --lm_eval")
     parser.add_argument("--json", metavar="PATH", help="also write the results to this file")
     return parser
 
@@ -61,6 +69,15 @@ def check_options(options: argparse.Namespace) -> None:
     """
     if options.stride is not None and options.stride < 1:
         raise ConfigError("--stride", options.stride, "must be at least 1")
+    if options.lm_eval and find_spec("lm_eval") is None:
+        problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
+        raise ConfigError("--lm_eval", options.lm_eval, problem)
+    for name, least in (("num_fewshot", 0), ("limit", 1)):
+        value = getattr(options, name)
+        if value is not None and (value < least or not options.lm_eval):
+            raise ConfigError(f"--{name}", value, f"must be at least {least} and is for --lm_eval only")
+    if options.lm_eval_folder and not (options.lm_eval and Path(options.lm_eval_folder).is_dir()):
+        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "must be a folder and is for --lm_eval only")
     if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
         raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
 
@@ -75,30 +92,42 @@ def main(argv: list[str]) -> int:
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import check_tasks
 
-    key, specs = ("--task", options.task) if options.task else ("evaluation.datasets", config.evaluation.datasets)
-    if not specs:
-        raise ConfigError(key, None, "there is nothing to evaluate; give --task NAME=PATH")
+    key, specs = "--task", options.task or []
+    if not specs and not options.lm_eval:
+        key, specs = "evaluation.datasets", config.evaluation.datasets
+        if not specs:
+            raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
     check_tasks(key, specs)
     path = find_checkpoint(config)
     windows = TextSettings.of(config.training.seq_len, options.stride)
     if windows.stride > windows.seq_len:
         problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
         raise ConfigError("--stride", windows.stride, problem)
-    results = score(config, path, key, specs, windows)
+    results, of_harness = score(config, path, key, specs, windows, options)
     if os.environ.get("RANK", "0") != "0":
         return 0
     print(f"[{path}] windows of {windows.seq_len} tokens, stride {windows.stride}", file=sys.stderr)
-    print(format_results(results))
+    if results:
+        print(format_results(results))
+    if of_harness:
+        from lm_eval.utils import make_table
+
+        print(make_table(of_harness))
     if options.json:
         told = {"checkpoint": str(path), **vars(windows), "results": results}
+        told |= {"lm_eval": of_harness["results"]} if of_harness else {}
         Path(options.json).write_text(json.dumps(told, indent=2), encoding="utf-8")
     return 0
 
 
 def score(
-    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings
-) -> dict[str, dict[str, float]]:
-    """Score the tasks in one process or, under torchrun, in the run's layout: task → figure → value."""
+    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings, options: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Score the tasks in one process or, under torchrun, in the run's layout.
+
+    Returns:
+        Task → figure → value, and what the harness returns if it is asked for.
+    """
     from titan_like.checkpoint.inference import in_one_process, load_parallel_model
     from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
     from titan_like.evaluate.scoring import Scorer
@@ -114,18 +143,28 @@ def score(
     check_meeting()
     if world_size == 1:
         config, layout = in_one_process(config)
-        model = model_config(config.model)
-        check_sequence(config, model, layout)
+        shape = model_config(config.model)
+        check_sequence(config, shape, layout)
     else:
-        model, layout = check_settings(config, world_size)
+        shape, layout = check_settings(config, world_size)
     tokenizer = build_tokenizer(config.data.tokenizer)
-    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
+    check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
     tasks = open_tasks(key, specs, tokenizer, windows)
+    names = options.lm_eval.split(",") if options.lm_eval else []
+    if names:
+        from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+
+        manager = find_tasks(names, options.lm_eval_folder)
     device = select_device(config.training.dtype)
     with process_group(device):
         mesh = build_mesh(layout, device.type)
-        scorer = Scorer(config, load_parallel_model(config, path, mesh, device), mesh, device)
-        return run_tasks(tasks, scorer, progress_of if os.environ.get("RANK", "0") == "0" else None)
+        model = load_parallel_model(config, path, mesh, device)
+        progress = progress_of if os.environ.get("RANK", "0") == "0" else None
+        results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
+        if not names:
+            return results, {}
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer)
+        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
 
 
 def progress_of(name: str) -> Progress:

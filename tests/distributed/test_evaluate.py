@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts import evaluate
+from scripts import convert, evaluate
 from tests.distributed.launch import base_config, launch
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, in_one_process, load_parallel_model
 from titan_like.config.schema import JobConfig
+from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.windows import Window, ending_window, sliding_windows
 from titan_like.parallel.mesh import build_mesh
@@ -149,13 +153,104 @@ def train_and_evaluate(rank: int, folder: Path) -> None:
     for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
         Trainer(prepare_run(training_config(folder, name, tasks))).train()
 
+    if find_spec("lm_eval") is not None:
+        config = training_config(folder, "pipeline, tensor", TASKS)
+        _, layout = check_settings(config, 4)
+        found = run_on_harness(config, build_mesh(layout, "cpu"), folder)
+        (folder / f"harness {rank}.json").write_text(json.dumps(found))
+
+
+QUESTIONS = [("the quick", [" brown fox", " fox", "zzz"], 0), ("a dog", [" jumps", " e"], 1), ("", ["e ", "q"], 0)]
+HARNESS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}} and then it goes on until the window is full {{gold}}, and on {{text}}",
+        "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "continuation": {
+        "output_type": "generate_until",
+        "doc_to_text": "the quick brown {{text}}",
+        "doc_to_target": "{{choices[0]}}",
+        # The model repeats itself, which stops it.
+        "generation_kwargs": {"until": [3 * c for c in ascii_lowercase], "max_gen_toks": 6, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]:
+    from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+
+    device = torch.device("cpu")
+    model = load_parallel_model(config, find_checkpoint(config), mesh, device)
+    lm = CheckpointLM(config, model, mesh, device, ByteTokenizer())
+    found = run_harness(lm, list(HARNESS), find_tasks(list(HARNESS), str(folder / "tasks")), None, None)
+    return {"results": found["results"], "samples": answers_of(found)} if found else {}
+
+
+def answers_of(found: Any) -> list[Any]:
+    """The model's answer to each request."""
+    return [sample["resps"] for task in HARNESS for sample in found["samples"][task]]
+
+
+def write_harness_tasks(folder: Path) -> None:
+    (folder / "tasks").mkdir()
+    lines = [json.dumps({"text": text, "choices": choices, "gold": gold}) for text, choices, gold in QUESTIONS]
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    data = {"data_files": {"test": str(folder / "questions.jsonl")}}
+    for name, task in HARNESS.items():
+        source = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
+
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("training")
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    return folder, launch(train_and_evaluate, 4, folder)[0].printed
+    write_harness_tasks(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
+            patch.setenv(key, f"{folder}/hf{value}")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield folder, launch(train_and_evaluate, 4, folder)[0].printed
+
+
+def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    from titan_like.evaluate.harness import find_tasks
+
+    folder, _ = trained
+    config = training_config(folder, "pipeline, tensor", TASKS)
+    arguments = ["to-hf", "--checkpoint", f"{config.job.dump_folder}/checkpoint", "--output", str(folder / "export")]
+    assert convert.main(arguments) == 0
+    theirs = HFLM(pretrained=str(folder / "export"), max_length=32, batch_size=1, device="cpu")
+    manager = find_tasks(list(HARNESS), str(folder / "tasks"))
+    found = lm_eval.simple_evaluate(theirs, tasks=list(HARNESS), task_manager=manager)
+
+    with process_group(torch.device("cpu")):
+        alone, layout = in_one_process(config)
+        ours = run_on_harness(alone, build_mesh(layout, "cpu"), folder)
+    for result in (ours, json.loads((folder / "harness 0.json").read_text())):
+        for answer, expected in zip(result["samples"], answers_of(found), strict=True):
+            assert np.shape(answer) == np.shape(expected)
+            for one, other in zip(np.ravel(answer).tolist(), np.ravel(expected).tolist(), strict=True):
+                assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=1e-5)
+        assert result["results"]["choice"]["acc,none"] == found["results"]["choice"]["acc,none"]
+        for task, figures in found["results"].items():
+            for figure, value in figures.items():
+                if isinstance(value, float):
+                    assert result["results"][task][figure] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["pipeline, tensor", "data, tensor, zero 3"])
