@@ -143,7 +143,7 @@ def check_call(program, environment, arguments, monkeypatch):
         if arguments[0] in ("predict", "duration", "simulate"):  # the others choose layouts
             config = load_config(given[0])
             resolve_settings(config, dry_run_world(config))
-    elif script in ("scripts/generate.py", "scripts/verify.py"):
+    elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)
