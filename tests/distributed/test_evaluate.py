@@ -211,17 +211,25 @@ def write_harness_tasks(folder: Path) -> None:
         (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
 
 
+def do_everything(rank: int, folder: Path) -> None:
+    score_in_every_layout(rank, folder)
+    train_and_evaluate(rank, folder)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    folder = tmp_path_factory.mktemp("training")
+    """The folder in which all processes did everything, and what they printed."""
+    folder = tmp_path_factory.mktemp("evaluate")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     write_harness_tasks(folder)
+    for family in FAMILIES:
+        save_checkpoint(folder / family / "checkpoint", model_of(family))
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
             patch.setenv(key, f"{folder}/hf{value}")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        yield folder, launch(train_and_evaluate, 4, folder)[0].printed
+        yield folder, launch(do_everything, 4, folder)[0].printed
 
 
 def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:
@@ -281,11 +289,8 @@ def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> N
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("evaluate")
-    for family in FAMILIES:
-        save_checkpoint(folder / family / "checkpoint", model_of(family))
-    launch(score_in_every_layout, 4, folder)
+def scores(trained: tuple[Path, str]) -> dict[str, torch.Tensor]:
+    folder, _ = trained
     found = torch.load(folder / "scores.pt", weights_only=True)
     with process_group(torch.device("cpu")):
         for family in FAMILIES:
