@@ -95,7 +95,7 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
     """Generate tokens after the prompt, in one process or, under torchrun, in the run's layout."""
     import torch
 
-    from titan_like.checkpoint.inference import ParallelInference, load_for_inference
+    from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
     from titan_like.evaluate.sampling import generate
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
@@ -126,7 +126,8 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
     max_tokens = min(shape.max_seq_len, len(prompt) + options.max_new_tokens)
     with process_group(device):
         mesh = build_mesh(layout, device.type)
-        return continue_prompt(ParallelInference(config, path, mesh, device, max_tokens), device)
+        model = load_parallel_model(config, path, mesh, device)
+        return continue_prompt(ParallelInference(config, model, mesh, device, max_tokens), device)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import base_config, launch
-from titan_like.checkpoint.inference import ParallelInference, find_checkpoint, load_for_inference
+from titan_like.checkpoint.inference import (
+    ParallelInference,
+    find_checkpoint,
+    load_for_inference,
+    load_parallel_model,
+)
 from titan_like.config.schema import JobConfig
 from titan_like.evaluate.sampling import generate
 from titan_like.parallel.mesh import build_mesh
@@ -56,7 +61,8 @@ def train_and_generate(rank: int, folder: Path) -> None:
             run = prepare_run(config)
             mesh = build_mesh(run.layout, "cpu")
             most = min(run.model.max_seq_len, len(PROMPT) + NEW_TOKENS)
-            model = ParallelInference(config, find_checkpoint(config), mesh, run.device, most)
+            split = load_parallel_model(config, find_checkpoint(config), mesh, run.device)
+            model = ParallelInference(config, split, mesh, run.device, most)
             for number, options in enumerate(SAMPLING):
                 tokens = generate(model, PROMPT, NEW_TOKENS, **options)
                 everywhere: list[Any] = [None] * dist.get_world_size()

@@ -81,6 +81,18 @@ OVERRIDES = {
         [STEPS, "--data.split=1,0,0", "--evaluation.interval=1"],
         ["data.split", '"1,0,0"', "give it more weight or set evaluation.interval to 0"],
     ),
+    "missing evaluation data": (
+        [STEPS, "--evaluation.interval=1", "--evaluation.datasets", "lambada={tmp}/no.jsonl"],
+        ["evaluation.datasets", "lambada={tmp}/no.jsonl", "no.jsonl does not exist; name a readable text file"],
+    ),
+    "unknown evaluation task": (
+        [STEPS, "--evaluation.interval=1", "--evaluation.datasets", "lambda={tmp}/empty.txt"],
+        ["evaluation.datasets", "must be NAME=PATH, where NAME is text, wikitext103, lambada"],
+    ),
+    "evaluation data never read": (
+        [STEPS, "--evaluation.interval=0", "--evaluation.datasets", "text={tmp}/latin.txt"],
+        ["evaluation.datasets", "set evaluation.interval"],
+    ),
     "unknown dataset": (
         [STEPS, "--data.dataset=texts"],
         ["data.dataset", '"texts"', "unknown name; did you mean text? there are hf, indexed, stdlib, text"],

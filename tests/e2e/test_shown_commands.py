@@ -29,6 +29,7 @@ FILES = {
     "[training]\nglobal_batch_size = 64\nsteps = 5\n",
     "FILE.csv": "model,gpu,gpus,gbs,notes\n",
     "measured.csv": "model,gpu,gpus,gbs,notes\n",
+    "gpt2.toml": "",  # settings of a converted model
     "mine.toml": None,  # a shipped profile
     "primer.toml": "[training]\nsteps = 5\n",  # its family, which is the page's, has tests/e2e/test_own_family.py
 }
@@ -143,7 +144,7 @@ def check_call(program, environment, arguments, monkeypatch):
         if arguments[0] in ("predict", "duration", "simulate"):  # the others choose layouts
             config = load_config(given[0])
             resolve_settings(config, dry_run_world(config))
-    elif script in ("scripts/generate.py", "scripts/verify.py"):
+    elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)

@@ -146,6 +146,13 @@ def test_stops_at_the_end_of_the_document(model):
     assert generate(model, PROMPT, 12, seed=0, eod_id=unused) == text
 
 
+def test_stops_when_the_text_is_complete(model):
+    text = generate(model, PROMPT, 12, seed=0)
+    seen = []
+    assert generate(model, PROMPT, 12, seed=0, is_complete=lambda new: seen.append(new) or len(new) == 4) == text[:4]
+    assert seen == [text[:1], text[:2], text[:3], text[:4]]
+
+
 def test_context_is_the_last_max_seq_len_tokens(model):
     assert model.config.max_seq_len == 16
     long_prompt = [(7 * i) % 250 for i in range(40)]

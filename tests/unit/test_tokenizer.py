@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Model
@@ -58,6 +58,16 @@ def test_tokenizer_json(tokenizer_json):
     assert tokenizer.encode("to").dtype == "int64"
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (6, 5)
     assert tokenizer.decode([4, 2]) == "not be"
+
+
+def test_tokens_before_every_text(tokenizer_json):
+    path = tokenizer_json(["?", "to", "<s>", "</s>"])
+    assert build_tokenizer(path).first_ids == build_tokenizer("byte").first_ids == []
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    tokenizer.save(path)
+    assert build_tokenizer(path).first_ids == [2]
+    assert build_tokenizer(path).encode("to").tolist() == [1]
 
 
 def test_vocabulary_with_a_gap_counts_up_to_its_largest_id(tokenizer_json, tmp_path):

@@ -13,12 +13,13 @@ from titan_like.checkpoint.compatible import check_readable, check_same_model
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Parallelism
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
+from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
 
@@ -65,26 +66,39 @@ def _load(path: Path, model: ParallelModel | Transformer) -> None:
         raise RunError(f"{path} cannot be loaded ({error}); choose another checkpoint.load_step") from error
 
 
+def in_one_process(config: JobConfig) -> tuple[JobConfig, Layout]:
+    """The configuration with one process for the whole model, and the layout of that."""
+    parallelism = Parallelism()
+    return config.model_copy(update={"parallelism": parallelism}), resolve_layout(parallelism, 1)
+
+
+def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
+    """This process's part of a checkpoint's model, in the configuration's layout. Needs a process group.
+
+    Raises:
+        RunError: the checkpoint is damaged.
+    """
+    eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+    model = build_parallel_model(eager, model_config(config.model), mesh, device)
+    _load(path, model)
+    return model
+
+
 class ParallelInference:
-    """A checkpoint's model split over several processes, which all call it with the same tokens.
+    """A model split over several processes, which all call it with the same tokens.
 
     Every data-parallel rank computes the same result.
     """
 
-    def __init__(self, config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device, max_tokens: int) -> None:
-        """Load the checkpoint. No call may have more than ``max_tokens`` tokens.
-
-        Raises:
-            RunError: the checkpoint is damaged.
-        """
+    def __init__(
+        self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, max_tokens: int
+    ) -> None:
+        """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens."""
         whole, section = model_config(config.model), config.parallelism
         shards = section.tensor_parallel_degree if section.sequence_parallel else 1
         # Sequence parallelism needs equal parts.
         self._window = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
         self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": self._window})
-        eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
-        model = build_parallel_model(eager, whole, mesh, device)
-        _load(path, model)
         self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
         self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # a rank of the last stage
 

@@ -70,6 +70,7 @@ def utf8_text(text: str) -> str:
 Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
 OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list)]
 PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(_expanded_list)]
 StepList = Annotated[list[Annotated[int, Field(gt=0, le=_MOST_STEPS)]], BeforeValidator(_as_list)]
 
@@ -391,6 +392,11 @@ class Evaluation(Section):
 
     interval: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between validations; 0 turns validation off")
     steps: int = Field(10, gt=0, le=_MOST_STEPS, description="global batches per validation")
+    datasets: TextList = Field(
+        default_factory=list,
+        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103 or lambada",
+        examples=[["lambada=lambada_test.jsonl"]],
+    )
 
 
 class Cluster(Section):

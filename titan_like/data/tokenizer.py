@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eod_id: int  # the end-of-document token, which follows every document
+    first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [tokens], without added special tokens."""
@@ -44,6 +45,9 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod_id = 256
+
+    def __init__(self) -> None:
+        self.first_ids: list[int] = []
 
     def encode(self, text: str) -> np.ndarray:
         """One token per byte: int64 [bytes]."""
@@ -65,6 +69,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id = eod_id
+        self.first_ids = tokenizer.encode("").ids
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -64,9 +65,11 @@ def generate(
     seed: int = 0,
     eod_id: int | None = None,
     prefix_lm: bool = False,
+    is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
     """Sample tokens after a prompt, until ``max_new_tokens`` or the end of the document.
 
+    ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
     Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
     the tokens of the prompt see each other, as those of a prefix do in training.
     """
@@ -86,4 +89,6 @@ def generate(
         if following.item() == eod_id:
             break
         tokens = torch.cat((tokens, following), dim=1)
+        if is_complete is not None and is_complete(tokens[0, len(prompt) :].tolist()):
+            break
     return tokens[0, len(prompt) :].tolist()

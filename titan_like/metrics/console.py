@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
+from collections.abc import Mapping
 from statistics import median_low
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,6 +56,12 @@ def format_log_line(
     if seconds_left is not None:
         parts.append(f"time left: {format_duration(seconds_left)}")
     return " | ".join(parts) + " |"
+
+
+def format_validation(step: int, loss: float, evaluation: Mapping[str, float]) -> str:
+    """The line about a validation: its loss, and the figures of `evaluation.datasets` as TASK/FIGURE."""
+    figures = [f"{name.replace('/', ' ').replace('_', ' ')}: {value:.6g}" for name, value in evaluation.items()]
+    return " | ".join([f" validation at iteration {step}", f"lm loss: {loss:.6E}", *figures]) + " |"
 
 
 def format_sources(sources: dict[str, float]) -> str:

@@ -29,6 +29,7 @@ class StepRecord:
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
     validation_loss: float | None = None  # on steps followed by a validation
+    evaluation: dict[str, float] = field(default_factory=dict)  # TASK/FIGURE, on steps followed by a validation
     sources: dict[str, float] = field(default_factory=dict)  # of a blend: samples and epochs, on logged steps
     profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
 

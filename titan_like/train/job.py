@@ -48,7 +48,7 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
             trainer = Trainer(run, remark)
         trainer.signals = stop
-        watchdog.progress = lambda: (trainer.step, trainer.pipeline.num_actions)
+        watchdog.progress = lambda: (trainer.step, trainer.num_actions)
         watchdog.is_starting = lambda: trainer.step == trainer.start_step
         size = run.config.training.micro_batch_size
         with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):

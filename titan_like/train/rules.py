@@ -48,7 +48,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             lambda: check_tensor_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
         ]
-    rules += [lambda: _check_precision(config), lambda: _check_health(config)]
+    rules += [lambda: _check_precision(config), lambda: _check_health(config), lambda: _check_evaluation(config)]
     rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
@@ -238,6 +238,13 @@ def _check_health(config: JobConfig) -> None:
     if health.loss_spike_factor and health.loss_spike_action == "rewind" and not config.checkpoint.enable:
         problem = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
         raise ConfigError("health.loss_spike_action", "rewind", problem)
+
+
+def _check_evaluation(config: JobConfig) -> None:
+    section = config.evaluation
+    if section.datasets and not section.interval:
+        problem = "are scored at each validation, but there is none; set evaluation.interval"
+        raise ConfigError("evaluation.datasets", section.datasets, problem)
 
 
 def _check_precision(config: JobConfig) -> None:

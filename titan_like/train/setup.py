@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,9 @@ from titan_like.data.batch_size import total_steps
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import DataRequest, Source
+from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+from titan_like.evaluate.task import Task, TextSettings
+from titan_like.evaluate.tasks import check_tasks, open_tasks
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -43,6 +46,7 @@ class Run:
     datasets: dict[str, Source]  # "train" and "validation"
     checkpoint_folder: Path
     masks: Masks
+    tasks: list[Task] = field(default_factory=list)  # scored at each validation
 
 
 def prepare_run(config: JobConfig) -> Run:
@@ -64,6 +68,7 @@ def prepare_run(config: JobConfig) -> Run:
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
         masks=masks_of(config.data, config.job.seed),
+        tasks=open_evaluation(config, model),
     )
 
 
@@ -81,12 +86,13 @@ def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfi
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Check that the run can write to its folders, and can resume or start from what they hold.
+    """Check that the run can write to its folders, and can resume or start from and evaluate what they hold.
 
     Raises:
-        ConfigError: a folder cannot be created or written to, checkpoints are of another run, or initial weights are of
-            another model.
+        ConfigError: a folder cannot be created or written to, checkpoints are of another run, initial weights are of
+            another model, or a file of `evaluation.datasets` is missing.
     """
+    check_tasks("evaluation.datasets", config.evaluation.datasets)
     _check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     if config.checkpoint.enable:
         folder = checkpoint_folder(config)
@@ -177,6 +183,20 @@ def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> N
     if free < needed:
         problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
+
+
+def open_evaluation(config: JobConfig, model: TransformerConfig) -> list[Task]:
+    """Read and tokenize the files of `evaluation.datasets`.
+
+    Raises:
+        ConfigError: a task or file cannot be used.
+    """
+    if not config.evaluation.datasets:
+        return []
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
+    settings = TextSettings.of(config.training.seq_len)
+    return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)
 
 
 def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:

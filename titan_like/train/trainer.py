@@ -19,7 +19,9 @@ from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.metrics.console import format_log_line, format_sources
+from titan_like.evaluate.scoring import Scorer
+from titan_like.evaluate.tasks import run_tasks
+from titan_like.metrics.console import format_log_line, format_sources, format_validation
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord
@@ -58,6 +60,7 @@ class Trainer(TrainingState):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step) if dist.get_rank() == 0 else []
+        self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
@@ -95,10 +98,8 @@ class Trainer(TrainingState):
                     continue
                 is_last = self.step == total or self.stop_signal > 0
                 if self._validates():
-                    record.validation_loss = self.validate()
-                    self.console.print(
-                        f" validation at iteration {self.step} | lm loss: {record.validation_loss:.6E} |"
-                    )
+                    record.validation_loss, record.evaluation = self.validate(), self.evaluate()
+                    self.console.print(format_validation(self.step, record.validation_loss, record.evaluation))
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
             if self.stop_signal and self.step < total:
@@ -228,6 +229,11 @@ class Trainer(TrainingState):
         )
 
     @property
+    def num_actions(self) -> int:
+        """Passes, sends and receives so far, which grow as long as training and evaluation make progress."""
+        return self.pipeline.num_actions + self.scorer.num_actions
+
+    @property
     def loss_scale(self) -> torch.Tensor | float:
         """The factor that multiplies the loss: 1, or the loss scaler's in float16."""
         return 1.0 if self.scaler is None else self.scaler.scale
@@ -314,6 +320,15 @@ class Trainer(TrainingState):
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
         return (total[0] / total[1]).item()
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
+        return {
+            f"{task}/{figure}": value
+            for task, figures in run_tasks(self.run.tasks, self.scorer).items()
+            for figure, value in figures.items()
+            if isinstance(value, float)
+        }
 
     def _rewind(self, record: StepRecord) -> bool:
         """Go back to the newest checkpoint and continue with the samples after the bad step's.

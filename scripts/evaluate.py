@@ -1,0 +1,199 @@
+"""Evaluate a checkpoint: python scripts/evaluate.py --job.config_file train_configs/debug_gpt.toml --task text=FILE
+
+Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words), and
+with --lm_eval those of EleutherAI's evaluation harness.
+Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
+processes split the model in the configuration's layout; a single process loads the whole model. The model sees
+training.seq_len tokens at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.load import run_command
+from titan_like.config.options import OptionParser
+from titan_like.train.rules import CHECKS
+
+if TYPE_CHECKING:
+    from titan_like.config.schema import JobConfig
+    from titan_like.evaluate.scoring import Progress
+    from titan_like.evaluate.task import TextSettings
+
+_SECONDS_BETWEEN_LINES = 10
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options that evaluation adds to the run's settings."""
+    parser = OptionParser(
+        description=__doc__,
+        epilog="Any --section.key of the run can be given too; python train.py --help lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--task",
+        metavar="NAME=PATH",
+        action="append",
+        help="a task and its file; may be repeated (default: evaluation.datasets)",
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        help="tokens from one window of a text to the next (default: half of training.seq_len, whose value gives "
+        "disjoint windows)",
+    )
+    parser.add_argument(
+        "--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, by name with commas between them"
+    )
+    parser.add_argument("--lm_eval_folder", metavar="FOLDER", help="folder with YAML files of more tasks for --lm_eval")
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question of --lm_eval")
+    parser.add_argument("--limit", type=int, help="score only the first documents of each task of --lm_eval")
+    parser.add_argument("--json", metavar="PATH", help="also write the results to this file")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ConfigError: the first option that is wrong.
+    """
+    if options.stride is not None and options.stride < 1:
+        raise ConfigError("--stride", options.stride, "must be at least 1")
+    if options.lm_eval and find_spec("lm_eval") is None:
+        problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
+        raise ConfigError("--lm_eval", options.lm_eval, problem)
+    for name, least in (("num_fewshot", 0), ("limit", 1)):
+        value = getattr(options, name)
+        if value is not None and (value < least or not options.lm_eval):
+            raise ConfigError(f"--{name}", value, f"must be at least {least} and is for --lm_eval only")
+    if options.lm_eval_folder and not (options.lm_eval and Path(options.lm_eval_folder).is_dir()):
+        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "must be a folder and is for --lm_eval only")
+    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
+        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+
+
+def main(argv: list[str]) -> int:
+    """Load the model, score the tasks and print their results."""
+    options, settings = build_parser().parse_known_args(argv)
+    check_options(options)
+    config = load_config(settings, CHECKS)
+
+    from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.evaluate.task import TextSettings
+    from titan_like.evaluate.tasks import check_tasks
+
+    key, specs = "--task", options.task or []
+    if not specs and not options.lm_eval:
+        key, specs = "evaluation.datasets", config.evaluation.datasets
+        if not specs:
+            raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
+    check_tasks(key, specs)
+    path = find_checkpoint(config)
+    windows = TextSettings.of(config.training.seq_len, options.stride)
+    if windows.stride > windows.seq_len:
+        problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
+        raise ConfigError("--stride", windows.stride, problem)
+    results, of_harness = score(config, path, key, specs, windows, options)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    print(f"[{path}] windows of {windows.seq_len} tokens, stride {windows.stride}", file=sys.stderr)
+    if results:
+        print(format_results(results))
+    if of_harness:
+        from lm_eval.utils import make_table
+
+        print(make_table(of_harness))
+    if options.json:
+        told = {"checkpoint": str(path), **vars(windows), "results": results}
+        told |= {"lm_eval": of_harness["results"]} if of_harness else {}
+        Path(options.json).write_text(json.dumps(told, indent=2), encoding="utf-8")
+    return 0
+
+
+def score(
+    config: JobConfig, path: Path, key: str, specs: list[str], windows: TextSettings, options: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+    """Score the tasks in one process or, under torchrun, in the run's layout.
+
+    Returns:
+        Task → figure → value, and what the harness returns if it is asked for.
+    """
+    from titan_like.checkpoint.inference import in_one_process, load_parallel_model
+    from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
+    from titan_like.evaluate.scoring import Scorer
+    from titan_like.evaluate.tasks import open_tasks, run_tasks
+    from titan_like.models.registry import model_config
+    from titan_like.parallel.mesh import build_mesh
+    from titan_like.train.environment import check_meeting, number_of_processes
+    from titan_like.train.job import process_group
+    from titan_like.train.rules import check_sequence
+    from titan_like.train.setup import check_settings, select_device
+
+    world_size = number_of_processes()
+    check_meeting()
+    if world_size == 1:
+        config, layout = in_one_process(config)
+        shape = model_config(config.model)
+        check_sequence(config, shape, layout)
+    else:
+        shape, layout = check_settings(config, world_size)
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
+    tasks = open_tasks(key, specs, tokenizer, windows)
+    names = options.lm_eval.split(",") if options.lm_eval else []
+    if names:
+        from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+
+        manager = find_tasks(names, options.lm_eval_folder)
+    device = select_device(config.training.dtype)
+    with process_group(device):
+        mesh = build_mesh(layout, device.type)
+        model = load_parallel_model(config, path, mesh, device)
+        progress = progress_of if os.environ.get("RANK", "0") == "0" else None
+        results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
+        if not names:
+            return results, {}
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer)
+        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit)
+
+
+def progress_of(name: str) -> Progress:
+    """Print a task's progress to stderr now and then."""
+    from titan_like.metrics.console import format_duration
+
+    began = printed = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= _SECONDS_BETWEEN_LINES:
+            printed = now
+            left = format_duration((now - began) / done * (total - done))
+            print(f"{name}: {done:,} of {total:,} windows, about {left} left", file=sys.stderr, flush=True)
+
+    return show
+
+
+def format_results(results: dict[str, dict[str, float]]) -> str:
+    """A table with a line for each figure of each task."""
+    rows = [
+        (task, figure, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for task, figures in results.items()
+        for figure, value in figures.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,332 @@
+"""In every layout a checkpoint's scores are those of transformers on the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts import convert, evaluate
+from tests.distributed.launch import base_config, launch
+from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
+from titan_like.checkpoint.inference import find_checkpoint, in_one_process, load_parallel_model
+from titan_like.config.schema import JobConfig
+from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.scoring import Scorer
+from titan_like.evaluate.windows import Window, ending_window, sliding_windows
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train.job import process_group
+from titan_like.train.setup import check_settings, prepare_run
+from titan_like.train.trainer import Trainer
+
+SEQ_LEN, STRIDE, TARGETS = 24, 9, 3
+PIPELINE = {"pipeline_parallel_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline, tensor": PIPELINE | TENSOR,
+    "data, tensor, zero 3": SEQUENCE | {"zero_stage": 3},
+    "replicas, interleaved": PIPELINE
+    | {
+        "data_parallel_replicate_degree": 2,
+        "pipeline_schedule": "interleaved_1f1b",
+        "virtual_stages_per_rank": 2,
+    },
+    "data": {"zero_stage": 0},
+}
+FAMILIES = ("gpt", "llama")
+
+
+@cache
+def model_of(family: str):
+    """Random weights; its dropout must be off."""
+    shape = gpt_config(num_layers=4, dropout=0.5) if family == "gpt" else llama_config(num_layers=4)
+    return random_model(shape).float()
+
+
+def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
+    shape = model_of(family).config.model_dump(mode="json", exclude_none=True)
+    return JobConfig.model_validate(
+        {
+            "job": {"dump_folder": str(folder / family)},
+            "model": {"family": family, "flavor": "own", "flavors": {"own": shape}},
+            "training": {"seq_len": SEQ_LEN, "micro_batch_size": 3, "global_batch_size": 12, "steps": 1},
+            "parallelism": layout,
+        }
+    )
+
+
+def random_text() -> np.ndarray:
+    return np.random.default_rng(0).integers(101, size=160)
+
+
+@cache
+def continued(family: str) -> list[Window]:
+    """Windows of several lengths, whose targets are what transformers' model finds most probable, except some."""
+    generator, model = np.random.default_rng(1), reference_of(model_of(family))
+    windows = []
+    for number in range(23):
+        tokens = generator.integers(101, size=2 + number).tolist()
+        for _ in range(TARGETS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if number % 4 == 0:
+            tokens[-1] = (tokens[-1] + 1) % 101
+        windows.append(ending_window(tokens[:-TARGETS], tokens[-TARGETS:], SEQ_LEN))
+    return windows
+
+
+def windows_of(family: str) -> list[Window]:
+    return sliding_windows(random_text(), SEQ_LEN, STRIDE) + continued(family)
+
+
+def scores_of(config: JobConfig, family: str, mesh: Any) -> torch.Tensor:
+    device = torch.device("cpu")
+    model = load_parallel_model(config, find_checkpoint(config), mesh, device)
+    model.train()
+    windows, before = windows_of(family), torch.get_rng_state()
+    scores = torch.tensor(Scorer(config, model, mesh, device)(windows), dtype=torch.float64)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(stage.module.training for stage in model.stages)
+    return scores
+
+
+def score_in_every_layout(rank: int, folder: Path) -> None:
+    found = {}
+    for family in FAMILIES:
+        for name, layout in LAYOUTS.items():
+            config = config_of(folder, family, layout)
+            _, degrees = check_settings(config, dist.get_world_size())
+            scores = scores_of(config, family, build_mesh(degrees, "cpu"))
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, scores)
+            assert all(torch.equal(others, scores) for others in everywhere)
+            found[f"{family} {name}"] = scores
+    if rank == 0:
+        torch.save(found, folder / "scores.pt")
+
+
+FILES = {
+    "fox.txt": "the quick brown fox jumps over the lazy dog " * 7,
+    "words.txt": " \n = A fox = \n \n The quick , brown fox ( a @-@ b ) jumps . \n" * 5,
+    "last.jsonl": "".join(json.dumps({"text": f"{'and so ' * n}on"}) + "\n" for n in range(1, 14)),
+}
+TASKS = ["text=fox.txt", "wikitext103=words.txt", "lambada=last.jsonl"]
+FIGURES = {
+    *("text/loss", "text/perplexity", "text/bits_per_byte", "lambada/accuracy", "lambada/perplexity"),
+    *("wikitext103/word_perplexity", "wikitext103/loss", "wikitext103/perplexity"),
+}
+
+
+def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
+    (folder / "runs").mkdir(exist_ok=True)
+    settings = {f"parallelism.{key}": value for key, value in LAYOUTS[layout].items()}
+    settings |= {
+        "training.steps": 4,
+        "training.seq_len": 32,
+        "checkpoint.enable": True,
+        "metrics.log_interval": 2,
+        "evaluation.interval": 2,
+        "evaluation.steps": 1,
+        "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
+        "model.overrides": {"dropout": 0.2},
+        "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
+    }
+    return base_config(folder, settings)
+
+
+def metrics_of(config: JobConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_and_evaluate(rank: int, folder: Path) -> None:
+    for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
+        Trainer(prepare_run(training_config(folder, name, tasks))).train()
+
+    if find_spec("lm_eval") is not None:
+        config = training_config(folder, "pipeline, tensor", TASKS)
+        _, layout = check_settings(config, 4)
+        found = run_on_harness(config, build_mesh(layout, "cpu"), folder)
+        (folder / f"harness {rank}.json").write_text(json.dumps(found))
+
+
+QUESTIONS = [("the quick", [" brown fox", " fox", "zzz"], 0), ("a dog", [" jumps", " e"], 1), ("", ["e ", "q"], 0)]
+HARNESS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}} and then it goes on until the window is full {{gold}}, and on {{text}}",
+        "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "continuation": {
+        "output_type": "generate_until",
+        "doc_to_text": "the quick brown {{text}}",
+        "doc_to_target": "{{choices[0]}}",
+        # The model repeats itself, which stops it.
+        "generation_kwargs": {"until": [3 * c for c in ascii_lowercase], "max_gen_toks": 6, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]:
+    from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+
+    device = torch.device("cpu")
+    model = load_parallel_model(config, find_checkpoint(config), mesh, device)
+    lm = CheckpointLM(config, model, mesh, device, ByteTokenizer())
+    found = run_harness(lm, list(HARNESS), find_tasks(list(HARNESS), str(folder / "tasks")), None, None)
+    return {"results": found["results"], "samples": answers_of(found)} if found else {}
+
+
+def answers_of(found: Any) -> list[Any]:
+    """The model's answer to each request."""
+    return [sample["resps"] for task in HARNESS for sample in found["samples"][task]]
+
+
+def write_harness_tasks(folder: Path) -> None:
+    (folder / "tasks").mkdir()
+    lines = [json.dumps({"text": text, "choices": choices, "gold": gold}) for text, choices, gold in QUESTIONS]
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    data = {"data_files": {"test": str(folder / "questions.jsonl")}}
+    for name, task in HARNESS.items():
+        source = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
+
+
+def do_everything(rank: int, folder: Path) -> None:
+    score_in_every_layout(rank, folder)
+    train_and_evaluate(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The folder in which all processes did everything, and what they printed."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    write_harness_tasks(folder)
+    for family in FAMILIES:
+        save_checkpoint(folder / family / "checkpoint", model_of(family))
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
+            patch.setenv(key, f"{folder}/hf{value}")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield folder, launch(do_everything, 4, folder)[0].printed
+
+
+def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+
+    from titan_like.evaluate.harness import find_tasks
+
+    folder, _ = trained
+    config = training_config(folder, "pipeline, tensor", TASKS)
+    arguments = ["to-hf", "--checkpoint", f"{config.job.dump_folder}/checkpoint", "--output", str(folder / "export")]
+    assert convert.main(arguments) == 0
+    theirs = HFLM(pretrained=str(folder / "export"), max_length=32, batch_size=1, device="cpu")
+    manager = find_tasks(list(HARNESS), str(folder / "tasks"))
+    found = lm_eval.simple_evaluate(theirs, tasks=list(HARNESS), task_manager=manager)
+
+    with process_group(torch.device("cpu")):
+        alone, layout = in_one_process(config)
+        ours = run_on_harness(alone, build_mesh(layout, "cpu"), folder)
+    for result in (ours, json.loads((folder / "harness 0.json").read_text())):
+        for answer, expected in zip(result["samples"], answers_of(found), strict=True):
+            assert np.shape(answer) == np.shape(expected)
+            for one, other in zip(np.ravel(answer).tolist(), np.ravel(expected).tolist(), strict=True):
+                assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=1e-5)
+        assert result["results"]["choice"]["acc,none"] == found["results"]["choice"]["acc,none"]
+        for task, figures in found["results"].items():
+            for figure, value in figures.items():
+                if isinstance(value, float):
+                    assert result["results"][task][figure] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["pipeline, tensor", "data, tensor, zero 3"])
+def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> None:
+    folder, printed = trained
+    config = training_config(folder, layout, TASKS)
+    lines, without = metrics_of(config), metrics_of(training_config(folder, layout, []))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines] == [line[key] for line in without]
+    assert [FIGURES & line.keys() for line in lines] == [set(), FIGURES, set(), FIGURES]
+    assert lines[1]["text/perplexity"] > 1.1 * lines[3]["text/perplexity"]
+    for line in (lines[1], lines[3]):
+        assert f"| lm loss: {line['validation_loss']:.6E} | text loss: {line['text/loss']:.6g} |" in printed
+    assert FIGURES.isdisjoint(key for line in without for key in line)
+
+    # The script finds the same in one process, from the checkpoint of the last step.
+    arguments = ["--job.dump_folder", config.job.dump_folder, "--training.seq_len=32", "--training.micro_batch_size=5"]
+    arguments += ["--model.overrides.dropout=0.2", "--json", str(folder / "found.json")]
+    for spec in config.evaluation.datasets:
+        arguments += ["--task", spec]
+    assert evaluate.main(arguments) == 0
+    told = json.loads((folder / "found.json").read_text())
+    assert (told["seq_len"], told["stride"], Path(told["checkpoint"]).name) == (32, 16, "step-4")
+    for figure in FIGURES:
+        task, _, name = figure.partition("/")
+        assert told["results"][task][name] == pytest.approx(lines[3][figure], rel=1e-5), figure
+    assert told["results"]["lambada"]["passages"] == 13
+
+
+@pytest.fixture(scope="module")
+def scores(trained: tuple[Path, str]) -> dict[str, torch.Tensor]:
+    folder, _ = trained
+    found = torch.load(folder / "scores.pt", weights_only=True)
+    with process_group(torch.device("cpu")):
+        for family in FAMILIES:
+            config, layout = in_one_process(config_of(folder, family, LAYOUTS["pipeline, tensor"]))
+            found[f"{family} one process"] = scores_of(config, family, build_mesh(layout, "cpu"))
+    return found
+
+
+@torch.no_grad()
+def perplexity_by_transformers(family: str) -> float:
+    """The loop of Hugging Face's guide to perplexity, over windows of SEQ_LEN inputs."""
+    model, tokens = reference_of(model_of(family)), torch.from_numpy(random_text())[None]
+    loss, previous_end = 0.0, 1
+    for begin in range(0, tokens.shape[1], STRIDE):
+        end = min(begin + SEQ_LEN + 1, tokens.shape[1])
+        labels = tokens[:, begin:end].clone()
+        labels[:, : previous_end - begin] = -100
+        if end > previous_end:
+            mean = model(tokens[:, begin:end], labels=labels).loss  # over the new tokens
+            loss += mean.double().item() * (end - previous_end)
+        previous_end = end
+        if end == tokens.shape[1]:
+            break
+    return math.exp(loss / (tokens.shape[1] - 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["one process", *LAYOUTS])
+def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
+    text, words = scores[f"{family} {layout}"].split((len(windows_of(family)) - len(continued(family)), 23))
+    assert math.exp(-text[:, 0].sum().item() / 159) == pytest.approx(perplexity_by_transformers(family), rel=1e-6)
+    model = reference_of(model_of(family))
+    for window, (found, right) in zip(continued(family), words.tolist(), strict=True):
+        tokens = torch.from_numpy(window.tokens)
+        with torch.no_grad():
+            likely = model(tokens[None, :-1]).logits[0, -TARGETS:].log_softmax(-1)
+        assert found == pytest.approx(likely.gather(1, tokens[-TARGETS:, None]).sum().item(), rel=1e-5)
+        assert right == (likely.argmax(-1) == tokens[-TARGETS:]).sum()
+    assert {TARGETS - 1, TARGETS} <= set(words[:, 1].int().tolist())

@@ -1,0 +1,162 @@
+"""Windows, tasks and detokenization, and that they give transformers' numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titan_like.config.errors import ConfigError
+from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.lambada import lambada_task, read_passages, split_passage
+from titan_like.evaluate.task import TaskError, TextSettings
+from titan_like.evaluate.tasks import check_tasks, open_tasks
+from titan_like.evaluate.text import text_task
+from titan_like.evaluate.wikitext import count_words, detokenize, wikitext_task
+from titan_like.evaluate.windows import Score, ending_window, sliding_windows
+from titan_like.parallel.token_scores import token_scores
+
+
+@pytest.mark.parametrize(("seq_len", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (7, 2), (7, 5), (7, 7)])
+@pytest.mark.parametrize("length", [2, 3, 5, 8, 9, 23])
+def test_sliding_windows_score_every_token_once_after_the_longest_context(
+    seq_len: int, stride: int, length: int
+) -> None:
+    scored = []
+    for number, window in enumerate(sliding_windows(np.arange(length), seq_len, stride)):
+        tokens = window.tokens.tolist()
+        assert tokens == list(range(tokens[0], tokens[-1] + 1))
+        assert len(tokens) <= seq_len + 1
+        assert tokens[0] == number * stride
+        targets = tokens[-window.num_targets :]
+        assert targets[0] > tokens[0]  # something predicts it
+        # A later window repeats as many inputs as the stride leaves.
+        assert number == 0 or targets[0] - tokens[0] == seq_len - stride + 1
+        scored += targets
+    assert scored == list(range(1, length))
+
+
+def test_ending_window_cuts_the_context_from_the_left() -> None:
+    assert ending_window([1, 2, 3], [4, 5], 10).tokens.tolist() == [1, 2, 3, 4, 5]
+    window = ending_window([1, 2, 3], [4, 5], 3)
+    assert (window.tokens.tolist(), window.num_targets) == ([2, 3, 4, 5], 2)
+    assert ending_window([1, 2, 3], [4, 5, 6], 3).tokens.tolist() == [3, 4, 5, 6]
+    for context, target in (([], [1]), ([1], []), ([1], [2, 3, 4, 5])):
+        with pytest.raises(ValueError, match="cannot be scored"):
+            ending_window(context, target, 3)
+
+
+PUBLISHED = {  # WikiText as published → ordinary text
+    " \n = Homarus gammarus = \n \n The lobster , a \n": "\n= Homarus gammarus =\n\nThe lobster, a\n",
+    " = = = Early life = = = \n": " === Early life ===\n",
+    " = = Description = = \n": " == Description ==\n",
+    " = = = = A = = = = \n": " ==== A ====\n",
+    "5 – 6 kg ( 11 – 13 lb ) , 0 @.@ 7 of 1 @,@ 500": "5 – 6 kg (11 – 13 lb), 0.7 of 1,500",
+    "a two @-@ year @-@ old dog 's bone": "a two-year-old dog's bone",
+    'the " cutter " , and ; then : go ! now ? yes . End': 'the "cutter", and; then: go! now? yes. End',
+    "the players ' goals": "the players' goals",
+    "a [ sic ] b { c } d ' e ' f": "a [sic] b {c} d 'e' f",
+    "at 30 ° C with N cases": "at 30°C with 1 cases",
+    "wait ... [ with ] .": "wait ... [with] .",
+}
+
+
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_detokenized_wikitext(text: str) -> None:
+    assert detokenize(text) == PUBLISHED[text]
+
+
+def test_detokenizes_as_the_evaluation_harness_does() -> None:
+    reference = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
+    text = " \n".join(PUBLISHED) + " ( a ( b ) \" c [ d \" ] ' e \n s ' 10 @-@ N \n"
+    assert detokenize(text) == reference.wikitext_detokenizer({"page": text})
+
+
+def test_line_ends_count_as_words() -> None:
+    text = " \n = A B = \n \n One two , three . \n"
+    assert count_words(text) == 11  # = A B = \n \n One two , three . : without the first and the last line end
+    task = wikitext_task("w", text, ByteTokenizer(), TextSettings(16, 8))
+    targets = sum(window.num_targets for window in task.windows)
+    assert targets == len(detokenize(text).encode()) - 1
+    results = task.results([Score(-2.0 * window.num_targets, 0) for window in task.windows])
+    assert results["word_perplexity"] == pytest.approx(math.exp(2 * targets / 10))
+    assert (results["words"], results["tokens"]) == (11, targets)
+    assert results["perplexity"] == pytest.approx(math.exp(2))
+
+
+def test_bits_per_byte_are_over_utf8_bytes() -> None:
+    text = "naïve façade, für Ü"
+    task = text_task("t", text, ByteTokenizer(), TextSettings(4, 2))
+    results = task.results([Score(-math.log(2) * window.num_targets, 0) for window in task.windows])
+    assert results["bits_per_byte"] == pytest.approx((len(text.encode()) - 1) / len(text.encode()))
+    assert results["loss"] == pytest.approx(math.log(2))
+
+
+def test_lambada_splits_off_the_last_word() -> None:
+    assert split_passage(1, "he said that that \n") == ("he said that", " that")
+    assert split_passage(1, "  a  b\tc") == ("a  b", " c")
+    with pytest.raises(TaskError, match="fewer than two words in line 3"):
+        split_passage(3, " word ")
+    lines = 'one two\n\n"three" four'
+    assert read_passages(lines) == [(1, "one two"), (3, '"three" four')]
+    as_json = "\n".join(json.dumps({"text": text}) for text in ("one two", "three\nfour"))
+    assert read_passages(as_json + "\n") == [(1, "one two"), (2, "three\nfour")]
+    with pytest.raises(TaskError, match="line 2"):
+        read_passages('{"text": "one"}\n{"txt": "two"}')
+
+
+def test_a_last_word_is_right_only_with_all_its_tokens() -> None:
+    task = lambada_task("l", "aa bb\ncc dd\nee f", ByteTokenizer(), TextSettings(64, 1))
+    assert [bytes(window.tokens.tolist()).decode() for window in task.windows] == ["aa bb", "cc dd", "ee f"]
+    assert [window.num_targets for window in task.windows] == [3, 3, 2]
+    results = task.results([Score(-1.0, 3), Score(-2.0, 2), Score(-6.0, 2)])
+    assert results == {"passages": 3, "accuracy": pytest.approx(2 / 3), "perplexity": pytest.approx(math.exp(3))}
+
+
+def test_token_scores() -> None:
+    logits = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0))
+    labels = logits.argmax(2)
+    logits[0, 0, :] = 1.0  # a tie: the lowest token counts as the most probable one
+    labels[0, 0], labels[0, 1], labels[2, 4] = 0, (labels[0, 1] + 1) % 11, -100
+    log_probability, is_right = token_scores(logits, labels)
+    expected = logits.log_softmax(2).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    expected[2, 4] = 0
+    assert torch.allclose(log_probability, expected, rtol=1e-6)
+    assert is_right.flatten().tolist() == [number not in (1, 14) for number in range(15)]
+
+
+BAD: dict[str, tuple[str | bytes | None, str]] = {
+    "lambada": (None, "must be NAME=PATH"),
+    "race=FILE": ("", "where NAME is text, wikitext103, lambada"),
+    "text=FILE": ("a", "fewer than two tokens"),
+    "text=missing.txt": (None, "missing.txt does not exist; name a readable text file"),
+    "text=$NO_SUCH_VARIABLE/a": (None, "NO_SUCH_VARIABLE is not set"),
+    "wikitext103=FILE": (b"ab\xff", "byte 2 of .* is not valid UTF-8"),
+    "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
+}
+
+
+@pytest.mark.parametrize("spec", BAD)
+def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, problem = BAD[spec]
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "FILE").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=problem):
+        open_tasks("--task", [spec], ByteTokenizer(), TextSettings(8, 4))
+
+
+def test_names_of_tasks(tmp_path: Path) -> None:
+    paths: dict[str, Any] = {name: tmp_path / f"{name}.txt" for name in ("a", "b")}
+    for path in paths.values():
+        path.write_text("two words")
+    specs = [f"text={paths['a']}", f"lambada={paths['a']}", f"text={paths['b']}"]
+    tasks = open_tasks("--task", specs, ByteTokenizer(), TextSettings(8, 4))
+    assert [task.name for task in tasks] == ["text/a", "lambada", "text/b"]
+    with pytest.raises(ConfigError, match="both be called text/a"):
+        check_tasks("--task", [specs[0], specs[0]])

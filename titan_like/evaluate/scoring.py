@@ -1,0 +1,117 @@
+"""The loop that scores windows with a model that may be split over processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_like.config.schema import JobConfig
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.evaluate.windows import Score, Window
+from titan_like.models.transformer import ModelInputs
+from titan_like.parallel.apply import run_batches
+from titan_like.parallel.mesh import data_parallel_mesh
+from titan_like.parallel.model import ParallelModel
+from titan_like.parallel.token_scores import token_scores
+from titan_like.parallel.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from titan_like.parallel.pipeline import Pipeline
+
+_WIDTHS = 64  # windows are padded to a multiple of this, so that few lengths occur
+_MICROBATCHES_PER_STAGE = 4  # in one pass through a pipeline, to keep its stages busy
+
+Progress = Callable[[int, int], None]  # called with (windows scored, all windows)
+
+
+class Scorer:
+    """Scores windows with a model. All processes that hold a part of it call it with the same windows.
+
+    Data-parallel ranks share the windows, in microbatches of `training.micro_batch_size`. The logits stay where they
+    are: only a few numbers per token leave a process.
+    """
+
+    def __init__(
+        self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, one_length: bool = False
+    ) -> None:
+        """With ``one_length`` every window is padded to `training.seq_len`, for a model compiled for that length."""
+        self.config, self.model, self.mesh, self.device = config, model, mesh, device
+        self._one_length = one_length
+        dp_mesh = data_parallel_mesh(mesh)
+        self._dp_rank, self._dp_size = dp_mesh.get_local_rank(), dp_mesh.size()
+        self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
+        self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
+
+    @property
+    def num_actions(self) -> int:
+        """Passes, sends and receives so far, which grow as long as scoring makes progress."""
+        return sum(pipeline.num_actions for pipeline in self._pipelines.values())
+
+    @torch.no_grad()
+    def __call__(self, windows: Sequence[Window], progress: Progress | None = None) -> list[Score]:
+        """Score every window, with dropout off. Every process returns all scores, in the order of the windows.
+
+        No window may have more than `training.seq_len` inputs.
+        """
+        was_training = self.model.stages[0].module.training
+        self.model.train(False)
+        # By length, so that little padding is needed.
+        order = sorted(range(len(windows)), key=lambda number: len(windows[number].tokens), reverse=True)
+        found = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.device)
+        rows, stages = self.config.training.micro_batch_size, self.mesh["pp"].size()
+        at_once = _MICROBATCHES_PER_STAGE * stages * rows * self._dp_size
+        for start in range(0, len(order), at_once):
+            chunk = order[start : start + at_once]
+            width = self._width(len(windows[chunk[0]].tokens) - 1)
+            num_microbatches = -(-len(chunk) // (rows * self._dp_size))  # the same on every rank
+            here = chunk[self._dp_rank :: self._dp_size]
+            scores = self._score([windows[number] for number in here], num_microbatches, width)
+            found[here] = scores[: len(here)]
+            if progress is not None:
+                progress(start + len(chunk), len(order))
+        for group in self._groups:
+            dist.all_reduce(found, group=group)
+        self.model.train(was_training)
+        self.model.free_gathered_parameters()
+        return [Score(log_probability, int(right)) for log_probability, right in found.tolist()]
+
+    def _width(self, longest: int) -> int:
+        """The number of inputs that windows of at most ``longest`` inputs are padded to."""
+        section, seq_len = self.config.parallelism, self.config.training.seq_len
+        if self._one_length:
+            return seq_len
+        unit = math.lcm(_WIDTHS, section.tensor_parallel_degree if section.sequence_parallel else 1)
+        return min(-(-longest // unit) * unit, seq_len)
+
+    def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
+        """This rank's windows → float64 [num_microbatches · rows, 2]: zero except in the last stage, and in padding."""
+        rows = self.config.training.micro_batch_size
+        inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
+        labels = torch.full_like(inputs, IGNORED_LABEL)
+        for row, (tokens, num_targets) in enumerate((window.tokens, window.num_targets) for window in windows):
+            length = len(tokens) - 1
+            inputs[row, :length] = torch.from_numpy(tokens[:-1])
+            labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
+        microbatches = [ModelInputs(part) for part in inputs.to(self.device).split(rows)]
+        targets = labels.to(self.device).split(rows)
+        scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
+
+        def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            log_probability, is_right = token_scores(logits, targets[microbatch])
+            scores[microbatch, :, 0] = log_probability.double().sum(1)
+            scores[microbatch, :, 1] = is_right.sum(1).double()
+            return log_probability.sum()
+
+        self._pipeline(width).forward(microbatches, keep)
+        return scores.flatten(0, 1)
+
+    def _pipeline(self, width: int) -> Pipeline | WholeModel:
+        if width not in self._pipelines:
+            rows = self.config.training.micro_batch_size
+            self._pipelines[width] = run_batches(self.config, self.model, self.mesh, self.device, rows, width)
+        return self._pipelines[width]

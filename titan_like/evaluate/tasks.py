@@ -1,0 +1,98 @@
+"""The tasks by name, and how they are opened from the settings that name them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.paths import expanded, file_problem
+from titan_like.data.tokenizer import Tokenizer
+from titan_like.evaluate.lambada import lambada_task
+from titan_like.evaluate.scoring import Progress, Scorer
+from titan_like.evaluate.task import Task, TaskError, TextSettings
+from titan_like.evaluate.text import text_task
+from titan_like.evaluate.wikitext import wikitext_task
+
+_TASKS: dict[str, Callable[[str, str, Tokenizer, TextSettings], Task]] = {
+    "text": text_task,
+    "wikitext103": wikitext_task,
+    "lambada": lambada_task,
+}
+
+
+def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
+    """Check tasks written NAME=PATH, without opening their files; returns the names and paths.
+
+    Args:
+        key: the setting that names the tasks, for the error.
+        specs: the tasks.
+
+    Raises:
+        ConfigError: there is no such task or file, or one is named twice.
+    """
+    found = []
+    for spec in specs:
+        name, _, written = spec.partition("=")
+        if name not in _TASKS or not written:
+            problem = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
+            raise ConfigError(key, spec, problem)
+        try:
+            path = Path(expanded(written))
+        except ValueError as error:
+            raise ConfigError(key, spec, f"the path {error}") from None
+        problem_of_file = file_problem(path)
+        if problem_of_file is not None:
+            raise ConfigError(key, spec, f"{path} {problem_of_file}; name a readable text file")
+        found.append((name, path))
+    labels = _labels(found)
+    for label, spec in zip(labels, specs, strict=True):
+        if labels.count(label) > 1:
+            raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
+    return found
+
+
+def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
+    """Read and tokenize the files of tasks written NAME=PATH. ``key`` is the setting that errors blame.
+
+    A task has its name, or NAME/FILE, with the file's name without its ending, if there are several of that name.
+
+    Raises:
+        ConfigError: a task or file cannot be used.
+    """
+    found = check_tasks(key, specs)
+    tasks = []
+    for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
+        try:
+            text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+            tasks.append(_TASKS[name](label, text, tokenizer, settings))
+        except UnicodeDecodeError as error:
+            problem = f"byte {error.start} of {path} is not valid UTF-8; convert the file"
+            raise ConfigError(key, spec, problem) from None
+        except OSError as error:
+            raise ConfigError(key, spec, f"{path} cannot be read ({error.strerror})") from None
+        except TaskError as error:
+            raise ConfigError(key, spec, f"{path} {error}") from None
+    return tasks
+
+
+def run_tasks(
+    tasks: Sequence[Task], scorer: Scorer, progress: Callable[[str], Progress] | None = None
+) -> dict[str, dict[str, float]]:
+    """Score every task: task → figure → value, the same on every process.
+
+    Args:
+        tasks: the tasks, the same on every process.
+        scorer: the model.
+        progress: makes a task's name into what is told about its progress.
+    """
+    return {
+        task.name: task.results(scorer(task.windows, None if progress is None else progress(task.name)))
+        for task in tasks
+    }
+
+
+def _labels(found: Sequence[tuple[str, Path]]) -> list[str]:
+    times = Counter(name for name, _ in found)
+    return [name if times[name] == 1 else f"{name}/{path.stem}" for name, path in found]
