@@ -178,7 +178,7 @@ def built_state(config: JobConfig, model: ParallelModel) -> RankState:
     # The fused implementation needs a real device, but keeps the same state.
     section = config.optimizer.model_copy(update={"implementation": "foreach"})
     parameters = list(model.parameters())
-    optimizer = build_optimizer(parameters, section)
+    optimizer = build_optimizer(model.named_parameters(), section)
     materialise_optimizer_state(optimizer)
     moments = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
     weights = _bytes(parameters)  # gradients have the same shapes and types
