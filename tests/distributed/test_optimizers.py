@@ -21,6 +21,8 @@ from tests.distributed.test_host_reads import CountReads, refuse
 from tests.distributed.test_zero_memory import CountCollectives
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
+from titan_like.planner.shapes import coordinates_of
+from titan_like.planner.step_plan import plan_step
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -213,7 +215,11 @@ def watch_steps(rank: int, folder: Path) -> None:
             trainer.train_step(data)
             moved = [key for key, value in bits(trainer).items() if value.numel() and torch.equal(value, after[key])]
             data.close()
-            found[f"{optimizer} {name}"] = [dict(reads.seen), dict(counted.counts), differ, moved]
+            run = trainer.run
+            planned = plan_step(run.config, run.model, run.layout, coordinates_of(run.layout, rank)).state.optimizer
+            state = [value for key, value in before.items() if key.startswith("optimizer.") and value.ndim]
+            held = sum(value.numel() * value.element_size() for value in state)
+            found[f"{optimizer} {name}"] = [dict(reads.seen), dict(counted.counts), differ, moved, held - planned]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -246,7 +252,7 @@ def test_step_waits_for_nothing_and_a_skipped_one_changes_nothing(
     watched: list[dict[str, Any]], optimizer: str, name: str
 ) -> None:
     for of_rank in watched:
-        reads, _, differ, _ = of_rank[f"{optimizer} {name}"]
+        reads, _, differ, _, _ = of_rank[f"{optimizer} {name}"]
         assert reads == {} and differ == []
     stuck = [set(of_rank[f"{optimizer} {name}"][3]) for of_rank in watched]
     assert set.intersection(*stuck) == set()  # the step after it changes everything
@@ -261,3 +267,7 @@ def test_collectives_of_an_update(watched: list[dict[str, Any]]) -> None:
         assert of_rank["adafactor zero 1, tensor with SP"][1] == {"allreduce_": 2 * (1 + tables) + 2 * 2}
         for name in ("zero 3 of 4", "zero 1, tensor with SP"):
             assert of_rank[f"muon {name}"][1] == {"alltoall_base_": 2}
+
+
+def test_bytes_of_state_are_planned(watched: list[dict[str, Any]]) -> None:
+    assert {beyond for of_rank in watched for *_, beyond in of_rank.values()} == {0}

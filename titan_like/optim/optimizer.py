@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,28 +37,6 @@ def build_optimizer(
             "optimizer.name", section.name, f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     return optimizer
-
-
-def state_per_element(section: OptimizerSection) -> float:
-    """Values that the optimizer keeps per element of a matrix, in units of its dtype: 2 for AdamW, 0 for plain SGD.
-
-    Raises:
-        ConfigError: as `build_optimizer`.
-    """
-    return _state_per_element(section.model_dump_json())
-
-
-@lru_cache(maxsize=64)
-def _state_per_element(section: str) -> float:
-    # Measured with one step on a small matrix, so that it also holds for optimizers of other packages.
-    matrix = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = build_optimizer([("matrix", matrix)], OptimizerSection.model_validate_json(section))
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer.step()
-    # Scalars, such as AdamW's step count, do not grow with the matrix.
-    state = (value for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor) and value.ndim)
-    found = sum(value.numel() * value.element_size() for value in state) / (matrix.numel() * matrix.element_size())
-    return int(found) if found == int(found) else found
 
 
 @torch.no_grad()
