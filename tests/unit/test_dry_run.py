@@ -102,6 +102,9 @@ def test_state_of_rules_for_matrices_depends_on_shapes(optimizer: str) -> None:
         values = sum(prod(shape) * (1 if len(shape) == 2 else 2) for shape in in_layers) + 2 * sum(map(prod, outside))
     assert run.state.optimizer == run.plan.state.optimizer == 4 * values
     assert run.plan.peak_state == 8 * run.state.num_parameters + 4 * values
+    sent = [(c.group, c.kind, c.count) for c in run.plan.collectives if c.what == "optimizer"]
+    # Only tensor parallelism splits the parameters here: those of the layers, and the table.
+    assert sent == [("tp", "all_reduce", 4) if optimizer == "adafactor" else ("tp", "all_to_all", 2)]
 
 
 UNEVEN = ["--parallelism.data_parallel_shard_degree=3", "--training.global_batch_size=48"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from titan_like.optim.shards import (
     Partial,
     ShardedOptimizer,
+    UpdateTraffic,
     is_table,
     local,
     shard_groups,
+    sharded_dimensions,
     sum_partials,
     zeros_along,
 )
@@ -55,7 +58,9 @@ class Adafactor(ShardedOptimizer):
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Running means of squared gradients, the number of updates, and a first moment if there is one."""
-        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        # All parameters share the tensor that counts updates, so that it takes one kernel.
+        counts = (state["step"] for state in self.state.values() if state)
+        state = {"step": next(counts, torch.zeros((), dtype=torch.float32, device=parameter.device))}
         if parameter.ndim == 2:
             state["exp_avg_sq_row"] = zeros_along(parameter, 0)
             state["exp_avg_sq_col"] = zeros_along(parameter, 1)
@@ -66,36 +71,67 @@ class Adafactor(ShardedOptimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
         return state
 
+    def traffic(self) -> list[UpdateTraffic]:
+        """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
+        sizes: Counter[tuple[str, str]] = Counter()  # bytes by mesh dimension and bucket
+        for _, name, parameter in self.members():
+            scalars = 1 + self.scale_parameter + (parameter.ndim == 2)
+            vectors = list(zip(local(parameter).shape, (1, 0), strict=True)) if parameter.ndim == 2 else []
+            for size, dim in [*vectors, (scalars, None)]:
+                for dimension in sharded_dimensions(parameter, dim):
+                    sizes[dimension, _bucket(name, parameter)] += size * parameter.element_size()
+        found: dict[str, UpdateTraffic] = {}
+        for (dimension, _), size in sizes.items():
+            before = found.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
+            found[dimension] = before._replace(calls=before.calls + 2, bytes=before.bytes + size)
+        return list(found.values())
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Update every parameter. Gradients hold intermediate values afterwards."""
-        self.init_state()
+        self.begin_step()
+        members = [member for member in self.members() if member[2].grad is not None]
+        if not members:
+            return
+        counts = {id(count): count for count in (self.state[parameter]["step"] for *_, parameter in members)}
+        for count in counts.values():
+            self.assign(count, count + 1)
+        # In float64. It is at least 1, so that a skipped first step divides by nothing that is 0.
+        number = next(iter(counts.values())).double().clamp(min=1)
         # Sums over other processes separate three passes over the parameters, so each kind takes one all-reduce.
-        updates = [
-            _Update(self, parameter, name, group)
-            for group, name, parameter in self.members()
-            if parameter.grad is not None
-        ]
+        updates = [_Update(self, parameter, name, group, number) for group, name, parameter in members]
         sum_partials(partial for update in updates for partial in update.squares())
         sum_partials(update.divide() for update in updates)
         for update in updates:
             update.apply()
 
 
+def _bucket(name: str, parameter: torch.Tensor) -> str:
+    """Parameters with the same bucket share an all-reduce.
+
+    Two pipeline stages hold the two copies of a tied table, which must stay equal. The order in which an all-reduce
+    adds depends on a number's place in the buffer, so each table has its own.
+    """
+    return name if is_table(name, parameter) else ""
+
+
 class _Update:
     """One update of one parameter, on this process's part of it."""
 
-    def __init__(self, optimizer: Adafactor, parameter: torch.nn.Parameter, name: str, group: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        optimizer: Adafactor,
+        parameter: torch.nn.Parameter,
+        name: str,
+        group: dict[str, Any],
+        number: torch.Tensor,
+    ) -> None:
         assert parameter.grad is not None
         self.optimizer, self.parameter, self.group = optimizer, parameter, group
         self.weight, self.gradient = local(parameter), local(parameter.grad)
         self.state = {key: local(value) for key, value in optimizer.state[parameter].items()}
-        # Two pipeline stages hold the two copies of a tied table, which must stay equal. The order in which an
-        # all-reduce adds depends on a number's place in the buffer, so each table has its own.
-        self.bucket = name if is_table(name, parameter) else ""
-        optimizer.assign(self.state["step"], self.state["step"] + 1)
-        # In float64, and at least 1, so that a skipped first step divides by nothing that is 0.
-        self.number = self.state["step"].double().clamp(min=1)
+        self.bucket = _bucket(name, parameter)
+        self.number = number  # of the update, from 1: a scalar on the device
 
     def _partial(self, tensor: torch.Tensor, dim: int | None = None) -> Partial:
         return Partial(tensor, shard_groups(self.parameter, dim), self.bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from titan_like.optim.exchange import MatrixExchange
-from titan_like.optim.shards import ShardedOptimizer, local, mesh_over, sharded_dimensions
+from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
 _EPS = 1e-7  # the least norm by which a matrix is divided
@@ -66,10 +67,20 @@ class Muon(ShardedOptimizer):
             "exp_avg_sq": torch.zeros_like(parameter),
         }
 
+    def traffic(self) -> list[UpdateTraffic]:
+        """Two all-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
+        sizes: Counter[tuple[str, ...]] = Counter()
+        for group, _, parameter in self.members():
+            if group.get("orthogonal"):
+                sizes[sharded_dimensions(parameter)] += local(parameter).numel() * self._dtype(parameter).itemsize
+        return [
+            UpdateTraffic(dimensions, "all_to_all", 2, 2 * size) for dimensions, size in sizes.items() if dimensions
+        ]
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Update every parameter."""
-        self.init_state()
+        self.begin_step()
         if self._sets is None:
             self._sets = _matrix_sets(self)
         for matrices in self._sets:

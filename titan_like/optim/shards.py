@@ -14,6 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
+class UpdateTraffic(NamedTuple):
+    """Collectives of one kind that one process takes part in during an update."""
+
+    dimensions: tuple[str, ...]  # of the mesh; together they are the group
+    kind: str
+    calls: int
+    bytes: int  # that this process hands over, in all of them
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that work on shards and decide on the device whether a step is skipped.
 
@@ -21,9 +30,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0 (as of torch's fused optimizers)
+    _skip: torch.Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr, "fused": True})  # "fused": `step` reads `found_inf` itself
+
+    def begin_step(self) -> None:
+        """Create missing state, and look at `found_inf`."""
+        self.init_state()
+        self._skip = None if self.found_inf is None else self.found_inf > 0
 
     def init_state(self) -> None:
         """Create the state of parameters that have none. It needs no other process."""
@@ -35,6 +50,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state of one parameter before its first update."""
         raise NotImplementedError
 
+    def traffic(self) -> list[UpdateTraffic]:
+        """The collectives of an update."""
+        raise NotImplementedError
+
     def members(self) -> Iterator[tuple[dict[str, Any], str, torch.nn.Parameter]]:
         """(group, name, parameter) of every parameter. Without names in the group, the name is empty."""
         for group in self.param_groups:
@@ -42,8 +61,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield from ((group, name, parameter) for name, parameter in zip(names, group["params"], strict=True))
 
     def assign(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Write ``new`` to ``old``, unless the step is skipped."""
-        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
+        """Write ``new`` to ``old``, unless the step is skipped. For use between `begin_step` and the step's end."""
+        if self._skip is None:
+            old.copy_(new)
+        else:
+            torch.where(self._skip, old, new, out=old)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
