@@ -58,14 +58,14 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero 3, tensor": (4, "llama", {ZERO: 3, TP: 2}),
     "zero 0, tensor with SP": (4, "llama", {ZERO: 0, TP: 2, SP: True}),
     "zero 3, 2 stages": (4, "gpt", {ZERO: 3, PP: 2}),
-    "zero 1, both ends on one rank": (
-        4,
-        "gpt",
-        {ZERO: 1, PP: 2, SCHEDULE: "zbv_zero_bubble", "parallelism.virtual_stages_per_rank": 2},
-    ),
     "tensor with SP, 2 stages": (4, "gpt", {TP: 2, SP: True, PP: 2}),
     "zero 2, tensor with SP, 2 stages": (8, "gpt", {ZERO: 2, TP: 2, SP: True, PP: 2}),
     "zero 3 of 4, 2 stages": (8, "gpt", {ZERO: 3, PP: 2}),
+    "zero 1 of 4, both ends on one rank": (
+        8,
+        "gpt",
+        {ZERO: 1, PP: 2, SCHEDULE: "zbv_zero_bubble", "parallelism.virtual_stages_per_rank": 2},
+    ),
 }
 
 

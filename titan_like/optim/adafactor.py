@@ -73,13 +73,13 @@ class Adafactor(ShardedOptimizer):
 
     def traffic(self) -> list[UpdateTraffic]:
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
-        sizes: Counter[tuple[str, str]] = Counter()  # bytes by mesh dimension and bucket
-        for _, name, parameter in self.members():
+        sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
+        for index, (_, name, parameter) in enumerate(self.members()):
             scalars = 1 + self.scale_parameter + (parameter.ndim == 2)
             vectors = list(zip(local(parameter).shape, (1, 0), strict=True)) if parameter.ndim == 2 else []
             for size, dim in [*vectors, (scalars, None)]:
                 for dimension in sharded_dimensions(parameter, dim):
-                    sizes[dimension, _bucket(name, parameter)] += size * parameter.element_size()
+                    sizes[dimension, _bucket(index, name, parameter)] += size * parameter.element_size()
         found: dict[str, UpdateTraffic] = {}
         for (dimension, _), size in sizes.items():
             before = found.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
@@ -99,20 +99,23 @@ class Adafactor(ShardedOptimizer):
         # In float64. It is at least 1, so that a skipped first step divides by nothing that is 0.
         number = next(iter(counts.values())).double().clamp(min=1)
         # Sums over other processes separate three passes over the parameters, so each kind takes one all-reduce.
-        updates = [_Update(self, parameter, name, group, number) for group, name, parameter in members]
+        updates = [
+            _Update(self, parameter, _bucket(index, name, parameter), group, number)
+            for index, (group, name, parameter) in enumerate(members)
+        ]
         sum_partials(partial for update in updates for partial in update.squares())
         sum_partials(update.divide() for update in updates)
         for update in updates:
             update.apply()
 
 
-def _bucket(name: str, parameter: torch.Tensor) -> str:
-    """Parameters with the same bucket share an all-reduce.
+def _bucket(index: int, name: str, parameter: torch.Tensor) -> int:
+    """Parameters with the same bucket share an all-reduce. ``index`` is the parameter's among those of the process.
 
-    Two pipeline stages hold the two copies of a tied table, which must stay equal. The order in which an all-reduce
-    adds depends on a number's place in the buffer, so each table has its own.
+    Pipelines hold two copies of a tied table, which must stay equal. The order in which an all-reduce adds depends on a
+    number's place in the buffer, so each table has its own.
     """
-    return name if is_table(name, parameter) else ""
+    return index if is_table(name, parameter) else -1
 
 
 class _Update:
@@ -122,7 +125,7 @@ class _Update:
         self,
         optimizer: Adafactor,
         parameter: torch.nn.Parameter,
-        name: str,
+        bucket: int,
         group: dict[str, Any],
         number: torch.Tensor,
     ) -> None:
@@ -130,7 +133,7 @@ class _Update:
         self.optimizer, self.parameter, self.group = optimizer, parameter, group
         self.weight, self.gradient = local(parameter), local(parameter.grad)
         self.state = {key: local(value) for key, value in optimizer.state[parameter].items()}
-        self.bucket = _bucket(name, parameter)
+        self.bucket = bucket
         self.number = number  # of the update, from 1: a scalar on the device
 
     def _partial(self, tensor: torch.Tensor, dim: int | None = None) -> Partial:

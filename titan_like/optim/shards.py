@@ -130,12 +130,12 @@ class Partial(NamedTuple):
 
     tensor: torch.Tensor
     groups: tuple[dist.ProcessGroup, ...]
-    bucket: str = ""  # tensors of one bucket and group are summed by one all-reduce
+    bucket: int  # tensors of one bucket and group are summed by one all-reduce
 
 
 def sum_partials(partials: Iterable[Partial]) -> None:
     """Sum tensors over their groups. Processes of a group give tensors of the same sizes in the same order."""
-    together: dict[tuple[str, dist.ProcessGroup], list[torch.Tensor]] = {}
+    together: dict[tuple[int, dist.ProcessGroup], list[torch.Tensor]] = {}
     for tensor, groups, bucket in partials:
         for group in groups:
             together.setdefault((bucket, group), []).append(tensor)
