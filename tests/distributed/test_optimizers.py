@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {  # by family
     "muon": {"gpt": {}, "llama": {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3}},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    # Rows over 4 processes are uneven: 30 in blocks of 8, and of the last process's 6 none in the table of 257 tokens.
+    # Shards are uneven: 30 rows in blocks of 8, and 257 in blocks of 65.
     "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
     "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
 }
@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     model = MODELS[family]
     if layout.get(SCHEDULE) == "zbv_zero_bubble":
         model = model | {"num_layers": 4}
@@ -140,13 +140,13 @@ PAIRS = [  # of layouts with the same model
     ("zero 3, 2 stages", "zero 1, tensor with SP"),
     ("zero 0, tensor with SP", ONE),
 ]
-SAVED = 3
+SAVED = 2
 
 
 def job(optimizer: str, name: str) -> tuple[int, dict[str, Any]]:
     """Number of processes and settings of a run that keeps all its checkpoints."""
     ranks, family, layout = LAYOUTS.get(name, (1, "llama", {}))
-    keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 3}
+    keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
     return ranks, settings(optimizer, family, layout) | keeps
 
 
@@ -172,7 +172,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
 def test_goes_on_in_another_layout(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
     wanted = losses[f"{optimizer} {before}"]
-    assert len(wanted) == 3 and wanted[-1] < wanted[0]
+    assert len(wanted) == 2 and wanted[-1] < wanted[0]
     assert losses[f"{optimizer} {before} → {after}"] == pytest.approx(wanted, rel=TOLERANCE)
 
 

@@ -148,6 +148,8 @@ def check_call(program, environment, arguments, monkeypatch):
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)
         load_config(settings)
+    elif script == "benchmarks/optimizers.py":
+        resolve_settings(load_config(["--training.steps=1", *arguments]), processes)
     elif script == "scripts/convert.py":
         importlib.import_module("scripts.convert").build_parser().parse_args(arguments)
     else:
