@@ -133,8 +133,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", metavar="PATH")
     options, settings = parser.parse_known_args(argv)
     torch.set_num_threads(options.threads)
+    # An update does not depend on the batch, which only has to be valid in any layout.
+    batch = 8 * int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = ["--training.steps=1", "--training.micro_batch_size=1", f"--training.global_batch_size={batch}"]
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(["--training.steps", "1", *settings, "--job.dump_folder", folder])
+        config = load_config([*defaults, *settings, "--job.dump_folder", folder])
         device = select_device(config.training.dtype)
         with process_group(device):
             result = measure(config, device, options.rounds)
