@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.mutations import dropout, gradients, layers, masks, runs, updates
+from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, runs, updates
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
 from titan_like.verify.processes import Prepare
@@ -50,6 +50,8 @@ DOCUMENTS = [
 LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
+
+ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 
 # Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
 # parameter or module at fault begins.
@@ -139,6 +141,13 @@ BUGS = [
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
     (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
+    (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.UPDATE, "layers.0"),
+    (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.UPDATE, "embedding.weight"),
+    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.UPDATE, "layers.0"),
+    (optimizers.skipped_steps_counted_as_updates, [*ADAFACTOR, *DATA], "one_process", Row.UPDATE, "embedding.weight"),
+    (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
+    (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
+    (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
 ]
 ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 

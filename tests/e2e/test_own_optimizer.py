@@ -72,6 +72,6 @@ def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) 
 
 def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
     done = run(package, "train.py", *SETTINGS, "--optimizer.name=lyon")
-    assert done.returncode == 2 and "did you mean lion? there are adamw, lion, sgd" in done.stderr
+    assert done.returncode == 2 and "did you mean lion? there are adafactor, adamw, lion, muon, sgd" in done.stderr
     done = run(package, "train.py", *SETTINGS, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
     assert done.returncode == 2 and "sgd has no options" in done.stderr and "Traceback" not in done.stderr

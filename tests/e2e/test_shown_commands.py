@@ -149,6 +149,9 @@ def check_call(program, environment, arguments, monkeypatch):
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)
         load_config(settings)
+    elif script == "benchmarks/optimizers.py":
+        batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]
+        resolve_settings(load_config(["--training.steps=1", *batch, *arguments]), processes)
     elif script == "scripts/convert.py":
         importlib.import_module("scripts.convert").build_parser().parse_args(arguments)
     else:

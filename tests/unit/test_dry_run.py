@@ -91,6 +91,22 @@ def test_bytes_are_4_4_and_8_for_each_parameter(optimizer: str, moments: int) ->
     assert run.num_parameters == 4 * LAYER + TABLE + POSITIONS + 256
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_state_of_rules_for_matrices_depends_on_shapes(optimizer: str) -> None:
+    run = plan(*PP2_TP2, *EIGHT, *BATCH, f"--optimizer.name={optimizer}", rank=7)
+    in_layers = list(layer_on_two(0).values()) * 2
+    outside = [(192, 128), (128,), (128,)]
+    if optimizer == "adafactor":  # a mean per row and per column, or per element of a vector
+        values = sum(map(sum, in_layers + outside))
+    else:
+        values = sum(prod(shape) * (1 if len(shape) == 2 else 2) for shape in in_layers) + 2 * sum(map(prod, outside))
+    assert run.state.optimizer == run.plan.state.optimizer == 4 * values
+    assert run.plan.peak_state == 8 * run.state.num_parameters + 4 * values
+    sent = [(c.group, c.kind, c.count) for c in run.plan.collectives if c.what == "optimizer"]
+    # Only tensor parallelism splits the parameters here: those of the layers, and the table.
+    assert sent == [("tp", "all_reduce", 4) if optimizer == "adafactor" else ("tp", "all_to_all", 2)]
+
+
 UNEVEN = ["--parallelism.data_parallel_shard_degree=3", "--training.global_batch_size=48"]
 V_SHAPED = ["--parallelism.pipeline_schedule=zbv_zero_bubble", "--parallelism.virtual_stages_per_rank=2"]
 LLAMA = ["--model.family=llama"]
@@ -102,17 +118,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
-def test_parts_of_all_ranks_make_the_whole(settings: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "optimizer"), list(zip(LAYOUTS.values(), ("adamw", "adafactor", "muon", "adafactor"), strict=True))
+)
+def test_parts_of_all_ranks_make_the_whole(settings: list[str], optimizer: str) -> None:
     """Shards over three are uneven. What is split lies once on the ranks of a stage; what is not, on each."""
-    settings = [*settings, "--training.micro_batch_size=4"]
+    settings = [*settings, "--training.micro_batch_size=4", f"--optimizer.name={optimizer}"]
     world = plan(*settings).world_size
     found: dict[tuple[int, str], int] = defaultdict(int)
     whole: dict[tuple[int, str], int] = {}
     for rank in range(world):
         run = plan(*settings, rank=rank)
         assert run.state.num_parameters == run.plan.state.num_parameters
-        assert run.state.optimizer == run.plan.state.optimizer == 8 * run.state.num_parameters
+        assert run.state.optimizer == run.plan.state.optimizer
+        assert run.state.optimizer == 8 * run.state.num_parameters or optimizer != "adamw"
         for stage in run.stages:
             for p in stage.parameters:
                 copies = 1 if "tp" in p.split else run.mesh["tp"][1]

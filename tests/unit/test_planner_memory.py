@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
+from titan_like.config.schema import Optimizer
+from titan_like.optim.state_size import ADAMW_STATE, StateValues, optimizer_state
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
 from titan_like.parallel.split import balanced_layers, split_layers
@@ -163,6 +165,19 @@ def test_table_1_of_ptd_p_fits_into_80_gib():
     assert all(row.memory_gib < 80 for row in rows)
 
 
+ADAFACTOR_STATE, MUON_STATE = (optimizer_state(Optimizer(name=name)) for name in ("adafactor", "muon"))
+
+
+def test_state_of_optimizers_is_found_by_a_step():
+    assert optimizer_state(Optimizer()) == ADAMW_STATE
+    assert optimizer_state(Optimizer(name="sgd")) == (StateValues(), StateValues(), 0)
+    assert (StateValues(0, 1, 1), StateValues(0, 1, 1), 1) == ADAFACTOR_STATE
+    assert optimizer_state(Optimizer(name="adafactor", beta1=0.9)).tables == StateValues(1, 1, 1)
+    assert (StateValues(1), StateValues(2), 2) == MUON_STATE
+    assert MUON_STATE.of("layers.0.x", (3, 5)) == 15 and MUON_STATE.of("embedding.weight", (3, 5)) == 30
+    assert ADAFACTOR_STATE.of("layers.0.x", (0, 5)) == 5  # an empty shard knows the columns
+
+
 def random_ranks(count):
     """Ranks of random pipelines of our own trainer: their state by closed form, and by going through their passes."""
     generator = random.Random(11)
@@ -185,7 +200,8 @@ def random_ranks(count):
         count -= 1
         layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
         rank = generator.randrange(degree)
-        sharing = Sharing(tensor, shard if zero else 1, shard > 1, zero, compute)
+        optimizer = pick([ADAMW_STATE, ADAFACTOR_STATE, MUON_STATE])
+        sharing = Sharing(tensor, shard if zero else 1, shard > 1, zero, compute, optimizer)
         splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
         counts = tuple(count for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
@@ -194,7 +210,7 @@ def random_ranks(count):
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
         split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]
-        exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute))
+        exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute, optimizer=optimizer))
         yield schedule, zero, found, max(exact, sum(found[:3]))
 
 

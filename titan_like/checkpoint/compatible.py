@@ -14,6 +14,7 @@ _MAY_CHANGE = {"dropout"}
 # Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
 _MUST_STAY = [
     ("optimizer", "name"),
+    ("optimizer", "beta1"),
     ("job", "seed"),
     ("training", "seq_len"),
     ("data", "dataset"),

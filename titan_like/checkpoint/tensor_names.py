@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
 
@@ -51,6 +52,9 @@ def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that the first step would create, with a step of learning rate 0 that changes no weight."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.init_state()  # without the collectives of a step
+        return
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -200,14 +200,48 @@ class Optimizer(Section):
     """The update rule."""
 
     name: str = Field(
-        "adamw", description="adamw, plain sgd without momentum, or the name of an installed package's optimizer"
+        "adamw",
+        description="adamw, adafactor, muon (with AdamW for all but the layers' matrices), plain sgd without momentum, "
+        "or the name of an installed package's optimizer",
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices; vectors are not decayed")
     implementation: Literal["for-loop", "foreach", "fused"] = Field(
-        "fused", description="kernel of the update; sgd has no fused one and uses foreach"
+        "fused", description="kernel of adamw and sgd; sgd has no fused one and uses foreach"
+    )
+    relative_step: bool = Field(
+        False,
+        description="adafactor: at the t-th update use the rate min(0.01, 1/√t) in place of optimizer.lr, times the "
+        "schedule's share of the peak",
+    )
+    scale_parameter: bool = Field(
+        False, description="adafactor: multiply the rate by the parameter's root mean square, at least 0.001"
+    )
+    clip_threshold: float = Field(
+        1.0, gt=0, description="adafactor: largest root mean square of a parameter's update, before the rate"
+    )
+    decay_rate: float = Field(
+        0.8, gt=0, le=1, description="adafactor: the second moment's decay rate at the t-th update is 1 - t^-decay_rate"
+    )
+    beta1: float | None = Field(
+        None, ge=0, lt=1, description="adafactor: decay rate of a first moment (default: there is none)"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay rate of the momentum, which is Nesterov's")
+    matrix_lr: float | None = Field(
+        None, gt=0, description="muon: peak learning rate of the layers' matrices (default: optimizer.lr)"
+    )
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that rates of AdamW fit, or "
+        "√max(1, rows/columns)",
+    )
+    newton_schulz_steps: int = Field(5, gt=0, lt=100, description="muon: steps of the iteration that orthogonalises")
+    newton_schulz_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None,
+        description="muon: type of that iteration (default: bfloat16, on a CPU float32); float64 training always uses "
+        "float64",
     )
     options: dict[str, Any] = Field({}, description="settings of an installed package's optimizer")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -15,45 +15,28 @@ from titan_like.optim.registry import find_rule
 from titan_like.torch_private import multiply_all_
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], section: OptimizerSection
+) -> torch.optim.Optimizer:
     """Build the optimizer that `optimizer.name` chooses. Weight decay applies only to matrices and embeddings.
 
     Raises:
         ConfigError: there is no such optimizer, or its function does not return one.
     """
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [], "names": [], "weight_decay": section.weight_decay},
+        {"params": [], "names": [], "weight_decay": 0.0},
     ]
+    for name, parameter in named_parameters:
+        group = groups[parameter.ndim < 2]
+        group["params"].append(parameter)
+        group["names"].append(name)
     optimizer = load_entry("optimizer.name", find_rule(section))(groups, section)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "optimizer.name", section.name, f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     return optimizer
-
-
-def state_per_element(section: OptimizerSection) -> float:
-    """Values that the optimizer keeps per element of a matrix, in units of its dtype: 2 for AdamW, 0 for plain SGD.
-
-    Raises:
-        ConfigError: as `build_optimizer`.
-    """
-    return _state_per_element(section.model_dump_json())
-
-
-@lru_cache(maxsize=64)
-def _state_per_element(section: str) -> float:
-    # Measured with one step on a small matrix, so that it also holds for optimizers of other packages.
-    matrix = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = build_optimizer([matrix], OptimizerSection.model_validate_json(section))
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer.step()
-    # Scalars, such as AdamW's step count, do not grow with the matrix.
-    state = (value for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor) and value.ndim)
-    found = sum(value.numel() * value.element_size() for value in state) / (matrix.numel() * matrix.element_size())
-    return int(found) if found == int(found) else found
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer
 
 GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
-RULES = {"adamw": "titan_like.optim.rules:adamw", "sgd": "titan_like.optim.rules:sgd"}
+RULES = {name: f"titan_like.optim.rules:{name}" for name in ("adafactor", "adamw", "muon", "sgd")}
 
 
 def find_rule(section: Optimizer) -> EntryPoint:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from glob import glob
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from titan_like.data.weights import shares_of
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
@@ -39,6 +41,7 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.planner.traffic import Collective
 from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
@@ -115,8 +118,11 @@ def dry_run(config: JobConfig) -> DryRun:
         mesh = build_mesh(layout, "cpu")
         parallel_model = build_parallel_model(config, model, mesh, torch.device("meta"))
         stages = [describe_stage(stage) for stage in parallel_model.stages]
-        state = built_state(config, parallel_model)
+        optimizer = built_optimizer(config, parallel_model)
+        state = built_state(parallel_model, optimizer)
         coordinates = _coordinates(mesh)
+        updates = update_collectives(optimizer, coordinates)
+    plan = plan_step(config, model, layout, coordinates_of(layout, rank))
     training, gpus = config.training, config.cluster.gpus_per_node
     samples = total_samples(training)
     return DryRun(
@@ -135,7 +141,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        plan=plan_step(config, model, layout, coordinates_of(layout, rank)),
+        plan=replace(plan, collectives=[*plan.collectives, *updates]),
         data=data,
         notes=notes,
     )
@@ -173,16 +179,31 @@ def describe_stage(stage: Stage) -> StageReport:
     return StageReport(stage.index, (layers[0], layers[-1]), parameters)
 
 
-def built_state(config: JobConfig, model: ParallelModel) -> RankState:
-    """Count the model's local parameters, and what their optimizer keeps after its first step."""
+def built_optimizer(config: JobConfig, model: ParallelModel) -> torch.optim.Optimizer:
+    """The model's optimizer with the state that it has after its first step."""
     # The fused implementation needs a real device, but keeps the same state.
     section = config.optimizer.model_copy(update={"implementation": "foreach"})
-    parameters = list(model.parameters())
-    optimizer = build_optimizer(parameters, section)
+    optimizer = build_optimizer(model.named_parameters(), section)
     materialise_optimizer_state(optimizer)
-    moments = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
+    return optimizer
+
+
+def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankState:
+    """Count the model's local parameters, and what their optimizer keeps."""
+    parameters = list(model.parameters())
+    values = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
     weights = _bytes(parameters)  # gradients have the same shapes and types
-    return RankState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(moments))
+    return RankState(sum(_local(parameter).numel() for parameter in parameters), weights, weights, _bytes(values))
+
+
+def update_collectives(optimizer: torch.optim.Optimizer, mesh: dict[str, tuple[int, int]]) -> list[Collective]:
+    """What the optimizer's update sends. Rules of other packages are taken to send nothing."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return []
+    return [
+        Collective("_".join(names), prod(mesh[name][1] for name in names), kind, "optimizer", calls, size)
+        for names, kind, calls, size in optimizer.traffic()
+    ]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

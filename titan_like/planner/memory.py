@@ -203,7 +203,8 @@ State = tuple[float, float, float, float]
 def _trainer_states(work: Workload, pipeline: PipelineRanks, ranks: Sequence[int], exact: bool) -> Iterator[State]:
     """The state of our own trainer on each rank."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    sharing = Sharing(work.tensor, shard, work.data_parallel > 1, work.zero_stage, element_bytes(work.dtype))
+    processes = work.tensor, shard, work.data_parallel > 1
+    sharing = Sharing(*processes, work.zero_stage, element_bytes(work.dtype), work.optimizer)
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)

@@ -11,6 +11,7 @@ from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.throughput import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
+from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
@@ -229,4 +230,5 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
+        optimizer=optimizer_state(config.optimizer),
     )

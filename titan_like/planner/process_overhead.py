@@ -53,7 +53,7 @@ def _train(hidden_size: int) -> tuple[float, RankMemory]:
     )
     model, layout, device = model_config(config.model), resolve_layout(config.parallelism, n), torch.device("cpu")
     pipeline = build_pipeline(config, model, build_mesh(layout, device.type), device)
-    optimizer = build_optimizer(pipeline.model.parameters(), config.optimizer)
+    optimizer = build_optimizer(pipeline.model.named_parameters(), config.optimizer)
     tokens = torch.randint(model.vocab_size, (4, 256))
     for _ in range(2):
         inputs = [ModelInputs(tokens)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.optimizer import state_per_element
+from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.actions import Action
@@ -121,5 +121,5 @@ def storage_of(config: JobConfig, layout: Layout, place: Coordinates) -> Storage
         master=master,
         compute=compute,
         reduce=BYTES[training.reduce_dtype] if compute < master else master,
-        moments=state_per_element(config.optimizer),
+        optimizer=optimizer_state(config.optimizer),
     )

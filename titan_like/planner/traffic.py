@@ -26,9 +26,9 @@ from titan_like.planner.training_state import Storage
 class Collective:
     """All calls of one kind in one group that one process makes in one step."""
 
-    group: str  # dimension of the mesh
+    group: str  # dimension of the mesh, or several joined by "_"
     size: int  # processes in the group
-    kind: str  # all_reduce, all_gather, reduce_scatter, send, receive
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send, receive
     what: str
     count: int
     bytes: int  # over all calls; the result of an all-gather, the input of a reduce-scatter

@@ -9,12 +9,13 @@ from math import prod
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
 
-_FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and moments
+_FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and optimizer state
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Storage:
     master: int = _FLOAT32
     compute: int = _FLOAT32
     reduce: int = _FLOAT32
-    moments: float = 2  # per element; plain SGD has none
+    optimizer: OptimizerState = ADAMW_STATE  # values in the master weights' type
 
     @property
     def wrapped(self) -> bool:
@@ -47,9 +48,10 @@ class RankState:
 
 def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
     """What one process holds of some units."""
-    count = sum(prod(storage.split.here(parameter)) for unit in units for parameter in unit.parameters)
+    parts = [(parameter.name, storage.split.here(parameter)) for unit in units for parameter in unit.parameters]
+    count = sum(prod(shape) for _, shape in parts)
     weights = storage.master * count
-    return RankState(count, weights, weights, int(storage.moments * weights))
+    return RankState(count, weights, weights, int(storage.master * sum(storage.optimizer.of(*part) for part in parts)))
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,15 @@ class StateBytes:
 
 
 def state_bytes(
-    model: TransformerConfig, zero_stage: int, shard_degree: int, compute_bytes: int = 4, moments: float = 2
+    model: TransformerConfig,
+    zero_stage: int,
+    shard_degree: int,
+    compute_bytes: int = 4,
+    optimizer: OptimizerState = ADAMW_STATE,
 ) -> StateBytes:
     """Training state of a model in a single stage, on the first process of the group that shards it.
 
-    With P parameters, N ranks to shard over, and everything in float32:
+    With P parameters, N ranks to shard over, AdamW, and everything in float32:
 
     ======  ==================  ==========================================================
     stage   between steps       peak
@@ -77,12 +83,11 @@ def state_bytes(
     ======  ==================  ==========================================================
 
     ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients proportionally smaller;
-    stage 0 then keeps a float32 master copy as well as the compute copy. ``moments`` is 2 for AdamW and 0 for plain
-    SGD.
+    stage 0 then keeps a float32 master copy as well as the compute copy.
     """
     units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
     split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
-    storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, moments=moments)
+    storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, optimizer=optimizer)
     state = rank_state(units, storage)
     two_microbatches = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
     return StateBytes(state.parameters + state.optimizer, peak_state({0: units}, two_microbatches, storage))
@@ -96,7 +101,10 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     trainer really splits the backward pass. When a stage's last backward pass ends, its reduced gradients replace the
     accumulated ones, and its gathered weights are freed.
     """
-    sizes = {index: stage_sizes(stage_elements(units, storage.split), storage) for index, units in stages.items()}
+    sizes = {
+        index: stage_sizes(stage_elements(units, storage.split, storage.optimizer), storage)
+        for index, units in stages.items()
+    }
     return peak_of(sizes, actions, storage)
 
 
@@ -105,8 +113,8 @@ def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage:
     left = Counter(action.stage for action in actions if action.kind in ("B", "W"))
     several = {index for index, count in left.items() if count > 1}
     sums_early, zero = storage.wrapped and storage.zero_stage >= 2, storage.zero_stage
-    # Bytes per stage, apart from weights and moments: gathered weights, accumulated gradients of earlier microbatches,
-    # and gradients made by I passes that wait for a W pass to reduce them.
+    # Bytes per stage, apart from weights and optimizer state: gathered weights, accumulated gradients of earlier
+    # microbatches, and gradients made by I passes that wait for a W pass to reduce them.
     gathered, summed, waiting = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0)
     peak = held = 0  # of all three, over all stages
     for kind, stage, _ in actions:
@@ -151,13 +159,19 @@ class StageElements(NamedTuple):
     entry: int  # in units before the layers
     early: int  # in the root, with gradients that come first: the head's
     deferred: int  # with gradients that a split backward pass defers
-    rows: tuple[tuple[int, int], ...]  # (length of the first dimension, elements per row of all such parameters)
+    state: float  # values of the optimizer that do not depend on the number of rows
+    # Of all parameters whose first dimension has this length: (length, elements per row, optimizer's values per row).
+    rows: tuple[tuple[int, int, float], ...]
 
 
-def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElements:
+def stage_elements(
+    units: Sequence[Unit], split: ParameterSplit, optimizer: OptimizerState = ADAMW_STATE
+) -> StageElements:
     """Count a stage's parameters on one tensor-parallel process; the ZeRO part of ``split`` is not used."""
     rows: Counter[int] = Counter()
+    state_rows: dict[int, float] = {}
     deferred = early = 0
+    state = 0.0
     sizes = []
     for unit in units:
         size = 0
@@ -165,6 +179,8 @@ def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElement
             length, *others = split.before_sharding(parameter)
             row = prod(others)
             rows[length] += row
+            state_rows[length] = state_rows.get(length, 0) + optimizer.per_row(parameter.name, others)
+            state += optimizer.per_parameter(parameter.name, others)
             size += length * row
             deferred += length * row * parameter.is_deferrable
             # A tied table's gradient is stored only after its second use, the embedding, has added its share.
@@ -172,15 +188,14 @@ def stage_elements(units: Sequence[Unit], split: ParameterSplit) -> StageElement
         sizes.append(size)
     layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
     total, in_root = sum(sizes), sizes[-1]
-    return StageElements(
-        total, in_root, max(layers), total - in_root - sum(layers), early, deferred, tuple(rows.items())
-    )
+    lengths = tuple((length, row, state_rows[length]) for length, row in rows.items())
+    return StageElements(total, in_root, max(layers), total - in_root - sum(layers), early, deferred, state, lengths)
 
 
 class StageSizes(NamedTuple):
     """Bytes of one stage."""
 
-    shards: int  # weights and moments; always there
+    shards: int  # weights and optimizer state; always there
     gradients: int  # after the reduction
     kept_gathered: int  # weights, from a forward pass to the end of the backward pass
     layer_gathered: int  # weights, while one layer's forward pass runs
@@ -193,10 +208,13 @@ class StageSizes(NamedTuple):
 
 def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     """The terms that `peak_of` adds up for a stage. From one layer on, each is linear in the number of layers."""
-    total, in_root, layer, entry, early, deferred, rows = elements
+    total, in_root, layer, entry, early, deferred, state, rows = elements
     part, compute = storage.split.shard, storage.compute
-    gradients = storage.master * sum([part.of(length) * row for length, row in rows])  # the same bytes as the weights
-    shards = int((1 + storage.moments) * gradients)
+    gradients = storage.master * sum(
+        [part.of(length) * row for length, row, _ in rows]
+    )  # the same bytes as the weights
+    state += sum([part.of(length) * values for length, _, values in rows])
+    shards = gradients + int(storage.master * state)
     # The weights are used as they are, so nothing is gathered or cast.
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
@@ -26,6 +27,7 @@ class Sharing(NamedTuple):
     data_parallel: bool
     zero: int  # ZeRO stage
     compute: int  # bytes per element of the compute type
+    optimizer: OptimizerState = ADAMW_STATE
 
 
 def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
@@ -46,7 +48,7 @@ def trainer_state(
 ) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients and optimizer state between passes, and of temporary copies at the fullest moment.
 
-    Master weights, gradients and both moments are float32. The last figure is exact for whole backward passes. For
+    Master weights, gradients and optimizer state are float32. The last figure is exact for whole backward passes. For
     split ones it is an estimate: up to half as much again with ZeRO 3 and few microbatches, and in float32, with no
     more microbatches than ranks, too low by up to a tenth of the rank's memory.
 
@@ -85,7 +87,7 @@ _table = lru_cache(maxsize=128)(schedule_table)
 
 
 def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int]:
-    """Split up the fullest moment; ``moving`` is the most bytes at once apart from weights and moments."""
+    """Split up the fullest moment; ``moving`` is the most bytes at once apart from weights and optimizer state."""
     weights = gradients = sum([size.gradients for size in sizes])  # both in float32
     return weights, gradients, sum([size.shards for size in sizes]) - weights, max(0, moving - gradients)
 
@@ -101,12 +103,13 @@ def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list
 
 @lru_cache(maxsize=1024)
 def _storage(sharing: Sharing) -> Storage:
-    tensor, shard, data_parallel, zero, compute = sharing
-    return Storage(zero, ParameterSplit(ShardOf(tensor), ShardOf(shard)), 1 + data_parallel, compute=compute)
+    tensor, shard, data_parallel, zero, compute, optimizer = sharing
+    split = ParameterSplit(ShardOf(tensor), ShardOf(shard))
+    return Storage(zero, split, 1 + data_parallel, compute=compute, optimizer=optimizer)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
-    """The most bytes at once, apart from weights and moments, on a rank with these stages.
+    """The most bytes at once, apart from weights and optimizer state, on a rank with these stages.
 
     While one stage runs its backward pass, the later stages hold accumulated gradients, or are done with the step. The
     earlier ones hold gathered weights and, from the second round on, gradients.
@@ -135,18 +138,24 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
 
 @lru_cache(maxsize=65536)
 def _stage(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
-    return stage_sizes(_elements(model, layers, is_first, is_last, sharing.tensor), _storage(sharing))
+    return stage_sizes(
+        _elements(model, layers, is_first, is_last, sharing.tensor, sharing.optimizer), _storage(sharing)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _elements(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> StageElements:
+def _elements(
+    model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int, optimizer: OptimizerState
+) -> StageElements:
     """Count one stage's parameters. Beyond one layer, each further layer adds the same amount."""
     if layers > 2:
-        one, two = (_elements(model, few, is_first, is_last, tensor) for few in (1, 2))
+        one, two = (_elements(model, few, is_first, is_last, tensor, optimizer) for few in (1, 2))
         more = layers - 1
         counts = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
-        rows = [(length, a + more * (b - a)) for (length, a), (_, b) in zip(one.rows, two.rows, strict=True)]
+        rows = [
+            (length, a + more * (b - a), state_a + more * (state_b - state_a))
+            for (length, a, state_a), (_, b, state_b) in zip(one.rows, two.rows, strict=True)
+        ]
         return StageElements._make([*counts, tuple(rows)])
-    return stage_elements(
-        stage_units(model, StageLayers(range(layers), is_first, is_last)), ParameterSplit(ShardOf(tensor))
-    )
+    units = stage_units(model, StageLayers(range(layers), is_first, is_last))
+    return stage_elements(units, ParameterSplit(ShardOf(tensor)), optimizer)

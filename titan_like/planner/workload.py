@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.tables import stage_ranks
 
 
@@ -33,6 +34,7 @@ class Workload(NamedTuple):
     compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
     causal: bool = True  # each position attends only to those before it; in BERT (arXiv 1810.04805) it attends to all
+    optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer; its time is AdamW's
 
     @property
     def tokens(self) -> float:

@@ -24,7 +24,8 @@ from titan_like.evaluate.tasks import check_tasks, open_tasks
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.optimizer import state_per_element
+from titan_like.models.parts import one_layer
+from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.layout import Layout
 from titan_like.train.environment import environment_number, number_of_processes
 from titan_like.train.initial_weights import check_initial_weights
@@ -172,10 +173,12 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """Approximate size of a checkpoint: master weights and the optimizer's state per element."""
-    element = 8 if config.training.dtype == "float64" else 4
-    tensors = 1 + state_per_element(config.optimizer)
-    return int(tensors * element * model.num_parameters())
+    """Approximate size of a checkpoint: master weights and the optimizer's state."""
+    element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
+    values: float = model.num_parameters()
+    for name, parameter in one_layer(model).named_parameters():
+        values += state.of(name, parameter.shape) * (model.num_layers if name.startswith("layers.") else 1)
+    return int(element * values)
 
 
 def _check_space(config: JobConfig, model: TransformerConfig, folder: Path) -> None:

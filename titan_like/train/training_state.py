@@ -45,7 +45,7 @@ class TrainingState:
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.losses = LossWatch(config.health, run.device)

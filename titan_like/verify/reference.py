@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.masks import described, model_arguments, take_dense_masks
+from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.samples import IGNORED, batches, has_masks, training_samples, validation_samples
@@ -122,7 +124,7 @@ def train(
     if has_masks(config.data):
         take_dense_masks(model)
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(list(parameters.values()), config)
+    optimizer = build_optimizer(list(parameters.items()), config)
     samples, validation = training_samples(config), validation_samples(config)
     held_out = described(validation, range(len(validation)), config).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
@@ -203,14 +205,20 @@ def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype
     return (total / num_labels([batch])).item()
 
 
-def build_optimizer(parameters: list[torch.nn.Parameter], config: JobConfig) -> torch.optim.Optimizer:
+def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:
     """The update rule, with weight decay for matrices alone. A user's own optimizer is its own reference."""
-    section = config.optimizer
-    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-    others = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    section, groups = config.optimizer, list[dict[str, Any]]()
+    for is_matrix in (True, False):
+        members = [(name, parameter) for name, parameter in named if (parameter.ndim > 1) == is_matrix]
+        names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
+        decay = section.weight_decay if is_matrix else 0.0
+        groups.append({"params": parameters, "names": names, "weight_decay": decay})
     if section.name not in RULES:
         return load_entry("optimizer.name", find_rule(section))(groups, section)
+    if section.name == "adafactor":
+        return PlainAdafactor(groups, section)
+    if section.name == "muon":
+        return PlainMuon(groups, section)
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, foreach=False)
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=False)
@@ -299,12 +307,15 @@ def allowances(
 
 
 def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
-    """How far rounding may move each parameter's weights apart under AdamW, after each step.
+    """How far rounding may move each parameter's weights apart under AdamW and the like, after each step.
 
     AdamW divides each element of a gradient by about its own magnitude plus eps. A rounding error that is a share x of
     that sum can move the weight by x times two steps, and by both whole steps if it decides the sign.
     """
     distances: dict[Key, float] = {}
+    section = config.optimizer
+    eps = 1e-15 if section.name == "adafactor" else section.eps  # the root of what Adafactor adds to squares
+    rate_share = 1e-2 / section.lr if section.relative_step else 1.0
     for name in exact.names if config.optimizer.name != "sgd" else []:
         share, moved = torch.zeros_like(exact.tensors[Key(0, Row.INITIAL, name)]), 0.0
         for step in sorted(key.step for key in exact.tensors if key.row == Row.WEIGHT and key.name == name):
@@ -313,9 +324,9 @@ def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
                 wanted, seen = exact.tensors[key], trace.tensors[key]
                 rounding = MARGIN * distance(seen, wanted) / math.sqrt(wanted.numel())
                 clipping = clip_factor(config.training.max_norm, exact.scalars[Key(step, Row.NORM)])
-                of_size = rounding * clipping / (wanted.abs() * clipping + config.optimizer.eps)
+                of_size = rounding * clipping / (wanted.abs() * clipping + eps)
                 share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
-                moved += 2 * learning_rate(config, step, config.training.steps or 0)
+                moved += 2 * rate_share * learning_rate(config, step, config.training.steps or 0)
             distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
     return distances
 

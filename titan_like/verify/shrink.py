@@ -116,6 +116,8 @@ def shrink(
     elif decay_steps is not None:
         decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
     ramps = training.batch_size_rampup is not None
+    learning_rate = _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE)
+    matrix_lr = config.optimizer.matrix_lr
     values: dict[str, Any] = {
         "model.flavor": FLAVOR,
         "model.flavors": {FLAVOR: fields},
@@ -127,7 +129,9 @@ def shrink(
         "training.steps": total,
         "training.samples": None,
         "training.tokens": None,
-        "optimizer.lr": _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE),
+        "optimizer.lr": learning_rate,
+        "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
+        "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
         "lr_scheduler.warmup_steps": warmup,
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.virtual_stages_per_rank": virtual,

@@ -3,6 +3,8 @@
 The reference's optimizer repeats each update in float64 from the gradients that the trainer's optimizer received on
 this very process. Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half
 precision as clearly as in float64.
+
+Rules that look at whole matrices are repeated on whole tensors, gathered from the processes that share them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
+from titan_like.verify.matrix_optimizers import WHOLE_MATRICES
 from titan_like.verify.places import local
 from titan_like.verify.reference import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
 
-# What float32 may lose in AdamW's moments and bias corrections, as a share of the learning rate.
+# What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
 _WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
 
@@ -30,16 +34,18 @@ class UpdateCheck:
         self.trainer, self.report = trainer, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
         self.parameters = list(trainer.model.named_parameters())
-        self.copies = [nn.Parameter(_double(parameter)) for _, parameter in self.parameters]
-        self.optimizer = build_optimizer(self.copies, trainer.config)
+        self.is_gathered = trainer.config.optimizer.name in WHOLE_MATRICES
+        self.copies = [nn.Parameter(self._double(parameter)) for _, parameter in self.parameters]
+        names = [name for name, _ in self.parameters]
+        self.optimizer = build_optimizer(list(zip(names, self.copies, strict=True)), trainer.config)
         for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
             for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a resumed run
-                self.optimizer.state[copy][what] = value.cpu().clone() if what == "step" else _double(value)
+                self.optimizer.state[copy][what] = value.cpu().clone() if what == "step" else self._double(value)
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:
         for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
-            copy.grad = None if parameter.grad is None else _double(parameter.grad)
+            copy.grad = None if parameter.grad is None else self._double(parameter.grad)
 
     @torch.no_grad()
     def check(self, step: int, is_good: bool, grad_norm: float, gradients: list[tuple[str, torch.Tensor]]) -> None:
@@ -53,13 +59,13 @@ class UpdateCheck:
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
         for (name, parameter), copy, old in zip(self.parameters, self.copies, before, strict=True):
-            new = _double(parameter)
+            new = self._double(parameter)
             if not is_good:
                 self.report.exact(Key(step, Row.SKIPPED, name), None if torch.equal(new, old) else "it is updated")
             elif copy.grad is None:
                 self.report.exact(Key(step, Row.UPDATE, name), "it is not updated")
             else:
-                self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, _double(next(unclipped)[1]) * factor)
+                self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, self._double(next(unclipped)[1]) * factor)
                 self._check_update(Key(step, Row.UPDATE, name), old, new, copy)
                 self._check_types(Key(step, Row.TYPES, name), parameter)
             copy.data, copy.grad = new, None  # the next update starts from the trainer's own weights
@@ -73,7 +79,7 @@ class UpdateCheck:
     def _check_update(self, key: Key, old: torch.Tensor, found: torch.Tensor, expected: torch.Tensor) -> None:
         rounding = _WEIGHT_ROUNDINGS * torch.finfo(self.master).eps * norm(old)
         rate = learning_rate(self.trainer.config, key.step, self.trainer.run.total_steps)
-        lost = _LOST[self.master] * rate * math.sqrt(old.numel())
+        lost = _LOST[self.master] * max(rate * math.sqrt(old.numel()), distance(expected, old))
         size = max(distance(expected, old), rounding, 1e-30)
         self.report.add(key, distance(found, expected) / size, (rounding + lost) / size)
 
@@ -83,7 +89,8 @@ class UpdateCheck:
         told = f"{' and '.join(sorted(map(str, types)))}, not {self.master}"
         self.report.exact(key, None if types == {self.master} else told)
 
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """A float64 copy of the part of a tensor that this process holds."""
-    return local(tensor).double()
+    def _double(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A float64 copy of the part of a tensor that this process holds, or of the whole tensor."""
+        if self.is_gathered and isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return local(tensor).double()

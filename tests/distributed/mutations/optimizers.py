@@ -1,0 +1,104 @@
+"""Bugs in optimizers that look at whole matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.distributed.mutations.updates import _after_init
+from titan_like.optim import adafactor, muon
+from titan_like.optim.exchange import MatrixExchange
+from titan_like.optim.shards import Partial, ShardedOptimizer, local
+from titan_like.train.trainer import Trainer
+
+
+def _not_summed_along(dim: int) -> Any:
+    original = adafactor.shard_groups
+
+    def shard_groups(parameter: torch.Tensor, along: int | None = None) -> Any:
+        return () if along == dim else original(parameter, along)
+
+    return patch.object(adafactor, "shard_groups", shard_groups)
+
+
+@contextmanager
+def row_means_of_own_columns() -> Iterator[None]:
+    """Adafactor's mean of a row is over the columns that a process holds."""
+    with _not_summed_along(1):
+        yield
+
+
+@contextmanager
+def column_means_of_own_rows() -> Iterator[None]:
+    """Adafactor's mean of a column is over the rows that a process holds."""
+    with _not_summed_along(0):
+        yield
+
+
+@contextmanager
+def clipped_by_the_norm_of_a_shard() -> Iterator[None]:
+    """Adafactor clips each shard of an update by itself."""
+    original = adafactor._Update.divide
+
+    def divide(self: Any) -> Partial:
+        return original(self)._replace(groups=())
+
+    with patch.object(adafactor._Update, "divide", divide):
+        yield
+
+
+@contextmanager
+def skipped_steps_counted_as_updates() -> Iterator[None]:
+    """Adafactor's decay rate goes on in a skipped step."""
+    original = ShardedOptimizer.assign
+
+    def assign(self: ShardedOptimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+        if old.dtype == torch.float32 and old.ndim == 0:
+            old.copy_(new)
+        else:
+            original(self, old, new)
+
+    with patch.object(ShardedOptimizer, "assign", assign):
+        yield
+
+
+@contextmanager
+def shards_orthogonalised_alone() -> Iterator[None]:
+    """Muon takes a process's part of a matrix for the whole."""
+    with patch.object(muon, "sharded_dimensions", lambda _: ()):
+        yield
+
+
+@contextmanager
+def parts_put_together_in_reverse() -> Iterator[None]:
+    """Muon's owner of a matrix takes the first process's part for the last one's."""
+    original = MatrixExchange.gather
+
+    def gather(self: MatrixExchange, parts: Any) -> Any:
+        blocks, self.blocks = self.blocks, self.blocks[::-1]
+        wholes = original(self, parts)
+        self.blocks = blocks
+        return wholes
+
+    with patch.object(MatrixExchange, "gather", gather):
+        yield
+
+
+@contextmanager
+def momentum_forgotten_in_later_stages() -> Iterator[None]:
+    """Stages after the first begin every step without momentum."""
+
+    def change(self: Trainer) -> None:
+        def forget(*_: Any) -> None:
+            for state in self.optimizer.state.values():
+                if "momentum_buffer" in state and self.mesh["pp"].get_local_rank() > 0:
+                    local(state["momentum_buffer"]).zero_()
+
+        self.optimizer.register_step_post_hook(forget)
+
+    with _after_init(change):
+        yield

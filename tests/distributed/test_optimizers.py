@@ -1,0 +1,284 @@
+"""Adafactor and Muon, which look at whole matrices, compute in every layout what they compute on one process.
+
+Runs are in float64, where the order of sums leaves less than 1e-10. The biases of GPT's keys have no gradient but
+rounding (see `test_parity`), which Adafactor scales up to whole steps; they are left out, and so is what else depends
+on their size: clipping and the parameter's scale.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed import crash_worker
+from tests.distributed.launch import Case, Result, base_config, launch, run_cases, worst
+from tests.distributed.test_host_reads import CountReads, refuse
+from tests.distributed.test_zero_memory import CountCollectives
+from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
+from titan_like.optim.shards import local
+from titan_like.planner.shapes import coordinates_of
+from titan_like.planner.step_plan import plan_step
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+
+TOLERANCE = 1e-10
+TP, SP, PP = (
+    "parallelism.tensor_parallel_degree",
+    "parallelism.sequence_parallel",
+    "parallelism.pipeline_parallel_degree",
+)
+ZERO, REPLICAS, SCHEDULE = (
+    "parallelism.zero_stage",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.pipeline_schedule",
+)
+OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {  # by family
+    "adafactor": {
+        "gpt": {"optimizer.clip_threshold": 4.0},
+        "llama": {"optimizer.scale_parameter": True, "optimizer.beta1": 0.9, "optimizer.lr": 0.3},
+    },
+    "muon": {"gpt": {}, "llama": {"optimizer.adjust_lr": "original", "optimizer.matrix_lr": 5e-3}},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    # Shards are uneven: 30 rows in blocks of 8, and 257 in blocks of 65.
+    "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
+    "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
+}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero 0 of 4": (4, "gpt", {ZERO: 0}),
+    "zero 1 of 4": (4, "gpt", {ZERO: 1}),
+    "zero 3 of 4": (4, "llama", {ZERO: 3}),
+    "zero 2, replicas": (4, "llama", {ZERO: 2, REPLICAS: 2}),
+    "zero 1, tensor with SP": (4, "gpt", {ZERO: 1, TP: 2, SP: True}),
+    "zero 3, tensor": (4, "llama", {ZERO: 3, TP: 2}),
+    "zero 0, tensor with SP": (4, "llama", {ZERO: 0, TP: 2, SP: True}),
+    "zero 3, 2 stages": (4, "gpt", {ZERO: 3, PP: 2}),
+    "tensor with SP, 2 stages": (4, "gpt", {TP: 2, SP: True, PP: 2}),
+    "zero 2, tensor with SP, 2 stages": (8, "gpt", {ZERO: 2, TP: 2, SP: True, PP: 2}),
+    "zero 3 of 4, 2 stages": (8, "gpt", {ZERO: 3, PP: 2}),
+    "zero 1 of 4, both ends on one rank": (
+        8,
+        "gpt",
+        {ZERO: 1, PP: 2, SCHEDULE: "zbv_zero_bubble", "parallelism.virtual_stages_per_rank": 2},
+    ),
+}
+
+
+def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    model = MODELS[family]
+    if layout.get(SCHEDULE) == "zbv_zero_bubble":
+        model = model | {"num_layers": 4}
+    common = {
+        "model.family": family,
+        "model.overrides": model,
+        "training.seq_len": 16,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": 8,
+        "training.dtype": "float64",
+        "training.steps": steps,
+        "optimizer.name": optimizer,
+        "lr_scheduler.warmup_steps": 2,
+    }
+    return common | OPTIMIZERS[optimizer][family] | layout
+
+
+def reference(optimizer: str, family: str, layout: dict[str, Any]) -> Case:
+    alone = settings(optimizer, family, layout) | {"training.micro_batch_size": 8}
+    for key in (ZERO, TP, SP, PP, REPLICAS, SCHEDULE, "parallelism.virtual_stages_per_rank"):
+        alone.pop(key, None)
+    return Case(f"{optimizer} {family} {alone['model.overrides']['num_layers']}", alone)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("optimizers")
+    alone = {case.name: case for o in OPTIMIZERS for _, *chosen in LAYOUTS.values() for case in [reference(o, *chosen)]}
+    found = run_cases(list(alone.values()), 1, folder)
+    for ranks in (4, 8):
+        cases = [
+            Case(f"{optimizer} {name}", settings(optimizer, family, layout))
+            for name, (size, family, layout) in LAYOUTS.items()
+            for optimizer in OPTIMIZERS
+            if size == ranks
+        ]
+        found |= run_cases(cases, ranks, folder)
+    return found
+
+
+def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """GPT's queries, keys and values of one head after the other: [heads, 3, head size]."""
+    heads = MODELS["gpt"]["num_attention_heads"]
+    return {
+        name: weight.view(heads, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
+        for name, weight in weights.items()
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_training_as_one_process(results: dict[str, Result], name: str, optimizer: str) -> None:
+    _, family, layout = LAYOUTS[name]
+    result, expected = results[f"{optimizer} {name}"], results[reference(optimizer, family, layout).name]
+    assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
+    weights, wanted = without_key_biases(result.weights), without_key_biases(expected.weights)
+    assert worst(weights, wanted) <= (TOLERANCE, "")
+    assert expected.losses[-1] < expected.losses[0] - 0.01
+
+
+# ---- checkpoints
+
+ONE = "one process"
+PAIRS = [  # of layouts with the same model
+    (ONE, "zero 3, tensor"),
+    ("zero 3, tensor", "zero 2, replicas"),
+    ("zero 3, 2 stages", "zero 1, tensor with SP"),
+    ("zero 0, tensor with SP", ONE),
+]
+SAVED = 2
+
+
+def job(optimizer: str, name: str) -> tuple[int, dict[str, Any]]:
+    """Number of processes and settings of a run that keeps all its checkpoints."""
+    ranks, family, layout = LAYOUTS.get(name, (1, "llama", {}))
+    keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
+    return ranks, settings(optimizer, family, layout) | keeps
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Of the steps after the saved one: of each layout's own run, and of each that goes on from another's."""
+    folder = tmp_path_factory.mktemp("resumed")
+    base_config(folder, {})
+    for goes_on in (False, True):
+        for ranks in (1, 4):
+            jobs = []
+            for optimizer in OPTIMIZERS:
+                for before, after in PAIRS:
+                    size, own = job(optimizer, after if goes_on else before)
+                    source = f"{optimizer} {before}"
+                    if size == ranks:
+                        jobs.append((f"{source} → {after}", folder / source, own) if goes_on else (source, None, own))
+            launch(crash_worker.train_from, ranks, folder, jobs, {}, SAVED)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
+def test_goes_on_in_another_layout(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
+    wanted = losses[f"{optimizer} {before}"]
+    assert len(wanted) == 2 and wanted[-1] < wanted[0]
+    assert losses[f"{optimizer} {before} → {after}"] == pytest.approx(wanted, rel=TOLERANCE)
+
+
+# ---- what a step does besides computing
+
+QUIET = {"metrics.log_interval": 100, "training.steps": 12, "training.dtype": "float32", "lr_scheduler.warmup_steps": 0}
+
+
+def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """This process's part of the weights and the optimizer's state."""
+    tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
+    return {name: local(tensor).clone() for name, tensor in tensors.items()}
+
+
+def watch_steps(rank: int, folder: Path) -> None:
+    found = {}
+    for name in ("zero 3 of 4", "zero 1, tensor with SP"):
+        for optimizer in OPTIMIZERS:
+            _, family, layout = LAYOUTS[name]
+            trainer = Trainer(prepare_run(base_config(folder, settings(optimizer, family, layout) | QUIET)))
+            data = trainer._load_data()
+            for _ in range(2):
+                trainer.train_step(data)
+            with CountReads() as reads, patch.object(torch.Tensor, "tolist", refuse), CountUpdates(trainer) as counted:
+                trainer.train_step(data)
+            before, complete = bits(trainer), trainer._complete_gradients
+
+            def spoil(trainer: Trainer = trainer, complete: Any = complete) -> None:
+                complete()
+                local(next(p for n, p in trainer.model.named_parameters() if n.endswith("proj.weight")).grad).fill_(
+                    torch.inf
+                )
+
+            trainer._complete_gradients = spoil  # type: ignore[method-assign]
+            trainer.train_step(data)
+            after = bits(trainer)
+            assert len(after) > 20
+            differ = [key for key in before if not torch.equal(before[key], after[key])]
+            trainer._complete_gradients = complete  # type: ignore[method-assign]
+            trainer.train_step(data)
+            moved = [key for key, value in bits(trainer).items() if value.numel() and torch.equal(value, after[key])]
+            data.close()
+            run = trainer.run
+            planned = plan_step(run.config, run.model, run.layout, coordinates_of(run.layout, rank)).state.optimizer
+            state = [value for key, value in before.items() if key.startswith("optimizer.") and value.ndim]
+            held = sum(value.numel() * value.element_size() for value in state)
+            traffic = trainer.optimizer.traffic()
+            beyond = held - planned, sum(counted.counts.values()) - sum(each.calls for each in traffic)
+            sent = counted.bytes, sum(each.bytes for each in traffic)
+            found[f"{optimizer} {name}"] = [dict(reads.seen), dict(counted.counts), differ, moved, beyond, sent]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+class CountUpdates(CountCollectives):
+    """Counts the collectives of the optimizer's update alone."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.inside, self.bytes = False, 0
+        trainer.optimizer.register_step_pre_hook(lambda *_: setattr(self, "inside", True))
+        trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "inside", False))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and self.inside:
+            name = func._schema.name.removeprefix("c10d::")
+            self.counts[name] += 1
+            handed_over = args[1] if name == "alltoall_base_" else args[0][0]
+            self.bytes += handed_over.numel() * handed_over.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank and run: values read, collectives, what a skipped step changed, and what the next one did not."""
+    folder = tmp_path_factory.mktemp("watched")
+    launch(watch_steps, 4, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["zero 3 of 4", "zero 1, tensor with SP"])
+def test_step_waits_for_nothing_and_a_skipped_one_changes_nothing(
+    watched: list[dict[str, Any]], optimizer: str, name: str
+) -> None:
+    for of_rank in watched:
+        reads, _, differ, *_ = of_rank[f"{optimizer} {name}"]
+        assert reads == {} and differ == []
+    stuck = [set(of_rank[f"{optimizer} {name}"][3]) for of_rank in watched]
+    assert set.intersection(*stuck) == set()  # the step after it changes everything
+
+
+def test_collectives_of_an_update(watched: list[dict[str, Any]]) -> None:
+    """Adafactor: an all-reduce of squares and one of updates, for the layers and for each table, in each group."""
+    for of_rank in watched:
+        tables = 2  # llama: the embedding and the output; GPT: token and position embeddings
+        assert of_rank["adafactor zero 3 of 4"][1] == {"allreduce_": 2 * (1 + tables)}
+        # Tensor parallelism splits the first of GPT's tables, but not the second.
+        assert of_rank["adafactor zero 1, tensor with SP"][1] == {"allreduce_": 2 * (1 + tables) + 2 * 2}
+        for name in ("zero 3 of 4", "zero 1, tensor with SP"):
+            assert of_rank[f"muon {name}"][1] == {"alltoall_base_": 2}
+
+
+def test_state_and_collectives_are_planned(watched: list[dict[str, Any]]) -> None:
+    for name in watched[0]:
+        state_and_calls, sent = zip(*[of_rank[name][4:] for of_rank in watched], strict=True)
+        assert state_and_calls == ([0, 0],) * 4
+        counted, planned = zip(*sent, strict=True)
+        # Muon's owners send back what they own, which is about what each process has.
+        assert counted == planned if "adafactor" in name else sum(counted) == sum(planned), name

@@ -1,0 +1,201 @@
+"""Adafactor and Muon on one process: they are those of transformers and torch, learn, and skip on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Optimizer
+from titan_like.optim.exchange import assign_owners
+from titan_like.optim.optimizer import build_optimizer, update
+from titan_like.optim.registry import find_rule
+
+LR, DECAY = 0.01, 0.1
+SHAPES = {
+    "embedding.weight": (20, 8),
+    "layers.0.fc1.weight": (32, 8),
+    "layers.0.fc1.bias": (32,),
+    "layers.0.fc2.weight": (8, 32),
+    "output.weight": (20, 8),
+}
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def parameters(dtype: torch.dtype) -> Named:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        name: 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
+    }
+    return [(name, torch.nn.Parameter(value.to(dtype))) for name, value in drawn.items()]
+
+
+def groups(named: Named) -> list[dict[str, Any]]:
+    """Weight decay for matrices alone."""
+    matrices, vectors = ([p for _, p in named if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def step_alike(optimizers: list[tuple[Named, list[torch.optim.Optimizer]]], steps: int = 6) -> None:
+    """Give all the same random gradients, which grow, so that updates are clipped."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for index, shape in enumerate(SHAPES.values()):
+            gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5**step
+            for named, _ in optimizers:
+                named[index][1].grad = gradient.to(named[index][1].dtype, copy=True)
+        for named, rules in optimizers:
+            for rule in rules:
+                if hasattr(rule, "assign"):
+                    update(rule, [p for _, p in named], LR, None, torch.tensor(False))
+                else:
+                    rule.step()
+
+
+def worst_difference(found: Named, wanted: Named) -> float:
+    return max(((p - q).norm() / q.norm()).item() for (_, p), (_, q) in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("relative_step", [False, True])
+@pytest.mark.parametrize("scale_parameter", [False, True])
+@pytest.mark.parametrize("beta1", [None, 0.9])
+def test_adafactor_is_that_of_transformers(
+    dtype: torch.dtype, tolerance: float, relative_step: bool, scale_parameter: bool, beta1: float | None
+) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    choices: dict[str, Any] = {"relative_step": relative_step, "scale_parameter": scale_parameter, "beta1": beta1}
+    section = Optimizer(name="adafactor", lr=LR, weight_decay=DECAY, clip_threshold=0.9, decay_rate=0.7, **choices)
+    other = {"clip_threshold": 0.9, "decay_rate": -0.7, "lr": None if relative_step else LR}
+    step_alike(
+        [
+            (mine, [build_optimizer(mine, section)]),
+            (theirs, [TransformersAdafactor(groups(theirs), **other, **choices)]),
+        ]
+    )
+    assert worst_difference(mine, theirs) < tolerance
+
+
+def test_relative_step_follows_the_schedule() -> None:
+    """Half the peak learning rate is half of min(0.01, 1/√t)."""
+    moved = []
+    for lr in (LR, LR / 2):
+        named = parameters(torch.float64)
+        optimizer = build_optimizer(named, Optimizer(name="adafactor", lr=LR, weight_decay=0, relative_step=True))
+        before = [p.detach().clone() for _, p in named]
+        for _, p in named:
+            p.grad = torch.ones_like(p)
+        update(optimizer, [p for _, p in named], lr, None, torch.tensor(False))
+        moved.append([p.detach() - old for (_, p), old in zip(named, before, strict=True)])
+    for whole, half in zip(*moved, strict=True):
+        torch.testing.assert_close(whole, torch.full_like(whole, -0.01))
+        torch.testing.assert_close(half, whole / 2)
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+def test_muon_is_that_of_torch_and_adamw(adjust_lr: str) -> None:
+    """torch orthogonalises in bfloat16. The matrices of the layers are equal bit for bit."""
+    mine, theirs = parameters(torch.float32), parameters(torch.float32)
+    dtype: dict[str, Any] = {"newton_schulz_dtype": "bfloat16", "adjust_lr": adjust_lr}
+    section = Optimizer(name="muon", lr=LR, matrix_lr=3 * LR, weight_decay=DECAY, **dtype)
+    is_hidden = {name: name.startswith("layers.") and p.ndim == 2 for name, p in theirs}
+    hidden = [p for name, p in theirs if is_hidden[name]]
+    others = [(name, p) for name, p in theirs if not is_hidden[name]]
+    rules = [
+        torch.optim.Muon(hidden, lr=3 * LR, weight_decay=DECAY, adjust_lr_fn=adjust_lr),
+        torch.optim.AdamW(groups(others), lr=LR, betas=section.betas, eps=section.eps),
+    ]
+    step_alike([(mine, [build_optimizer(mine, section)]), (theirs, rules)])
+    assert worst_difference(mine, theirs) < 1e-6
+    for (name, p), (_, q) in zip(mine, theirs, strict=True):
+        assert torch.equal(p, q) or not is_hidden[name], name
+
+
+def test_muon_orthogonalises_in_the_type_it_is_told() -> None:
+    found = {}
+    for label, dtype, told in (
+        ("float64", torch.float64, "bfloat16"),  # float64 training never rounds
+        ("float32", torch.float32, "float32"),
+        ("cpu", torch.float32, None),
+        ("bfloat16", torch.float32, "bfloat16"),
+    ):
+        named = parameters(dtype)
+        step_alike([(named, [build_optimizer(named, Optimizer(name="muon", lr=LR, newton_schulz_dtype=told))])])
+        found[label] = [(name, torch.nn.Parameter(p.detach().double())) for name, p in named]
+    assert worst_difference(found["float32"], found["float64"]) < 1e-5 < 1e-3
+    assert worst_difference(found["cpu"], found["float32"]) == 0
+    assert 1e-4 < worst_difference(found["bfloat16"], found["float64"]) < 0.1
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_skipped_step_changes_no_bit_and_the_next_one_does_not_notice(name: str) -> None:
+    ends = []
+    for skips in ([False, False], [True, False, True, False, True]):
+        named = parameters(torch.float32)
+        optimizer, taken = build_optimizer(named, Optimizer(name=name, lr=LR)), 0
+        for skip in skips:
+            for _, p in named:
+                p.grad = torch.full_like(p, torch.nan if skip else 1.0 + taken)
+            before = [p.detach().clone() for _, p in named], _state(optimizer)
+            update(optimizer, [p for _, p in named], LR, None, torch.tensor(skip))
+            if skip and before[1]:
+                after = [p for _, p in named] + _state(optimizer)
+                assert all(map(torch.equal, before[0] + before[1], after))
+            taken += not skip
+        ends.append([p.detach() for _, p in named] + _state(optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize(("name", "lr"), [("adafactor", 0.02), ("muon", 0.02), ("adafactor relative", 0.02)])
+def test_learns(name: str, lr: float) -> None:
+    """A network with one hidden layer fits a function; the loss falls to a fifth."""
+    torch.manual_seed(0)
+    x, net = torch.randn(256, 8), torch.nn.Sequential()
+    wanted = torch.sin(2 * x[:, :1]) * x[:, 1:2]
+    net.add_module("layers", torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)))
+    section = Optimizer(name=name.split()[0], lr=lr, weight_decay=0.0, relative_step="relative" in name)
+    optimizer, losses = build_optimizer(net.named_parameters(), section), []
+    for _ in range(300):
+        loss = (net(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        update(optimizer, net.parameters(), lr, None, torch.tensor(False))
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 5, losses[::50]
+
+
+def test_matrices_are_spread_by_their_work() -> None:
+    shapes = [(64, 64)] * 8 + [(256, 64)] * 4 + [(8, 8)]
+    owners = assign_owners(shapes, 4)
+    for rank in range(4):
+        mine = [shape for shape, owner in zip(shapes, owners, strict=True) if owner == rank]
+        assert mine.count((64, 64)) == 2 and mine.count((256, 64)) == 1
+    assert assign_owners([(4, 4)], 3) == [0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("clip_threshold=0", "optimizer.clip_threshold"),
+        ("decay_rate=1.5", "optimizer.decay_rate"),
+        ("beta1=1", "optimizer.beta1"),
+        ("momentum=1", "optimizer.momentum"),
+        ("matrix_lr=-1", "optimizer.matrix_lr"),
+        ("adjust_lr=adamw", "optimizer.adjust_lr"),
+        ("newton_schulz_dtype=float16", "optimizer.newton_schulz_dtype"),
+        ("newton_schulz_steps=0", "optimizer.newton_schulz_steps"),
+        ("scale_parameter=2", "optimizer.scale_parameter"),
+        ("name=muonn", "did you mean muon?"),
+    ],
+)
+def test_bad_settings_are_one_sentence(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_rule(load_config([f"--optimizer.{setting}"]).optimizer)
+    assert told in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,188 @@
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982) on sharded parameters, with AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from titan_like.optim.exchange import MatrixExchange
+from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
+_EPS = 1e-7  # the least norm by which a matrix is divided
+
+
+class Muon(ShardedOptimizer):
+    """Moves matrices along their orthogonalised momentum, and all other parameters as AdamW does.
+
+    A matrix that several processes share is gathered on one of them, which orthogonalises it and sends the parts back.
+    Each process owns about as much of this work as the others. Processes with equal copies all do the same work.
+
+    Args:
+        groups: parameter groups, each with its ``weight_decay``. Those with ``orthogonal`` set hold matrices to
+            orthogonalise.
+        lr: the peak learning rate.
+        betas: AdamW's.
+        eps: AdamW's.
+        momentum: decay of the matrices' momentum. The update looks one step ahead (Nesterov).
+        matrix_lr_ratio: the matrices' learning rate as a multiple of the others'.
+        adjust_lr: multiply a matrix's rate by 0.2·√max(rows, columns), which gives its update the root mean square that
+            AdamW's have ("match_rms_adamw"), or by √max(1, rows/columns) ("original").
+        newton_schulz_steps: steps of the iteration that orthogonalises.
+        newton_schulz_dtype: its type: bfloat16 or float32. float64 parameters always use float64. None: float32 on a
+            CPU, else bfloat16.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+        matrix_lr_ratio: float = 1.0,
+        adjust_lr: str = "match_rms_adamw",
+        newton_schulz_steps: int = 5,
+        newton_schulz_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(groups, lr)
+        self.betas, self.eps, self.momentum = betas, eps, momentum
+        self.matrix_lr_ratio, self.adjust_lr = matrix_lr_ratio, adjust_lr
+        self.newton_schulz_steps, self.newton_schulz_dtype = newton_schulz_steps, newton_schulz_dtype
+        self._sets: list[_MatrixSet] | None = None
+
+    def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A matrix's momentum, or AdamW's moments and number of updates."""
+        if group.get("orthogonal"):
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+    def traffic(self) -> list[UpdateTraffic]:
+        """Two all-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
+        sizes: Counter[tuple[str, ...]] = Counter()
+        for group, _, parameter in self.members():
+            if group.get("orthogonal"):
+                sizes[sharded_dimensions(parameter)] += local(parameter).numel() * self._dtype(parameter).itemsize
+        return [
+            UpdateTraffic(dimensions, "all_to_all", 2, 2 * size) for dimensions, size in sizes.items() if dimensions
+        ]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # there is no closure
+        """Update every parameter."""
+        self.begin_step()
+        if self._sets is None:
+            self._sets = _matrix_sets(self)
+        for matrices in self._sets:
+            self._update_matrices(matrices)
+        for group in self.param_groups:
+            if not group.get("orthogonal"):
+                self._update_by_adamw(group)
+
+    def _update_matrices(self, matrices: _MatrixSet) -> None:
+        """Update the momenta and the matrices of one set."""
+        if matrices.exchange is None:
+            for parameter, group in matrices.members:
+                self._apply(parameter, group, self._orthogonal(self._direction(parameter)))
+            return
+        directions = [self._direction(parameter) for parameter, _ in matrices.members]
+        wholes = matrices.exchange.gather(directions)
+        wholes = {index: self._orthogonal(whole) for index, whole in wholes.items()}
+        parts = matrices.exchange.scatter(wholes, like=directions[0])
+        for (parameter, group), part in zip(matrices.members, parts, strict=True):
+            self._apply(parameter, group, part)
+
+    def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised."""
+        assert parameter.grad is not None, "a matrix received no gradient"
+        gradient, momentum = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
+        self.assign(momentum, momentum.lerp(gradient, 1 - self.momentum))
+        # Rounded before it is sent: the iteration would round it first thing.
+        return gradient.lerp(momentum, self.momentum).to(self._dtype(parameter))
+
+    def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        if parameter.dtype == torch.float64:
+            return torch.float64
+        default = torch.float32 if parameter.device.type == "cpu" else torch.bfloat16
+        return self.newton_schulz_dtype or default
+
+    def _orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
+        return orthogonalise(whole, self.newton_schulz_steps)
+
+    def _apply(self, parameter: torch.nn.Parameter, group: dict[str, Any], update: torch.Tensor) -> None:
+        rows, columns = parameter.shape
+        lr = group["lr"] * self.matrix_lr_ratio
+        factor = 0.2 * math.sqrt(max(rows, columns))
+        if self.adjust_lr == "original":
+            factor = math.sqrt(max(1, rows / columns))
+        weight = local(parameter)
+        self.assign(weight, (weight * (1 - lr * group["weight_decay"])).add_(update, alpha=-lr * factor))
+
+    def _update_by_adamw(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in parameters]
+        if not parameters:
+            return
+        adamw(
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+class _MatrixSet:
+    """Matrices that the same processes share."""
+
+    def __init__(self, members: list[tuple[torch.nn.Parameter, dict[str, Any]]], dimensions: tuple[str, ...]) -> None:
+        self.members = members
+        self.exchange: MatrixExchange | None = None
+        parameters = [parameter for parameter, _ in members]
+        if dimensions:
+            group = mesh_over(parameters[0], dimensions).get_group()
+            self.exchange = MatrixExchange(parameters, group)
+
+
+def _matrix_sets(optimizer: Muon) -> list[_MatrixSet]:
+    """The matrices to orthogonalise, by the mesh dimensions that split them."""
+    found: dict[tuple[str, ...], list[tuple[torch.nn.Parameter, dict[str, Any]]]] = {}
+    for group, _, parameter in optimizer.members():
+        if group.get("orthogonal"):
+            found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
+    return [_MatrixSet(members, dimensions) for dimensions, members in found.items()]
+
+
+def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Bring a matrix's singular values close to 1 by Newton-Schulz steps, in its own type. [m, n] → [m, n].
+
+    It computes what torch.optim.Muon computes in bfloat16.
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=_EPS)  # no singular value is above the norm
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

@@ -1,0 +1,95 @@
+"""How much an optimizer keeps for a parameter, found by letting it take one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from titan_like.config.schema import Optimizer as OptimizerSection
+from titan_like.optim.optimizer import build_optimizer
+
+_SIDE = 32  # of the matrices that are tried
+
+
+class StateValues(NamedTuple):
+    """Values kept for a matrix [rows, columns], in units of its type. Shapes are those of a process's part."""
+
+    element: float = 0  # for each element: 2 for AdamW
+    row: float = 0
+    column: float = 0
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer keeps, by kind of parameter."""
+
+    layers: StateValues  # matrices inside layers
+    tables: StateValues  # matrices outside layers
+    vector: float  # for each element of a vector
+
+    def per_row(self, name: str, columns: Sequence[int]) -> float:
+        """Values for each row of a parameter, whose other dimensions are ``columns``."""
+        if not columns:
+            return self.vector
+        values = self._of_matrix(name)
+        return values.element * columns[0] + values.row
+
+    def per_parameter(self, name: str, columns: Sequence[int]) -> float:
+        """Values kept in addition, however many rows there are."""
+        return self._of_matrix(name).column * columns[0] if columns else 0
+
+    def of(self, name: str, shape: Sequence[int]) -> float:
+        """Values for a process's part of a parameter: a vector or a matrix."""
+        return shape[0] * self.per_row(name, shape[1:]) + self.per_parameter(name, shape[1:])
+
+    def _of_matrix(self, name: str) -> StateValues:
+        return self.layers if name.startswith("layers.") else self.tables
+
+
+ADAMW_STATE = OptimizerState(StateValues(element=2), StateValues(element=2), 2)
+
+
+def optimizer_state(section: OptimizerSection) -> OptimizerState:
+    """What the run's optimizer keeps.
+
+    It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
+    matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out.
+
+    Raises:
+        ConfigError: as `build_optimizer`.
+    """
+    return _optimizer_state(section.model_dump_json())
+
+
+@lru_cache(maxsize=64)
+def _optimizer_state(section: str) -> OptimizerState:
+    square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
+    named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
+        (kind, shape): torch.nn.Parameter(torch.zeros(shape))
+        for kind in ("layers", "table")
+        for shape in (square, tall, wide, vector)
+    }
+    members = [(f"{kind}.{number}", parameter) for number, ((kind, _), parameter) in enumerate(named.items())]
+    optimizer = build_optimizer(members, OptimizerSection.model_validate_json(section))
+    for _, parameter in members:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    def kept(kind: str, shape: tuple[int, ...]) -> float:
+        parameter = named[kind, shape]
+        state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+        return sum(value.numel() * value.element_size() for value in state if value.ndim) / parameter.element_size()
+
+    def of_matrix(kind: str) -> StateValues:
+        smallest, taller, wider = (kept(kind, shape) for shape in (square, tall, wide))
+        element = _number((taller + wider - 3 * smallest) / _SIDE**2)
+        row, column = ((more - smallest) / _SIDE - element * _SIDE for more in (taller, wider))
+        return StateValues(element, _number(row), _number(column))
+
+    return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(kept("layers", vector) / _SIDE))
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value
