@@ -81,7 +81,8 @@ def test_running_out_of_time_ends_with_3() -> None:
 
 
 def test_bug_in_the_model_is_nobody_elses(tmp_path: Path) -> None:
-    fails = copy_with(tmp_path, "models/gpt/model.py", "torch.arange(tokens.shape[1]", "torch.arange(tokens.shape[2]")
+    wrong = "self.position_embedding(positions[: tokens.shape[2]])"
+    fails = copy_with(tmp_path, "models/gpt/model.py", "self.position_embedding(positions)", wrong)
     result = verify(*PIPELINE, product=fails)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "\ndifferent: the layout runs (float64): one process alone fails: IndexError" in result.stdout
