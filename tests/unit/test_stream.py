@@ -416,7 +416,7 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', ["a.jsonl:2", 'no text under "text"', "data.text_key"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ["a.jsonl:2", "not valid UTF-8"]),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 900)[:-20], ["a.jsonl.gz", "ends in the middle"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 900, mtime=0)[:-20], ["a.jsonl.gz", "ends in the middle"]),
         ("a.jsonl.gz", b"plain text", ["a.jsonl.gz", "cannot be read"]),
         ("a.parquet", {"body": ["x"]}, ["a.parquet", 'has no column "text"; it has body']),
         ("a.parquet", {"text": [5]}, ["a.parquet", "has no text in the column", "int64"]),
@@ -427,6 +427,7 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),
         ("a.csv", b"x", ["no file in the folder ends with .jsonl, .parquet, .arrow"]),
     ],
+    ids=range(12),
 )
 def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
     (tmp_path / "data").mkdir()
