@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data
+from titan_like.data.indexed import IndexedWriter
 from titan_like.data.masks import Masks, masks_of, prefix_length
-from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.open_source import open_source
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.visible import VisibleKeys, block_mask
@@ -249,3 +253,35 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs() -> None:
     )
     kibibytes = int(done.stdout)
     assert kibibytes < 256 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
+
+
+def write(prefix: Path, *documents: list[int]) -> str:
+    with IndexedWriter(prefix, np.dtype(np.int32)) as writer:
+        for document in documents:
+            writer.add(np.array(document))
+            writer.end_document()
+    return str(prefix)
+
+
+def test_masks_need_documents_that_end_with_the_tokenizers_token(tmp_path: Path) -> None:
+    paths = {end: write(tmp_path / str(end), *[[1, 2, 3, end]] * 40) for end in (256, 4)}
+
+    def opened(end: int, **settings: object) -> Source:
+        section = Data(dataset="indexed", paths=[paths[end]], **settings)  # type: ignore[arg-type]
+        return open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
+
+    assert len(opened(256, reset_attention_mask=True)) and len(opened(4, prefix_lm=True))
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        with pytest.raises(ConfigError, match=r"do not end with token 256.*data\.tokenizer.*--append_eod"):
+            opened(4, **{key: True})
+
+
+@pytest.mark.parametrize("wrong", [257, -7])
+def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> None:
+    path = write(tmp_path / "a", [1] * 200, [*[2] * 100, wrong, *[2] * 100])
+    section = Data(dataset="indexed", paths=[path], split="1,0,0")
+    source = open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
+    with pytest.raises(ConfigError, match=rf"data\.paths.*holds the token {wrong}.*vocab_size is 257") as error:
+        for index in range(len(source)):
+            source[index]
+    assert path in str(error.value)

@@ -495,3 +495,21 @@ def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, wa
     assert again.fingerprint == hub.fingerprint != local.fingerprint
     with pytest.raises(ConfigError, match='shard 0": has no column "body"; it has id, text'):
         source_of(tmp_path, paths=["org/name"], text_key="body")[0]
+
+
+def test_notes_of_a_file_that_was_changed_in_place_are_not_used(tmp_path):
+    """Its fingerprint looks at pieces of the file only, so it may be the same."""
+    path, texts = tmp_path / "data" / "a.jsonl", [f"{number:06}" * 9 for number in range(3000)]
+    path.parent.mkdir()
+    write_jsonl(path, texts)
+    changes = {"paths": [str(path)], "num_readers": 1, "split": "1,0,0"}
+    source = source_of(tmp_path, **changes)
+    fingerprint = source.fingerprint
+    samples_of(source, range(2000))
+    middle = texts[1000:1100]
+    write_jsonl(path, [*texts[:1000], *reversed(middle), *texts[1100:]])
+    again = source_of(tmp_path, **changes)
+    vars(again)["fingerprint"] = fingerprint
+    fresh = source_of(tmp_path, cache="other", **changes)
+    assert samples_of(again, range(1500, 1510)) == samples_of(fresh, range(1500, 1510))
+    assert again._bookmark_folder != source._bookmark_folder

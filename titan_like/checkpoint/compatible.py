@@ -18,7 +18,6 @@ _MUST_STAY = [
     ("job", "seed"),
     ("training", "seq_len"),
     ("data", "dataset"),
-    ("data", "paths"),
     ("data", "options"),
     ("data", "split"),
     ("data", "tokenizer"),

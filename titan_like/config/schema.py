@@ -162,6 +162,12 @@ class Data(Section):
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )
+
+    @property
+    def tells_documents_apart(self) -> bool:
+        """Whether a setting depends on where the documents of a sample end."""
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
     num_readers: int = Field(
         16,
         ge=1,

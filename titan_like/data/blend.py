@@ -87,7 +87,9 @@ class Blend:
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
     """Whole numbers in the proportions of ``weights`` that sum to ``total`` (by largest remainders)."""
-    quotas = [weight / sum(weights) * total for weight in weights]
+    largest = max(weights)  # dividing by it first keeps sums of huge weights finite
+    parts = [weight / largest for weight in weights]
+    quotas = [part / sum(parts) * total for part in parts]
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(weights)), key=lambda number: shares[number] - quotas[number])
     for number in by_remainder[: total - sum(shares)]:

@@ -30,6 +30,9 @@ class BlendedSource(Source):
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
         self.sources = [sources[number] for number in present]
         self.paths = [source.request.section.paths[0] for source in self.sources]
+        for number, path in enumerate(self.paths):
+            if path in self.paths[:number]:
+                raise ConfigError("data.paths", path, "is named twice; give it once, with the sum of its weights")
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
         for path, source in zip(self.paths, self.sources, strict=True):

@@ -23,6 +23,8 @@ from titan_like.data.tokenizer import build_tokenizer
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
+MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "prefix_lm", "prefix_lm_loss")
+
 
 @dataclass(frozen=True)
 class Masks:
@@ -92,8 +94,7 @@ def masks_of(section: Data, seed: int) -> Masks:
     Raises:
         ConfigError: the tokenizer cannot be built, or has no end-of-document token.
     """
-    needs_documents = section.reset_position_ids or section.reset_attention_mask or section.eod_mask_loss
-    return Masks(section, build_tokenizer(section.tokenizer).eod_id if needs_documents else None, seed)
+    return Masks(section, build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None, seed)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

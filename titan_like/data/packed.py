@@ -17,6 +17,7 @@ from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 
+_LOOKED_AT = 64  # documents at the beginning of a dataset
 _PIECES, _PIECE = 64, 4096  # number of pieces that a token_fingerprint samples, and tokens in each
 
 
@@ -119,7 +120,38 @@ class IndexedSource(PackedDataset):
             raise ConfigError("data.paths", str(error.path), problem) from None
         if dataset.dtype.kind == "f":
             raise ConfigError("data.paths", path, f"its tokens are {dataset.dtype.name}; only whole numbers are tokens")
+        if request.section.tells_documents_apart:
+            _check_ends(dataset, path, build_tokenizer(request.section.tokenizer).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
+        self.path = path
+
+    def sample(self, position: int) -> torch.Tensor:
+        """Window ``position`` as int64 [2, seq]: inputs and labels.
+
+        Raises:
+            ConfigError: it has a token that the model has not.
+        """
+        sample, size = super().sample(position), self.request.vocab_size
+        if sample.min() < 0 or sample.max() >= size:
+            wrong = sample[(sample < 0) | (sample >= size)][0]
+            problem = f"holds the token {wrong}, but the model's vocab_size is {size}; set model.overrides.vocab_size"
+            raise ConfigError("data.paths", self.path, f"{problem}, or name a dataset of the model's tokenizer")
+        return sample
+
+
+def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
+    """Refuse a dataset if none of its first documents ends with the end-of-document token.
+
+    Raises:
+        ConfigError: its documents cannot be told apart in a sample.
+    """
+    ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _LOOKED_AT))]
+    if all(end == 0 or dataset.tokens[end - 1 : end][0] != eod_id for end in ends):
+        problem = (
+            f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
+            "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
+        )
+        raise ConfigError("data.paths", path, problem)
 
 
 def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:

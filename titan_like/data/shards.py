@@ -31,6 +31,11 @@ class Shard(Protocol):
         """What messages call it."""
         ...
 
+    @property
+    def changed_at(self) -> int:
+        """When a file was changed last, in ns; 0 where the fingerprint tells every change."""
+        ...
+
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
 
@@ -52,6 +57,11 @@ class LocalShard:
         """Its path."""
         return str(self.path)
 
+    @property
+    def changed_at(self) -> int:
+        """See `Shard`."""
+        return self.path.stat().st_mtime_ns
+
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """See `Shard`."""
         return (piece for piece, _ in read_pieces(self.path, key, start, first_record))
@@ -64,6 +74,7 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
+    changed_at: int = 0  # see `Shard`; the revision is in the fingerprint
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
         """See `Shard`. An error that is not known to be damage may come from the network."""

@@ -146,7 +146,9 @@ class StreamSource(Source):
 
     @cached_property
     def _bookmark_folder(self) -> Path:
-        key = repr((self.fingerprint, self.request.seed, self.request.part, self.request.seq_len)).encode()
+        # A file that was changed in place may have the same fingerprint. Its notes would give other samples.
+        changed = [shard.changed_at for shard in self.shards]
+        key = repr((self.fingerprint, changed, self.request.seed, self.request.part, self.request.seq_len)).encode()
         return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
     def _parts(self, reader: int) -> list[Part]:

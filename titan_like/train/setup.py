@@ -17,7 +17,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_source
-from titan_like.data.source import DataRequest, Source
+from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 from titan_like.evaluate.task import Task, TextSettings
 from titan_like.evaluate.tasks import check_tasks, open_tasks
@@ -222,4 +222,10 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     if config.evaluation.interval and len(sources["validation"]) == 0:
         problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
         raise ConfigError("data.split", config.data.split, problem)
+    wanted = config.evaluation.steps * config.training.global_batch_size
+    if config.evaluation.interval and len(sources["validation"]) == UNKNOWN_LENGTH:
+        first = range(min(wanted, config.data.num_readers))  # a stream's readers take turns
+        if all((sources["validation"][index][1] == IGNORED_LABEL).all() for index in first):
+            problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
+            raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
     return sources

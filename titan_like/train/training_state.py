@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -13,6 +14,7 @@ from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
+from titan_like.data.masks import MASK_SETTINGS
 from titan_like.metrics.console import Console
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
@@ -119,7 +121,13 @@ class TrainingState:
             return False
         if state.data and state.data != self.run.datasets["train"].fingerprint:
             problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
-            raise RunError(f"{problem} than [data] now gives; restore it, or set checkpoint.folder to a new one")
+            changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
+            raise RunError(
+                f"{problem} than [data] now gives{changed}; restore it, or set checkpoint.folder to a new one"
+            )
+        for key, value in self._changed_data(state):
+            if key in MASK_SETTINGS:
+                self.console.print(f" data.{key} was {value} up to step {state.step}")
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
@@ -127,3 +135,8 @@ class TrainingState:
             self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
         self.losses = LossWatch(self.config.health, device, state.recent_losses, state.consecutive_skips)
         return True
+
+    def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
+        """The settings of [data] that a checkpoint's run had otherwise, with their values then."""
+        then, now = state.config["data"], self.config.data.model_dump(mode="json")
+        return [(key, json.dumps(then[key])) for key, value in now.items() if key in then and then[key] != value]
