@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -88,10 +89,17 @@ def test_a_killed_run_goes_on_with_the_very_same_samples_in_another_layout(folde
         assert len(wanted) == count
         assert found == pytest.approx(wanted, rel=1e-5)
 
-    other = start(folder, "parts", "--data.num_readers=8", "--training.steps=101")
+    shutil.copytree(folder / "corpus", folder / "moved")
+    settings = (f"--data.paths={folder}/moved", "--training.steps=101", "--data.prefix_lm=true")
+    moved = start(folder, "parts", *settings)
+    out, err = moved.communicate(timeout=240)
+    assert moved.returncode == 0, err
+    assert "\ndata.prefix_lm was false up to step 100\n" in out
+
+    other = start(folder, "parts", "--data.num_readers=8", "--training.steps=102")
     _, err = other.communicate(timeout=240)
     assert other.returncode == 1
-    assert "was trained on other data than [data] now gives" in err
+    assert "was trained on other data than [data] now gives" in err and "(data.num_readers was 4)" in err
 
 
 def test_damage_in_the_middle_of_a_run_is_one_sentence(folder: Path) -> None:

@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from titan_like.data.blend import BLOCK, Blend, _count_reversed, _reversed_digits
+from titan_like.data.blend import BLOCK, Blend, count_reversed, reversed_digits
 
 PERIOD = 4096 * BLOCK
 WEIGHTS = {
@@ -76,11 +76,11 @@ def test_a_weight_that_would_never_be_drawn_is_refused() -> None:
 
 
 def test_reversed_digits_are_counted() -> None:
-    reversed_digits = [_reversed_digits(k) for k in range(4096)]
-    assert sorted(reversed_digits) == list(range(4096))
+    digits = [reversed_digits(k) for k in range(4096)]
+    assert sorted(digits) == list(range(4096))
     for least in (1, 2, 15, 16, 17, 255, 256, 257, 1000, 2048, 4080, 4095, 4096):
-        counts = [0, *accumulate(value >= least for value in reversed_digits)]
-        assert [_count_reversed(k, least) for k in range(4096)] == counts[:-1]
+        counts = [0, *accumulate(value >= least for value in digits)]
+        assert [count_reversed(k, least) for k in range(4096)] == counts[:-1]
 
 
 def test_huge_weights_are_as_good_as_small_ones() -> None:

@@ -298,7 +298,7 @@ def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
     assert len(source_of(folder, "validation", split="1,0.0001,0")) == 0  # not one record
 
 
-def test_streams_are_blended_by_weights_in_each_reader(folder):
+def test_streams_are_blended_by_weights(folder):
     paths = ["3", str(folder / "data" / "0.jsonl"), "1", str(folder / "data" / "[1-4].*")]
     section = Data(dataset="hf", paths=paths, num_readers=2, split="8,1,1")
     request = replace(source_of(folder).request, section=section)
@@ -311,7 +311,7 @@ def test_streams_are_blended_by_weights_in_each_reader(folder):
     for index in range(150):  # the next sample of the same reader of one source
         reader, sample = index % 2, blend[index].tolist()
         expected = [source[2 * taken[reader, number] + reader].tolist() for number, source in enumerate(alone)]
-        chosen.append(blend._blends[reader].locate(index // 2)[0])
+        chosen.append(blend._readers.locate(reader, index // 2)[0])
         assert sample == expected[chosen[-1]]
         taken[reader, chosen[-1]] += 1
         counts = blend.drawn(index + 1).values()

@@ -10,7 +10,7 @@ from itertools import accumulate
 from titan_like.data.permutation import Permutation
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
-_PERIOD = 4096  # blocks after which every source has had exactly its share
+PERIOD = 4096  # blocks after which every source has had exactly its share
 
 
 class Blend:
@@ -30,9 +30,9 @@ class Blend:
             ValueError: a weight is so small that its source would never be drawn.
         """
         self.seed = seed
-        shares = _apportion(weights, BLOCK * _PERIOD)
+        shares = apportion(weights, BLOCK * PERIOD)
         if min(shares) == 0:
-            raise ValueError(f"weight {weights[shares.index(0)]} is below one sample in {BLOCK * _PERIOD:,}")
+            raise ValueError(f"weight {weights[shares.index(0)]} is below one sample in {BLOCK * PERIOD:,}")
         self.shares = shares
         self._ends = [0, *accumulate(shares)]  # cumulative, in samples of a period
         self._counted: tuple[int, list[int]] = 0, [0] * len(shares)
@@ -41,10 +41,10 @@ class Blend:
     def locate(self, index: int) -> tuple[int, int]:
         """Sample ``index`` of the blend as (number of the source, how many of its samples come before this one)."""
         block, slot = divmod(index, BLOCK)
-        period, k = divmod(block, _PERIOD)
-        offset, place = _reversed_digits(k), _order(self.seed, block)(slot)
-        source = bisect_left(self._ends, (place + 1) * _PERIOD - offset) - 1
-        first = (self._ends[source] + offset) // _PERIOD  # place in this block where the source begins
+        period, k = divmod(block, PERIOD)
+        offset, place = reversed_digits(k), _order(self.seed, block)(slot)
+        source = bisect_left(self._ends, (place + 1) * PERIOD - offset) - 1
+        first = (self._ends[source] + offset) // PERIOD  # place in this block where the source begins
         before = self._taken(source + 1, k) - self._taken(source, k)
         return source, period * self.shares[source] + before + place - first
 
@@ -68,7 +68,7 @@ class Blend:
         block = num_samples // BLOCK
         start, counts = self._counted
         if not block * BLOCK <= start <= num_samples:
-            start, (period, k) = block * BLOCK, divmod(block, _PERIOD)
+            start, (period, k) = block * BLOCK, divmod(block, PERIOD)
             counts = [
                 period * share + self._taken(source + 1, k) - self._taken(source, k)
                 for source, share in enumerate(self.shares)
@@ -81,11 +81,11 @@ class Blend:
 
     def _taken(self, end: int, k: int) -> int:
         """Samples of the first ``end`` sources in the first ``k`` blocks of a period."""
-        whole, part = divmod(self._ends[end], _PERIOD)
-        return k * whole + _count_reversed(k, _PERIOD - part)
+        whole, part = divmod(self._ends[end], PERIOD)
+        return k * whole + count_reversed(k, PERIOD - part)
 
 
-def _apportion(weights: Sequence[float], total: int) -> list[int]:
+def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Whole numbers in the proportions of ``weights`` that sum to ``total`` (by largest remainders)."""
     largest = max(weights)  # dividing by it first keeps sums of huge weights finite
     parts = [weight / largest for weight in weights]
@@ -97,12 +97,12 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
     return shares
 
 
-def _reversed_digits(k: int) -> int:
+def reversed_digits(k: int) -> int:
     """``k``, below 4096, with its three hexadecimal digits in reverse order."""
     return (k & 15) << 8 | k & 240 | k >> 8
 
 
-def _count_reversed(k: int, least: int) -> int:
+def count_reversed(k: int, least: int) -> int:
     """How many j < k have reversed digits of at least ``least``, from 1 to 4096.
 
     They agree with k in its first digits, have a smaller one next, and any digits after that.

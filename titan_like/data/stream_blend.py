@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from titan_like.data.blend import Blend
 from titan_like.data.blended import BlendedSource
+from titan_like.data.reader_blend import ReaderBlend
 from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream import described_readers
 
 
 class BlendedStream(BlendedSource):
-    """A blend of one split of several streams, for each of their R readers on its own.
+    """A blend of one split of several streams. Sample i is of reader i mod R of one of the sources (see `ReaderBlend`).
 
-    Sample i is sample i div R of the blend of all sources' readers i mod R. So a process still needs only some readers,
-    and takes their samples in order.
+    So a process still needs only some readers, and takes their samples in order.
     """
 
     def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
@@ -26,8 +25,7 @@ class BlendedStream(BlendedSource):
             ConfigError: a source has a weight so small that it is never drawn.
         """
         super().__init__(request, sources, weights)
-        readers = range(request.section.num_readers)
-        self._blends = [Blend(self.blend.shares, (request.seed << 16) + reader) for reader in readers]
+        self._readers = ReaderBlend(self.blend.shares, request.section.num_readers, "stream", request.seed)
 
     def __len__(self) -> int:
         """Unknown, or 0 if no source has a whole sample."""
@@ -39,9 +37,9 @@ class BlendedStream(BlendedSource):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq], without labels if its source has come to the split's end."""
-        number, reader = divmod(index, len(self._blends))
-        source, within = self._blends[reader].locate_in_order(number)
-        return self.sources[source][within * len(self._blends) + reader]
+        number, reader = divmod(index, self._readers.num_readers)
+        source, within = self._readers.locate(reader, number)
+        return self.sources[source][within * self._readers.num_readers + reader]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """See `described_readers`."""
@@ -49,7 +47,8 @@ class BlendedStream(BlendedSource):
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples of each source after ``num_samples``, by ``samples/NAME``. Nobody knows how long the epochs are."""
-        each, more = divmod(num_samples, len(self._blends))
-        counts = [blend.counts(each + (reader < more)) for reader, blend in enumerate(self._blends)]
+        num_readers = self._readers.num_readers
+        each, more = divmod(num_samples, num_readers)
+        counts = [self._readers.counts(reader, each + (reader < more)) for reader in range(num_readers)]
         totals = map(sum, zip(*counts, strict=True))
         return {f"samples/{name}": count for name, count in zip(self.names, totals, strict=True)}

@@ -126,8 +126,8 @@ class TrainingState:
                 f"{problem} than [data] now gives{changed}; restore it, or set checkpoint.folder to a new one"
             )
         for key, value in self._changed_data(state):
-            if key in MASK_SETTINGS:
-                self.console.print(f" data.{key} was {value} up to step {state.step}")
+            if key in MASK_SETTINGS and dist.get_rank() == 0:
+                print(f"data.{key} was {value} up to step {state.step}", flush=True)
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
