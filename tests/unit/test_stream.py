@@ -1,6 +1,7 @@
 """Streams: the same samples for every way of access, in every layout, whatever happens to readers and bookmarks."""
 
 import gzip
+import io
 import json
 import os
 import pickle
@@ -411,6 +412,14 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         source[498]
 
 
+def overwritten_parquet(start):
+    """A file with 64 bytes that are not its own."""
+    file, texts = io.BytesIO(), random.Random(0).choices(["one text", "two texts", "three"], k=20_000)
+    pq.write_table(pa.table({"text": [f"{number} {text}" for number, text in enumerate(texts)]}), file)
+    content = file.getvalue()
+    return content[:start] + b"\xff" * 64 + content[start + 64 :]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -422,6 +431,8 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         ("a.parquet", {"text": [5]}, ["a.parquet", "has no text in the column", "int64"]),
         ("a.parquet", {"text": ["x", None]}, ["a.parquet:2", "the row has no text"]),
         ("a.parquet", b"PAR1", ["a.parquet", "is damaged"]),
+        ("a.parquet", overwritten_parquet(4), ["a.parquet", "is damaged"]),  # the header of a page
+        ("a.parquet", overwritten_parquet(1000), ["a.parquet", "is damaged"]),  # its compressed content
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
         ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),

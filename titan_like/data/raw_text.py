@@ -167,8 +167,10 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
                 rows = column.slice(at, _ROWS).to_pylist()
                 end = first + at + len(rows)
                 yield Piece("rows", rows, end - len(rows) + 1, len(rows), end), share
-    except pyarrow.ArrowException as error:
-        raise UnreadableError(f"is damaged ({first_line(error)})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UnreadableError(f"is damaged ({first_line(error)})") from None  # pyarrow's own OSErrors have no errno
 
 
 def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
