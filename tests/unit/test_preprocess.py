@@ -139,6 +139,20 @@ def joined(pieces: list[raw_text.Piece]) -> object:
     return b"".join(contents) if isinstance(contents[0], bytes) else [row for rows in contents for row in rows]
 
 
+def test_every_type_of_text_column_is_read(tmp_path: Path) -> None:
+    texts, paths = ["one", "two", "one", ""] * 5, []
+    plain = [pyarrow.string(), pyarrow.large_string()]
+    for kind in (*plain, *(pyarrow.dictionary(pyarrow.int8(), kind) for kind in plain), pyarrow.string_view()):
+        table = pyarrow.table({"text": pyarrow.array(texts, kind)})
+        paths.append(tmp_path / f"{kind}.arrow")
+        with pyarrow.ipc.new_stream(str(paths[-1]), table.schema) as writer:
+            writer.write_table(table, max_chunksize=6)
+        paths.append(tmp_path / f"{kind}.parquet")
+        pyarrow.parquet.write_table(table, paths[-1], row_group_size=7)
+    tokenize_files(Job(paths, "byte"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(texts * len(paths))
+
+
 class StoppedError(Exception):
     """Stands for a crash."""
 

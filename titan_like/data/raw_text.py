@@ -214,7 +214,8 @@ def _check_column(schema: Any, key: str) -> None:
     if key not in schema.names:
         raise UnreadableError(f'has no column "{key}"; it has {", ".join(schema.names)}')
     kind = schema.field(key).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    if str(values) not in ("string", "large_string", "string_view"):
         raise UnreadableError(f'has no text in the column "{key}", but {kind}')
 
 
