@@ -11,6 +11,7 @@ The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zst
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -229,20 +230,23 @@ def texts_of(
         key: of the text in a JSON record.
         is_wanted: given the number of a record, returns whether to look at it.
     """
+    begins_file = piece.end == len(piece.content)
     if isinstance(piece.content, list):
         for number, row in enumerate(piece.content, start=piece.first_record):
             if is_wanted(number):
                 yield number, BadRecord("the row has no text") if row is None else row
     elif piece.kind == "text":
         try:
-            yield piece.first_record, piece.content.decode("utf-8").removeprefix("\ufeff")
+            text = piece.content.decode("utf-8")
+            yield piece.first_record, text.removeprefix("\ufeff") if begins_file else text
         except UnicodeDecodeError as error:
             yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
     else:
-        for number, line in enumerate(piece.content.split(b"\n"), start=piece.first_record):
+        content = piece.content.removeprefix(codecs.BOM_UTF8) if begins_file else piece.content
+        for number, line in enumerate(content.split(b"\n"), start=piece.first_record):
             if is_wanted(number) and line.strip():
                 try:
-                    yield number, _text_of_json(line.decode("utf-8").removeprefix("\ufeff"), key)
+                    yield number, _text_of_json(line.decode("utf-8"), key)
                 except UnicodeDecodeError as error:
                     yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
                 except BadRecord as error:
