@@ -1,6 +1,7 @@
 """Text → indexed datasets."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -132,6 +133,35 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
         assert joined(rest) == joined(pieces[number + 1 :])
         assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
     assert list(read_pieces(path, "text"))[-1][1] == 1.0
+
+
+class CountedBytes(bytes):
+    """Counts the bytes that are copied when it is appended to others."""
+
+    copied = 0
+
+    def __radd__(self, before: bytes) -> bytes:
+        CountedBytes.copied += len(before)
+        return bytes(before) + bytes(self)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_long_line_is_not_copied_with_every_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 10)
+    content = b"x\n" + b"long" * (1 << 14) + b"\n" + b"short\n" * 300 + b"end"
+    CountedBytes.copied = 0
+    pieces = list(
+        raw_text._cut((CountedBytes(content[at : at + 100]) for at in range(0, len(content), 100)), kind, 0, 1)
+    )
+    assert CountedBytes.copied <= 16 * len(content)
+    assert joined(pieces) == content
+    assert [piece.end for piece in pieces] == list(itertools.accumulate(len(piece.content) for piece in pieces))
+    if kind == "jsonl":
+        ends = [piece.end for piece in pieces[:-1]]
+        assert ends[:2] == [2, ends[1]] and ends[1] > len(content) - 2000
+        assert all(content[end - 1 : end] == b"\n" for end in ends)
+        assert [piece.first_record for piece in pieces] == [1 + content[:end].count(b"\n") for end in (0, *ends)]
 
 
 def joined(pieces: list[raw_text.Piece]) -> object:

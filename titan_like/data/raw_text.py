@@ -130,20 +130,25 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _cut(chunks: Iterable[bytes], kind: str, at: int, record: int) -> Iterator[Piece]:
-    held = b""
+    held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
+    size = lines_end = 0  # of what is held, in bytes
     for chunk in chunks:
-        held += chunk
-        if kind == "jsonl":
-            cut = held.rfind(b"\n") + 1 if len(held) >= _PIECE else 0
-        else:
-            cut = _cut_in_text(held) if len(held) >= _LONG_DOCUMENT else 0
-        if cut:
-            content, held, at = held[:cut], held[cut:], at + cut
-            lines = content.count(b"\n") if kind == "jsonl" else 0
-            yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
-            record += lines
-    if held or kind == "text":
-        yield Piece(kind, held, record, 1 + held.count(b"\n") if kind == "jsonl" else 1, at + len(held))
+        newline = chunk.rfind(b"\n")
+        if newline >= 0:
+            lines_end = size + newline + 1
+        held.append(chunk)
+        size += len(chunk)
+        if size < (_PIECE if kind == "jsonl" else _LONG_DOCUMENT) or (kind == "jsonl" and not lines_end):
+            continue
+        content = b"".join(held)
+        cut = lines_end if kind == "jsonl" else _cut_in_text(content)
+        content, held, at, size, lines_end = content[:cut], [content[cut:]], at + cut, size - cut, 0
+        lines = content.count(b"\n") if kind == "jsonl" else 0
+        yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
+        record += lines
+    content = b"".join(held)
+    if content or kind == "text":
+        yield Piece(kind, content, record, 1 + content.count(b"\n") if kind == "jsonl" else 1, at + size)
 
 
 def _cut_in_text(text: bytes) -> int:
