@@ -21,7 +21,7 @@ from titan_like.config.options import OptionParser
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, ending_of
+from titan_like.data.raw_text import KNOWN_ENDINGS, files_below
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -99,7 +99,7 @@ def input_files(patterns: list[str]) -> list[Path]:
         if not found:
             raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
         for path in found:
-            inside = sorted(filter(_is_known, path.rglob("*"))) if path.is_dir() else [path]
+            inside = files_below(path, KNOWN_ENDINGS, "--input") if path.is_dir() else [path]
             if not inside:
                 raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
             files |= dict.fromkeys(inside)
@@ -108,10 +108,6 @@ def input_files(patterns: list[str]) -> list[Path]:
         if problem is not None:
             raise ConfigError("--input", str(path), f"{problem}; name files of text")
     return list(files)
-
-
-def _is_known(path: Path) -> bool:
-    return ending_of(path) in KNOWN_ENDINGS and path.is_file()
 
 
 if __name__ == "__main__":

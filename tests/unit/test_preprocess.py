@@ -262,7 +262,9 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
-    (corpus / "more").mkdir(parents=True)
+    corpus.mkdir()
+    (tmp_path / "far").mkdir()
+    os.symlink(tmp_path / "far", corpus / "more")
     (corpus / "a.jsonl").write_bytes(jsonl(["one two", "three"]) + b'{"body": "x"}\n' + jsonl(["four"]))
     (corpus / "more" / "b.txt").write_text("five")
     (corpus / "picture.png").write_bytes(b"\x89PNG")

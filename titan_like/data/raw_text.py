@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from titan_like.config.errors import first_line
+from titan_like.config.errors import ConfigError, first_line
 
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
@@ -67,6 +68,37 @@ def ending_of(path: Path) -> str:
 def kind_of(path: Path) -> str:
     """ "jsonl", "rows" or "text", by the file's ending."""
     return {".jsonl": "jsonl", ".parquet": "rows", ".arrow": "rows"}.get(ending_of(path), "text")
+
+
+def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[Path]:
+    """The files with one of these endings in a folder and its subfolders, sorted. Links are followed, but each folder
+    is entered once.
+
+    Args:
+        folder: the folder.
+        endings: without that of the compression.
+        key: the setting that names the folder, for the error.
+
+    Raises:
+        ConfigError: a link is broken, or a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(key, error.filename, f"cannot be read ({error.strerror}); make the folder readable")
+
+    files, entered = [], {os.path.realpath(folder)}
+    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        for name in sorted(subfolders):
+            real = os.path.realpath(Path(parent, name))
+            if real in entered:
+                subfolders.remove(name)
+            entered.add(real)
+        for path in (Path(parent, name) for name in names):
+            if not path.exists():
+                raise ConfigError(key, str(path), f"is a link to {os.readlink(path)}, which does not exist; remove it")
+            if ending_of(path) in endings and path.is_file():
+                files.append(path)
+    return sorted(files)
 
 
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
