@@ -88,7 +88,8 @@ def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[
 
     files, entered = [], {os.path.realpath(folder)}
     for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        for name in sorted(subfolders):
+        subfolders.sort()
+        for name in list(subfolders):
             real = os.path.realpath(Path(parent, name))
             if real in entered:
                 subfolders.remove(name)
@@ -179,18 +180,20 @@ def _cut(chunks: Iterable[bytes], kind: str, at: int, record: int) -> Iterator[P
         yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
         record += lines
     content = b"".join(held)
-    if content or kind == "text":
+    if content or (kind == "text" and at == 0):  # an empty file is a document, the end of one is not
         yield Piece(kind, content, record, 1 + content.count(b"\n") if kind == "jsonl" else 1, at + size)
 
 
 def _cut_in_text(text: bytes) -> int:
-    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters."""
+    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters. Never
+    all of it, as only what remains can end the document.
+    """
     start = len(text) - (1 << 16)
     between_words = [found.end() for found in _CUT.finditer(text, start, len(text) - 8)]
     if between_words:
         return between_words[-1]
-    line = text.rfind(b"\n", start) + 1
-    return line or next(at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80)
+    line = text.rfind(b"\n", max(0, start), len(text) - 1) + 1
+    return line or next((at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80), len(text) - 1)
 
 
 def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]]:
