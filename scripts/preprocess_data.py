@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     if not 1 <= options.workers <= 1024:
         raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
     prefix = prefix_of(options.output)
-    is_interrupted = Path(f"{prefix}.unfinished").exists()  # perhaps after .bin was moved to its place
+    unfinished = Path(f"{prefix}.unfinished")
+    is_interrupted = unfinished.exists()  # perhaps after .bin was moved to its place
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
         if path.exists() and not (is_interrupted and path.suffix == ".bin"):
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
@@ -75,6 +76,11 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     try:
         done = tokenize_files(job, prefix, options.workers)
+    except ConfigError as error:
+        if error.key == job.key and unfinished.exists():
+            kept = f"{unfinished} keeps what is done for the same input; delete it before you change input or settings"
+            error.args = (f"{error}; {kept}",)
+        raise
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); make room, and the same command goes on where it was"
         raise ConfigError("--output", str(prefix), problem) from None

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -105,11 +106,12 @@ def test_a_long_text_is_cut_where_its_tokens_do_not_change(
     assert documents(tmp_path / "out") == [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|endoftext|>")]]
 
 
-def test_a_long_text_without_spaces_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["漢字仮名交じり文" * 5000, "-\n" * (1 << 14)])  # the second could be cut at its end
+def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
     monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
-    text = "漢字仮名交じり文" * 5000
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert all(piece.content for piece, _ in read_pieces(tmp_path / "a.txt", "text"))
     tokenize_files(Job([tmp_path / "a.txt"], "byte"), tmp_path / "out")
     assert documents(tmp_path / "out") == tokenized([text])
 
@@ -133,6 +135,7 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
         assert joined(rest) == joined(pieces[number + 1 :])
         assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
     assert list(read_pieces(path, "text"))[-1][1] == 1.0
+    assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
 
 
 class CountedBytes(bytes):
@@ -218,12 +221,33 @@ def test_an_interrupted_job_goes_on(
     assert documents(tmp_path / "out") == tokenized(texts * 2)
 
 
+def stopped_job(folder: Path) -> Job:
+    """A job that a bad record has ended, after the documents of its first file."""
+    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "b.jsonl").write_bytes(b"{\n")
+    job = Job([folder / "a.jsonl", folder / "b.jsonl"], "byte")
+    with pytest.raises(ConfigError, match=r"b.jsonl:1.*the line is not JSON"):
+        tokenize_files(job, folder / "out")
+    return job
+
+
 def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]) + b"{\n")
-    with pytest.raises(ConfigError, match=r"a.jsonl:2.*the line is not JSON"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+    job = stopped_job(tmp_path)
     with pytest.raises(ConfigError, match=r"out.unfinished.*interrupted job with other input.*delete the folder"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
+        tokenize_files(replace(job, text_key="body"), tmp_path / "out")
+    tokenize_files(replace(job, skips_bad_records=True), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
+
+
+def test_a_job_that_bad_input_ended_before_any_document_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "one"}\n')
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    for name, words in (("a.jsonl", "no text under"), ("b.parquet", "is damaged")):
+        with pytest.raises(ConfigError, match=words):
+            tokenize_files(Job([tmp_path / name], "byte"), tmp_path / "out")
+        assert not list(tmp_path.glob("out*"))
+    tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(["one"])
 
 
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
@@ -275,16 +299,20 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     assert refused.stderr.startswith(
         f'error: --input = "{corpus}/a.jsonl:3": the line has no text under "text"; correct'
     )
-    assert "Traceback" not in refused.stderr
+    assert not output.with_name("corpus.unfinished").exists()
+    (corpus / "0.txt").write_text("zero")  # its tokens are kept
+    refused = run(*options)
+    assert refused.returncode == 2
+    assert f"{output}.unfinished keeps what is done for the same input; delete it before you change" in refused.stderr
     done = run(*options, "--bad_records", "skip")
     assert done.returncode == 0, done.stderr
     assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr
-    assert done.stdout.startswith("4 documents, ")
+    assert done.stdout.startswith("5 documents, ")
     assert "1 bad records skipped" in done.stdout
-    assert json.loads((tmp_path / "done.json").read_text())["documents"] == 4
+    assert json.loads((tmp_path / "done.json").read_text())["documents"] == 5
     tokenizer = Tokenizer.from_file(byte_pairs)
     end = tokenizer.token_to_id("<|endoftext|>")
-    expected = [[*tokenizer.encode(text).ids, end] for text in ("one two", "three", "four", "five")]
+    expected = [[*tokenizer.encode(text).ids, end] for text in ("zero", "one two", "three", "four", "five")]
     assert documents(output) == expected
     again = run(*options)
     assert again.returncode == 2
@@ -308,6 +336,7 @@ def truncated(content: bytes) -> bytes:
 
 LINES = jsonl([text_of(100, number) for number in range(100)])
 BAD = {
+    "text of bytes that begin no character": ("a.txt", b"\x80" * (2 << 20), "byte 0 is not valid UTF-8"),
     "gzip that ends early": ("a.jsonl.gz", truncated(gzip.compress(LINES)), "ends in the middle of compressed data"),
     "gzip that is none": ("a.jsonl.gz", LINES, "cannot be read (Not a gzipped file"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" * 500, "cannot be read (Error"),
@@ -356,12 +385,12 @@ def test_a_full_disk_leaves_no_half_dataset_and_the_job_goes_on(
 
 def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES)
-    job, replace = Job([tmp_path / "a.jsonl"], "byte"), os.replace
+    job, rename = Job([tmp_path / "a.jsonl"], "byte"), os.replace
 
     def stops(source: Path, target: Path) -> None:
         if str(target).endswith(".idx"):
             raise StoppedError
-        replace(source, target)
+        rename(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(os, "replace", stops)
@@ -374,12 +403,7 @@ def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, m
 
 @pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
 def test_an_interrupted_job_whose_files_are_damaged_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINES + b"{\n")
-    with pytest.raises(ConfigError, match="not JSON"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
-    progress = tmp_path / "out.unfinished" / "progress.json"
-    content = json.loads(progress.read_text()) | {"documents": 3, "tokens": 999}
-    progress.write_text(json.dumps(content))
+    job = stopped_job(tmp_path)
     (tmp_path / "out.unfinished" / name).write_bytes(b"")
     with pytest.raises(ConfigError, match="of an interrupted job is damaged; delete the folder to begin again"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+        tokenize_files(job, tmp_path / "out")
