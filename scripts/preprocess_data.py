@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import os
 import time
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options that need no look at the input.
+
+    Raises:
+        ConfigError: the first option that is unfit.
+    """
+    if not 1 <= options.workers <= 1024:
+        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    if options.output.endswith("/") or prefix_of(options.output).is_dir():
+        cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
+        raise ConfigError("--output", options.output, f"is a folder; {cure}")
+    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
+        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+
+
 def main(argv: list[str]) -> int:
     """Tokenize what the command line names.
 
@@ -54,8 +70,7 @@ def main(argv: list[str]) -> int:
         ConfigError: an option is wrong, a file is unfit, or the disk is full.
     """
     options = build_parser().parse_args(argv)
-    if not 1 <= options.workers <= 1024:
-        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    check_options(options)
     prefix = prefix_of(options.output)
     unfinished = Path(f"{prefix}.unfinished")
     is_interrupted = unfinished.exists()  # perhaps after .bin was moved to its place
@@ -97,7 +112,7 @@ def input_files(patterns: list[str]) -> list[Path]:
     """The files that --input names: of a folder, all in it whose endings tell that they hold text.
 
     Raises:
-        ConfigError: a path that is not there, cannot be read, or a folder without such files.
+        ConfigError: a path that is not there, cannot be read or is empty, or a folder without such files.
     """
     files: dict[Path, None] = {}
     for pattern in map(expanded, patterns):
@@ -113,6 +128,8 @@ def input_files(patterns: list[str]) -> list[Path]:
         problem = file_problem(path)
         if problem is not None:
             raise ConfigError("--input", str(path), f"{problem}; name files of text")
+        if path.stat().st_size == 0:
+            raise ConfigError("--input", str(path), "the file is empty; remove it or give one with text")
     return list(files)
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 import time
@@ -317,6 +318,28 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     again = run(*options)
     assert again.returncode == 2
     assert "exists; remove it or name another place" in again.stderr
+
+
+def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = runpy.run_path(str(ROOT / "scripts" / "preprocess_data.py"))["main"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "pp").mkdir()
+    for unfit, words in {
+        ("--output", "."): "is a folder; name the dataset in it, such as corpus",
+        ("--output", "/"): "is a folder; name the dataset in it, such as /corpus",
+        ("--output", "pp"): "is a folder; name the dataset in it, such as pp/corpus",
+        ("--output", "new/"): "is a folder; name the dataset in it, such as new/corpus",
+        ("--json", "/nonexistent/x.json"): "not a file in a folder that you may write to",
+        ("--json", "pp"): "not a file in a folder that you may write to",
+        ("--input", "empty.txt"): "the file is empty; remove it",
+        ("--input", "."): "the file is empty; remove it",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            main(["--input", "a.txt", "--output", "out", *unfit])
+        assert str(error.value).startswith(f"{unfit[0]} = ") and words in str(error.value)
+        assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("pp*.*"))
 
 
 def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:
