@@ -255,13 +255,13 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     texts = [text_of(3000, number) for number in range(300)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     progress = tmp_path / "out.unfinished" / "progress.json"
     deadline = time.monotonic() + 120
     while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.communicate(timeout=60)  # until its workers, which share its stderr, have ended as well
     assert progress.exists()
     assert not (tmp_path / "out.idx").exists()
     done = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 2)
@@ -276,7 +276,7 @@ from titan_like.data import preprocess
 save = preprocess._Output.save
 preprocess._SECONDS_BETWEEN_REPORTS = 0.0
 preprocess._Output.save = lambda output: (save(output), time.sleep(0.2))
-preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]))
+preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]), num_workers=2)
 """
 
 

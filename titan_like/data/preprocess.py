@@ -12,13 +12,14 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO, Any
 
@@ -299,7 +300,16 @@ _worker: Any = None
 def _start_worker(*settings: Any) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = _Tokenizing(*settings)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that writes has died; the pool's own queue would wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tokenize(piece: Piece) -> Result:
