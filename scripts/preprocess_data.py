@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import os
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from titan_like.config.options import OptionParser
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, ending_of
+from titan_like.data.raw_text import KNOWN_ENDINGS, files_below
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -47,6 +48,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Check the options that need no look at the input.
+
+    Raises:
+        ConfigError: the first option that is unfit.
+    """
+    if not 1 <= options.workers <= 1024:
+        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    if options.output.endswith("/") or prefix_of(options.output).is_dir():
+        cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
+        raise ConfigError("--output", options.output, f"is a folder; {cure}")
+    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
+        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+
+
 def main(argv: list[str]) -> int:
     """Tokenize what the command line names.
 
@@ -54,10 +70,10 @@ def main(argv: list[str]) -> int:
         ConfigError: an option is wrong, a file is unfit, or the disk is full.
     """
     options = build_parser().parse_args(argv)
-    if not 1 <= options.workers <= 1024:
-        raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
+    check_options(options)
     prefix = prefix_of(options.output)
-    is_interrupted = Path(f"{prefix}.unfinished").exists()  # perhaps after .bin was moved to its place
+    unfinished = Path(f"{prefix}.unfinished")
+    is_interrupted = unfinished.exists()  # perhaps after .bin was moved to its place
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
         if path.exists() and not (is_interrupted and path.suffix == ".bin"):
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
@@ -75,6 +91,11 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     try:
         done = tokenize_files(job, prefix, options.workers)
+    except ConfigError as error:
+        if error.key == job.key and unfinished.exists():
+            kept = f"{unfinished} keeps what is done for the same input; delete it before you change input or settings"
+            error.args = (f"{error}; {kept}",)
+        raise
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); make room, and the same command goes on where it was"
         raise ConfigError("--output", str(prefix), problem) from None
@@ -91,7 +112,7 @@ def input_files(patterns: list[str]) -> list[Path]:
     """The files that --input names: of a folder, all in it whose endings tell that they hold text.
 
     Raises:
-        ConfigError: a path that is not there, cannot be read, or a folder without such files.
+        ConfigError: a path that is not there, cannot be read or is empty, or a folder without such files.
     """
     files: dict[Path, None] = {}
     for pattern in map(expanded, patterns):
@@ -99,7 +120,7 @@ def input_files(patterns: list[str]) -> list[Path]:
         if not found:
             raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
         for path in found:
-            inside = sorted(filter(_is_known, path.rglob("*"))) if path.is_dir() else [path]
+            inside = files_below(path, KNOWN_ENDINGS, "--input") if path.is_dir() else [path]
             if not inside:
                 raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
             files |= dict.fromkeys(inside)
@@ -107,11 +128,9 @@ def input_files(patterns: list[str]) -> list[Path]:
         problem = file_problem(path)
         if problem is not None:
             raise ConfigError("--input", str(path), f"{problem}; name files of text")
+        if path.stat().st_size == 0:
+            raise ConfigError("--input", str(path), "the file is empty; remove it or give one with text")
     return list(files)
-
-
-def _is_known(path: Path) -> bool:
-    return ending_of(path) in KNOWN_ENDINGS and path.is_file()
 
 
 if __name__ == "__main__":

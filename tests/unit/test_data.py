@@ -12,7 +12,7 @@ import torch
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data import preprocess
+from titan_like.data import preprocess, raw_text
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.packed import (
@@ -73,8 +73,18 @@ def test_jsonl_holds_one_document_a_line(tmp_path):
 
 
 def test_byte_order_mark_is_no_text(tmp_path):
-    corpus = corpus_of(tmp_path, {"a.txt": b"\xef\xbb\xbfone", "b.jsonl": b'\xef\xbb\xbf{"text": "two"}\n'})
-    assert sorted(documents_of(corpus)) == sorted([[*b"one", EOD], [*b"two", EOD]])
+    mark, line = b"\xef\xbb\xbf", b'{"text": "two"}\n'
+    corpus = corpus_of(tmp_path, {"a.txt": mark + b"one", "b.jsonl": mark + line, "c.jsonl": mark + b"\r\n" + line})
+    assert sorted(documents_of(corpus)) == sorted([[*b"one", EOD], *[[*b"two", EOD]] * 2])
+
+
+def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_text, "_CHUNK", 8)
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 8)
+    content = b"1 line\n\xef\xbb\xbf2 lines\n"
+    assert documents_of(corpus_of(tmp_path, {"a.txt": content})) == [[*content, EOD]]
+    with pytest.raises(ConfigError, match=r"b\.jsonl:2.*the line is not JSON \(Unexpected UTF-8 BOM"):
+        corpus_of(tmp_path, {"b.jsonl": b'{"text": ""}\n\xef\xbb\xbf{"text": ""}\n'})
 
 
 @pytest.mark.parametrize(

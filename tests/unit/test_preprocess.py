@@ -1,12 +1,15 @@
 """Text → indexed datasets."""
 
 import gzip
+import itertools
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -104,11 +107,12 @@ def test_a_long_text_is_cut_where_its_tokens_do_not_change(
     assert documents(tmp_path / "out") == [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|endoftext|>")]]
 
 
-def test_a_long_text_without_spaces_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["漢字仮名交じり文" * 5000, "-\n" * (1 << 14)])  # the second could be cut at its end
+def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 14)
     monkeypatch.setattr(raw_text, "_CHUNK", 1 << 12)
-    text = "漢字仮名交じり文" * 5000
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert all(piece.content for piece, _ in read_pieces(tmp_path / "a.txt", "text"))
     tokenize_files(Job([tmp_path / "a.txt"], "byte"), tmp_path / "out")
     assert documents(tmp_path / "out") == tokenized([text])
 
@@ -132,11 +136,55 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
         assert joined(rest) == joined(pieces[number + 1 :])
         assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
     assert list(read_pieces(path, "text"))[-1][1] == 1.0
+    assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
+
+
+class CountedBytes(bytes):
+    """Counts the bytes that are copied when it is appended to others."""
+
+    copied = 0
+
+    def __radd__(self, before: bytes) -> bytes:
+        CountedBytes.copied += len(before)
+        return bytes(before) + bytes(self)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_long_line_is_not_copied_with_every_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_text, "_PIECE", 1 << 10)
+    monkeypatch.setattr(raw_text, "_LONG_DOCUMENT", 1 << 10)
+    content = b"x\n" + b"long" * (1 << 14) + b"\n" + b"short\n" * 300 + b"end"
+    CountedBytes.copied = 0
+    pieces = list(
+        raw_text._cut((CountedBytes(content[at : at + 100]) for at in range(0, len(content), 100)), kind, 0, 1)
+    )
+    assert CountedBytes.copied <= 16 * len(content)
+    assert joined(pieces) == content
+    assert [piece.end for piece in pieces] == list(itertools.accumulate(len(piece.content) for piece in pieces))
+    if kind == "jsonl":
+        ends = [piece.end for piece in pieces[:-1]]
+        assert ends[:2] == [2, ends[1]] and ends[1] > len(content) - 2000
+        assert all(content[end - 1 : end] == b"\n" for end in ends)
+        assert [piece.first_record for piece in pieces] == [1 + content[:end].count(b"\n") for end in (0, *ends)]
 
 
 def joined(pieces: list[raw_text.Piece]) -> object:
     contents = [piece.content for piece in pieces]
     return b"".join(contents) if isinstance(contents[0], bytes) else [row for rows in contents for row in rows]
+
+
+def test_every_type_of_text_column_is_read(tmp_path: Path) -> None:
+    texts, paths = ["one", "two", "one", ""] * 5, []
+    plain = [pyarrow.string(), pyarrow.large_string()]
+    for kind in (*plain, *(pyarrow.dictionary(pyarrow.int8(), kind) for kind in plain), pyarrow.string_view()):
+        table = pyarrow.table({"text": pyarrow.array(texts, kind)})
+        paths.append(tmp_path / f"{kind}.arrow")
+        with pyarrow.ipc.new_stream(str(paths[-1]), table.schema) as writer:
+            writer.write_table(table, max_chunksize=6)
+        paths.append(tmp_path / f"{kind}.parquet")
+        pyarrow.parquet.write_table(table, paths[-1], row_group_size=7)
+    tokenize_files(Job(paths, "byte"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(texts * len(paths))
 
 
 class StoppedError(Exception):
@@ -174,25 +222,46 @@ def test_an_interrupted_job_goes_on(
     assert documents(tmp_path / "out") == tokenized(texts * 2)
 
 
+def stopped_job(folder: Path) -> Job:
+    """A job that a bad record has ended, after the documents of its first file."""
+    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "b.jsonl").write_bytes(b"{\n")
+    job = Job([folder / "a.jsonl", folder / "b.jsonl"], "byte")
+    with pytest.raises(ConfigError, match=r"b.jsonl:1.*the line is not JSON"):
+        tokenize_files(job, folder / "out")
+    return job
+
+
 def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]) + b"{\n")
-    with pytest.raises(ConfigError, match=r"a.jsonl:2.*the line is not JSON"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+    job = stopped_job(tmp_path)
     with pytest.raises(ConfigError, match=r"out.unfinished.*interrupted job with other input.*delete the folder"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
+        tokenize_files(replace(job, text_key="body"), tmp_path / "out")
+    tokenize_files(replace(job, skips_bad_records=True), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
+
+
+def test_a_job_that_bad_input_ended_before_any_document_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "one"}\n')
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    for name, words in (("a.jsonl", "no text under"), ("b.parquet", "is damaged")):
+        with pytest.raises(ConfigError, match=words):
+            tokenize_files(Job([tmp_path / name], "byte"), tmp_path / "out")
+        assert not list(tmp_path.glob("out*"))
+    tokenize_files(Job([tmp_path / "a.jsonl"], "byte", text_key="body"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(["one"])
 
 
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     texts = [text_of(3000, number) for number in range(300)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     progress = tmp_path / "out.unfinished" / "progress.json"
     deadline = time.monotonic() + 120
     while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.communicate(timeout=60)  # until its workers, which share its stderr, have ended as well
     assert progress.exists()
     assert not (tmp_path / "out.idx").exists()
     done = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 2)
@@ -207,7 +276,7 @@ from titan_like.data import preprocess
 save = preprocess._Output.save
 preprocess._SECONDS_BETWEEN_REPORTS = 0.0
 preprocess._Output.save = lambda output: (save(output), time.sleep(0.2))
-preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]))
+preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]), num_workers=2)
 """
 
 
@@ -218,7 +287,9 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
-    (corpus / "more").mkdir(parents=True)
+    corpus.mkdir()
+    (tmp_path / "far").mkdir()
+    os.symlink(tmp_path / "far", corpus / "more")
     (corpus / "a.jsonl").write_bytes(jsonl(["one two", "three"]) + b'{"body": "x"}\n' + jsonl(["four"]))
     (corpus / "more" / "b.txt").write_text("five")
     (corpus / "picture.png").write_bytes(b"\x89PNG")
@@ -229,20 +300,46 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     assert refused.stderr.startswith(
         f'error: --input = "{corpus}/a.jsonl:3": the line has no text under "text"; correct'
     )
-    assert "Traceback" not in refused.stderr
+    assert not output.with_name("corpus.unfinished").exists()
+    (corpus / "0.txt").write_text("zero")  # its tokens are kept
+    refused = run(*options)
+    assert refused.returncode == 2
+    assert f"{output}.unfinished keeps what is done for the same input; delete it before you change" in refused.stderr
     done = run(*options, "--bad_records", "skip")
     assert done.returncode == 0, done.stderr
     assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr
-    assert done.stdout.startswith("4 documents, ")
+    assert done.stdout.startswith("5 documents, ")
     assert "1 bad records skipped" in done.stdout
-    assert json.loads((tmp_path / "done.json").read_text())["documents"] == 4
+    assert json.loads((tmp_path / "done.json").read_text())["documents"] == 5
     tokenizer = Tokenizer.from_file(byte_pairs)
     end = tokenizer.token_to_id("<|endoftext|>")
-    expected = [[*tokenizer.encode(text).ids, end] for text in ("one two", "three", "four", "five")]
+    expected = [[*tokenizer.encode(text).ids, end] for text in ("zero", "one two", "three", "four", "five")]
     assert documents(output) == expected
     again = run(*options)
     assert again.returncode == 2
     assert "exists; remove it or name another place" in again.stderr
+
+
+def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = runpy.run_path(str(ROOT / "scripts" / "preprocess_data.py"))["main"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "pp").mkdir()
+    for unfit, words in {
+        ("--output", "."): "is a folder; name the dataset in it, such as corpus",
+        ("--output", "/"): "is a folder; name the dataset in it, such as /corpus",
+        ("--output", "pp"): "is a folder; name the dataset in it, such as pp/corpus",
+        ("--output", "new/"): "is a folder; name the dataset in it, such as new/corpus",
+        ("--json", "/nonexistent/x.json"): "not a file in a folder that you may write to",
+        ("--json", "pp"): "not a file in a folder that you may write to",
+        ("--input", "empty.txt"): "the file is empty; remove it",
+        ("--input", "."): "the file is empty; remove it",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            main(["--input", "a.txt", "--output", "out", *unfit])
+        assert str(error.value).startswith(f"{unfit[0]} = ") and words in str(error.value)
+        assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("pp*.*"))
 
 
 def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:
@@ -262,6 +359,7 @@ def truncated(content: bytes) -> bytes:
 
 LINES = jsonl([text_of(100, number) for number in range(100)])
 BAD = {
+    "text of bytes that begin no character": ("a.txt", b"\x80" * (2 << 20), "byte 0 is not valid UTF-8"),
     "gzip that ends early": ("a.jsonl.gz", truncated(gzip.compress(LINES)), "ends in the middle of compressed data"),
     "gzip that is none": ("a.jsonl.gz", LINES, "cannot be read (Not a gzipped file"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" * 500, "cannot be read (Error"),
@@ -310,12 +408,12 @@ def test_a_full_disk_leaves_no_half_dataset_and_the_job_goes_on(
 
 def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES)
-    job, replace = Job([tmp_path / "a.jsonl"], "byte"), os.replace
+    job, rename = Job([tmp_path / "a.jsonl"], "byte"), os.replace
 
     def stops(source: Path, target: Path) -> None:
         if str(target).endswith(".idx"):
             raise StoppedError
-        replace(source, target)
+        rename(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(os, "replace", stops)
@@ -328,12 +426,7 @@ def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, m
 
 @pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
 def test_an_interrupted_job_whose_files_are_damaged_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINES + b"{\n")
-    with pytest.raises(ConfigError, match="not JSON"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
-    progress = tmp_path / "out.unfinished" / "progress.json"
-    content = json.loads(progress.read_text()) | {"documents": 3, "tokens": 999}
-    progress.write_text(json.dumps(content))
+    job = stopped_job(tmp_path)
     (tmp_path / "out.unfinished" / name).write_bytes(b"")
     with pytest.raises(ConfigError, match="of an interrupted job is damaged; delete the folder to begin again"):
-        tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
+        tokenize_files(job, tmp_path / "out")

@@ -1,6 +1,7 @@
 """Streams: the same samples for every way of access, in every layout, whatever happens to readers and bookmarks."""
 
 import gzip
+import io
 import json
 import os
 import pickle
@@ -411,6 +412,14 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         source[498]
 
 
+def overwritten_parquet(start):
+    """A file with 64 bytes that are not its own."""
+    file, texts = io.BytesIO(), random.Random(0).choices(["one text", "two texts", "three"], k=20_000)
+    pq.write_table(pa.table({"text": [f"{number} {text}" for number, text in enumerate(texts)]}), file)
+    content = file.getvalue()
+    return content[:start] + b"\xff" * 64 + content[start + 64 :]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -422,6 +431,8 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
         ("a.parquet", {"text": [5]}, ["a.parquet", "has no text in the column", "int64"]),
         ("a.parquet", {"text": ["x", None]}, ["a.parquet:2", "the row has no text"]),
         ("a.parquet", b"PAR1", ["a.parquet", "is damaged"]),
+        ("a.parquet", overwritten_parquet(4), ["a.parquet", "is damaged"]),  # the header of a page
+        ("a.parquet", overwritten_parquet(1000), ["a.parquet", "is damaged"]),  # its compressed content
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
         ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),
@@ -440,6 +451,25 @@ def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
     assert "\n" not in str(error.value) and waits == []
     for word in words:
         assert word in str(error.value)
+
+
+def test_links_in_a_folder_are_followed(folder):
+    known = source_of(folder)
+    linked = folder / "linked"
+    (linked / "more" / "deep").mkdir(parents=True)
+    os.rename(folder / "data", folder / "far")
+    os.symlink(folder / "far" / "0.jsonl", linked / "0.jsonl")
+    os.symlink(folder / "far", linked / "more" / "deep" / "1")
+    os.symlink(folder / "far", linked / "more" / "deep" / "2")  # once more
+    os.symlink(linked, linked / "more" / "cycle")
+    found = source_of(folder, paths=[str(linked)])
+    names = ["0.jsonl", *(f"more/deep/1/{shard.path.name}" for shard in known.shards)]
+    assert [shard.name for shard in found.shards] == [f"{linked}/{name}" for name in names]
+    os.symlink(folder / "nothing", linked / "more" / "gone")
+    with pytest.raises(
+        ConfigError, match=r'^data\.paths = ".*/more/gone": is a link to .*/nothing, which does not exist'
+    ):
+        source_of(folder, paths=[str(linked)])
 
 
 def test_names_that_mean_nothing_are_refused(folder, monkeypatch):

@@ -12,13 +12,14 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,20 +84,26 @@ def tokenize_files(
         ConfigError: a file that cannot be read, a bad record unless they are skipped, an unfinished job of other input
             in the same place, or no document at all.
         RunError: a process died.
-        OSError: the dataset cannot be written. What has been written stays, for a later call to go on with.
+        OSError: the dataset cannot be written.
+
+    What has been written stays after an error, for a later call to go on with; if there is nothing, the folder is
+    removed when bad input ends the job.
     """
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     progress = _read_progress(folder, job)
     tokens, index = folder / "tokens.bin", folder / "index"
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
-        with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
-            _write_tokens(job, output, num_workers, report or _tell)
-        if progress.documents == 0:
-            shutil.rmtree(folder)
-            raise ConfigError(
-                job.key, str(job.files[0]), "there is no document in it, nor in another file; give some with text"
-            )
+        try:
+            with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
+                _write_tokens(job, output, num_workers, report or _tell)
+            if progress.documents == 0:
+                problem = "there is no document in it, nor in another file; give some with text"
+                raise ConfigError(job.key, str(job.files[0]), problem)
+        except ConfigError:
+            if progress.documents == progress.open_document == 0:  # with the folder, the corrected job would be refused
+                shutil.rmtree(folder)
+            raise
         write_index(index, output.dtype, np.memmap(folder / "lengths.bin", "<i4", "r"), None)
         os.replace(tokens, f"{prefix}.bin")
     os.replace(index, f"{prefix}.idx")
@@ -293,7 +300,16 @@ _worker: Any = None
 def _start_worker(*settings: Any) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = _Tokenizing(*settings)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that writes has died; the pool's own queue would wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tokenize(piece: Piece) -> Result:

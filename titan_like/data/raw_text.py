@@ -11,8 +11,10 @@ The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zst
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from titan_like.config.errors import first_line
+from titan_like.config.errors import ConfigError, first_line
 
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
@@ -66,6 +68,38 @@ def ending_of(path: Path) -> str:
 def kind_of(path: Path) -> str:
     """ "jsonl", "rows" or "text", by the file's ending."""
     return {".jsonl": "jsonl", ".parquet": "rows", ".arrow": "rows"}.get(ending_of(path), "text")
+
+
+def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[Path]:
+    """The files with one of these endings in a folder and its subfolders, sorted. Links are followed, but each folder
+    is entered once.
+
+    Args:
+        folder: the folder.
+        endings: without that of the compression.
+        key: the setting that names the folder, for the error.
+
+    Raises:
+        ConfigError: a link is broken, or a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(key, error.filename, f"cannot be read ({error.strerror}); make the folder readable")
+
+    files, entered = [], {os.path.realpath(folder)}
+    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        subfolders.sort()
+        for name in list(subfolders):
+            real = os.path.realpath(Path(parent, name))
+            if real in entered:
+                subfolders.remove(name)
+            entered.add(real)
+        for path in (Path(parent, name) for name in names):
+            if not path.exists():
+                raise ConfigError(key, str(path), f"is a link to {os.readlink(path)}, which does not exist; remove it")
+            if ending_of(path) in endings and path.is_file():
+                files.append(path)
+    return sorted(files)
 
 
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
@@ -129,30 +163,37 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _cut(chunks: Iterable[bytes], kind: str, at: int, record: int) -> Iterator[Piece]:
-    held = b""
+    held: list[bytes] = []  # joined only when it is cut: a line may be far longer than a piece
+    size = lines_end = 0  # of what is held, in bytes
     for chunk in chunks:
-        held += chunk
-        if kind == "jsonl":
-            cut = held.rfind(b"\n") + 1 if len(held) >= _PIECE else 0
-        else:
-            cut = _cut_in_text(held) if len(held) >= _LONG_DOCUMENT else 0
-        if cut:
-            content, held, at = held[:cut], held[cut:], at + cut
-            lines = content.count(b"\n") if kind == "jsonl" else 0
-            yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
-            record += lines
-    if held or kind == "text":
-        yield Piece(kind, held, record, 1 + held.count(b"\n") if kind == "jsonl" else 1, at + len(held))
+        newline = chunk.rfind(b"\n")
+        if newline >= 0:
+            lines_end = size + newline + 1
+        held.append(chunk)
+        size += len(chunk)
+        if size < (_PIECE if kind == "jsonl" else _LONG_DOCUMENT) or (kind == "jsonl" and not lines_end):
+            continue
+        content = b"".join(held)
+        cut = lines_end if kind == "jsonl" else _cut_in_text(content)
+        content, held, at, size, lines_end = content[:cut], [content[cut:]], at + cut, size - cut, 0
+        lines = content.count(b"\n") if kind == "jsonl" else 0
+        yield Piece(kind, content, record, lines, at, is_whole=kind == "jsonl")
+        record += lines
+    content = b"".join(held)
+    if content or (kind == "text" and at == 0):  # an empty file is a document, the end of one is not
+        yield Piece(kind, content, record, 1 + content.count(b"\n") if kind == "jsonl" else 1, at + size)
 
 
 def _cut_in_text(text: bytes) -> int:
-    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters."""
+    """Bytes of a long text after which it is cut: near its end, between words or else lines or else characters. Never
+    all of it, as only what remains can end the document.
+    """
     start = len(text) - (1 << 16)
     between_words = [found.end() for found in _CUT.finditer(text, start, len(text) - 8)]
     if between_words:
         return between_words[-1]
-    line = text.rfind(b"\n", start) + 1
-    return line or next(at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80)
+    line = text.rfind(b"\n", max(0, start), len(text) - 1) + 1
+    return line or next((at for at in range(len(text) - 1, 0, -1) if text[at] & 0xC0 != 0x80), len(text) - 1)
 
 
 def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]]:
@@ -167,8 +208,10 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
                 rows = column.slice(at, _ROWS).to_pylist()
                 end = first + at + len(rows)
                 yield Piece("rows", rows, end - len(rows) + 1, len(rows), end), share
-    except pyarrow.ArrowException as error:
-        raise UnreadableError(f"is damaged ({first_line(error)})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UnreadableError(f"is damaged ({first_line(error)})") from None  # pyarrow's own OSErrors have no errno
 
 
 def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
@@ -212,7 +255,8 @@ def _check_column(schema: Any, key: str) -> None:
     if key not in schema.names:
         raise UnreadableError(f'has no column "{key}"; it has {", ".join(schema.names)}')
     kind = schema.field(key).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    if str(values) not in ("string", "large_string", "string_view"):
         raise UnreadableError(f'has no text in the column "{key}", but {kind}')
 
 
@@ -226,20 +270,23 @@ def texts_of(
         key: of the text in a JSON record.
         is_wanted: given the number of a record, returns whether to look at it.
     """
+    begins_file = piece.end == len(piece.content)
     if isinstance(piece.content, list):
         for number, row in enumerate(piece.content, start=piece.first_record):
             if is_wanted(number):
                 yield number, BadRecord("the row has no text") if row is None else row
     elif piece.kind == "text":
         try:
-            yield piece.first_record, piece.content.decode("utf-8").removeprefix("\ufeff")
+            text = piece.content.decode("utf-8")
+            yield piece.first_record, text.removeprefix("\ufeff") if begins_file else text
         except UnicodeDecodeError as error:
             yield piece.first_record, BadRecord(f"byte {error.start} is not valid UTF-8; convert the file or remove it")
     else:
-        for number, line in enumerate(piece.content.split(b"\n"), start=piece.first_record):
+        content = piece.content.removeprefix(codecs.BOM_UTF8) if begins_file else piece.content
+        for number, line in enumerate(content.split(b"\n"), start=piece.first_record):
             if is_wanted(number) and line.strip():
                 try:
-                    yield number, _text_of_json(line.decode("utf-8").removeprefix("\ufeff"), key)
+                    yield number, _text_of_json(line.decode("utf-8"), key)
                 except UnicodeDecodeError as error:
                     yield number, BadRecord(f"byte {error.start} of the line is not valid UTF-8")
                 except BadRecord as error:

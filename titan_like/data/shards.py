@@ -15,7 +15,15 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
-from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
+from titan_like.data.raw_text import (
+    RECORD_ENDINGS,
+    Piece,
+    ReadFailure,
+    UnreadableError,
+    ending_of,
+    files_below,
+    read_pieces,
+)
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # of a dataset on the hub in a piece
@@ -127,7 +135,7 @@ def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
 def _files_of(path: str) -> list[Path] | None:
     """The files that a path or glob pattern names, in order; None if it is the name of a dataset on the hub."""
     if os.path.isdir(path):
-        files = sorted(file for file in Path(path).rglob("*") if ending_of(file) in RECORD_ENDINGS and file.is_file())
+        files = files_below(path, RECORD_ENDINGS, "data.paths")
         if not files:
             raise ConfigError("data.paths", path, f"no file in the folder ends with {', '.join(RECORD_ENDINGS)}")
     else:
