@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
