@@ -93,8 +93,8 @@ def main(argv: list[str]) -> int:
         done = tokenize_files(job, prefix, options.workers)
     except ConfigError as error:
         if error.key == job.key and unfinished.exists():
-            kept = f"{unfinished} keeps what is done for the same input; delete it before you change input or settings"
-            error.args = (f"{error}; {kept}",)
+            kept = "which keeps what is done, if you change anything but --bad_records and --workers"
+            error.args = (f"{error}; delete {unfinished}, {kept}",)
         raise
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); make room, and the same command goes on where it was"

@@ -304,7 +304,7 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     (corpus / "0.txt").write_text("zero")  # its tokens are kept
     refused = run(*options)
     assert refused.returncode == 2
-    assert f"{output}.unfinished keeps what is done for the same input; delete it before you change" in refused.stderr
+    assert f"; delete {output}.unfinished, which keeps what is done, if you change anything but" in refused.stderr
     done = run(*options, "--bad_records", "skip")
     assert done.returncode == 0, done.stderr
     assert f'skipped {corpus}/a.jsonl:3: the line has no text under "text"' in done.stderr

@@ -453,6 +453,16 @@ def test_damaged_files_are_one_sentence(tmp_path, name, content, words, waits):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("settings", [{"num_readers": 2, "split": "1,0,0"}, {"split": "1e-12,1,0"}])
+def test_a_reader_without_text_names_every_possible_cause(tmp_path, settings):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_bytes(b'{"text": "x"}\n\n' * 100)  # reader 1 of 2 gets the empty lines
+    source = source_of(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=r"^data\.num_readers = .*data\.split.*empty lines of \.jsonl") as error:
+        samples_of(source, range(4))
+    assert "\n" not in str(error.value)
+
+
 def test_links_in_a_folder_are_followed(folder):
     known = source_of(folder)
     linked = folder / "linked"

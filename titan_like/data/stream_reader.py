@@ -60,7 +60,10 @@ class Documents:
                     is_empty = False
                     yield document
             if is_empty and self.num_epochs is None:
-                problem = f"reader {self.reader} finds no text in its part of the data; lower this or give more data"
+                problem = (
+                    f"reader {self.reader} finds no text in its part of the data; lower this, give more data, raise"
+                )
+                problem += " the share of training in data.split, or remove empty lines of .jsonl files, which count"
                 raise ConfigError("data.num_readers", self.num_readers, problem)
 
     def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
