@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     stage: float  # until the backward pass, for a whole stage, whatever its layers
     layer: float  # per layer: the mean of recomputed and other layers
     entry: float  # by the embedding
-    head: float  # by the final norm
+    head: float  # by the final norm and whatever else is before the output matrix
     logits: float  # by the loss
     layer_work: float  # on top of these, while the backward pass is in a layer
     loss_work: float  # on top of these, while the loss or its backward pass runs
@@ -109,9 +109,20 @@ def kept(
     else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
     entry = mask + (9 if t > 1 else 0)
-    norm = _norm(one_layer(model).norm, h, outside, dtype, device) + e * h  # the output is the next product's input
+    norm = _head(model, h, outside, dtype, device) + e * h  # its output is the next product's input
     per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
     return Kept(layer_input_bytes(model, seq_len), *(tokens * part for part in per_token))
+
+
+def _head(model: TransformerConfig, h: int, outside: float, dtype: str, device: Device) -> float:
+    """Bytes per token that the head keeps: the inputs of its norms, and of its products and the activations after."""
+    whole, found = one_layer(model), 0.0
+    for module in [part for name in whole.head for part in whole.get_submodule(name).modules()]:
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            found += _norm(module, h, outside, dtype, device)
+        elif isinstance(module, nn.Linear):
+            found += 2 * BYTES[dtype] * outside
+    return found
 
 
 def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:
