@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of
-from titan_like.config import load_config
+from titan_like.config import ConfigError, load_config
 from titan_like.data.masks import MaskedSamples
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
@@ -94,3 +95,9 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
         expected.append(loss.item())
     assert expected[0] > 5 and expected[-1] < expected[0] - 1
     assert losses == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+
+
+def test_it_continues_no_prompt() -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
+    with pytest.raises(ConfigError, match=r'model.family = "bert": attends in both directions and cannot continue'):
+        main(["--model.family=bert", "--training.steps=1"])
