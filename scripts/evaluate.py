@@ -91,6 +91,11 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import check_tasks
+    from titan_like.models.registry import model_config
+
+    if not model_config(config.model).is_causal:
+        problem = "attends in both directions and predicts no next token; choose a causal family, such as gpt or llama"
+        raise ConfigError("model.family", config.model.family, problem)
 
     key, specs = "--task", options.task or []
     if not specs and not options.lm_eval:

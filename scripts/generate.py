@@ -75,7 +75,13 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.models.registry import model_config
 
+    if not model_config(config.model).is_causal:
+        problem = (
+            "attends in both directions and cannot continue a prompt; choose a causal family, such as gpt or llama"
+        )
+        raise ConfigError("model.family", config.model.family, problem)
     path = find_checkpoint(config)
     tokenizer = build_tokenizer(config.data.tokenizer)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]

@@ -75,6 +75,9 @@ PASSES = [
     split("llama sequence parallel", dtype="bfloat16"),
     split("llama tensor parallel, selective", "selective", sequence_parallel=False),
     split("llama sequence parallel, full", "full"),
+    case("bert"),
+    case("bert norms after, bfloat16", dtype="bfloat16", shape={"norm_placement": "post"}),
+    split("bert sequence parallel"),
 ]
 STEPS = [
     case("gpt, 2 microbatches", shape=LARGER, micro_batch_size=2, microbatches=4),

@@ -97,6 +97,8 @@ CASES = [
     tensor("pp2 sequence zero0", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **zero(0)),
     tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
     tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
+    tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
+    tensor("pp2 split v sequence", "bert", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
 ]
 
 

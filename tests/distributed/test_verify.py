@@ -48,6 +48,8 @@ DOCUMENTS = [
     *["--data.eod_mask_loss", "true", "--data.prefix_lm", "true"],
 ]
 LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
+BERT = ["--job.config_file", str(REPO / "train_configs/debug_bert.toml")]
+BERT_LAYOUT = [*PIPELINE, "--parallelism.tensor_parallel_degree", "2", "--parallelism.sequence_parallel", "true"]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
@@ -136,7 +138,9 @@ BUGS = [
     (masks.second_half_of_heads_sees_all_documents, [*LLAMA_MASKS, *TENSOR], "tensor_parallel", Row.LOSS, "layers.0"),
     (masks.documents_leak, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.prefix_one_token_short, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, ""),
-    (masks.prefixes_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
+    (masks.masks_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
+    (masks.masks_drawn_by_each_process, [*BERT, *DATA], "data_parallel", Row.LOSS, ""),
+    (masks.later_stages_of_bert_attend_causally, [*BERT, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
@@ -170,7 +174,9 @@ def verify(
     return Verifier(small, timeout, patience=10.0, prepare=mutation, kinds=kinds or []).verify()
 
 
-@pytest.mark.parametrize("layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE]])
+@pytest.mark.parametrize(
+    "layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE], [*BERT, *BERT_LAYOUT]]
+)
 def test_product_is_the_same(layout: list[str]) -> None:
     verdict = verify(layout)
     assert verdict.outcome == "same", verdict.first_difference

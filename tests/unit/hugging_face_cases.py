@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path
 from titan_like.checkpoint.tensor_names import model_tensors
 from titan_like.config.schema import JobConfig
+from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model
@@ -42,8 +43,20 @@ def llama_config(**values: Any) -> LlamaConfig:
     return LlamaConfig.model_validate(fields | values)
 
 
-def family_of(config: GPTConfig | LlamaConfig) -> str:
-    return "gpt" if isinstance(config, GPTConfig) else "llama"
+def bert_config(**values: Any) -> BertConfig:
+    fields = {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 101,
+        "max_seq_len": 64,
+        "norm_eps": 1e-12,
+    }
+    return BertConfig.model_validate(fields | values)
+
+
+def family_of(config: GPTConfig | LlamaConfig | BertConfig) -> str:
+    return {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert"}[type(config)]
 
 
 def random_model(config, size=0.15, seed=11):
@@ -112,10 +125,61 @@ def llama_state(ours, config):
     return state
 
 
+def bert_state(ours, config):
+    """BERT's queries, keys and values are tensors of their own; its norms follow what MegatronBert's stand before."""
+    vocab, is_post = config.vocab_size, config.norm_placement == "post"
+    state = {
+        "bert.embeddings.word_embeddings.weight": ours["embedding.weight"][:vocab],
+        "bert.embeddings.position_embeddings.weight": ours["position_embedding.weight"],
+        "bert.embeddings.token_type_embeddings.weight": ours["token_type_embedding.weight"],
+        "cls.predictions.decoder.weight": ours["embedding.weight" if config.tied_embeddings else "output.weight"][
+            :vocab
+        ],
+        "cls.predictions.decoder.bias": ours["output_bias.bias"][:vocab],
+        "cls.predictions.bias": ours["output_bias.bias"][:vocab],
+    }
+    for part in ("weight", "bias"):
+        outer = ("bert.embeddings.LayerNorm", "embedding_norm") if is_post else ("bert.encoder.ln", "norm")
+        state[f"{outer[0]}.{part}"] = ours[f"{outer[1]}.{part}"]
+        state[f"cls.predictions.transform.dense.{part}"] = ours[f"transform.dense.{part}"]
+        state[f"cls.predictions.transform.LayerNorm.{part}"] = ours[f"transform.norm.{part}"]
+        for i in range(config.num_layers):
+            layer, theirs = f"layers.{i}", f"bert.encoder.layer.{i}"
+            qkv = split_qkv(ours[f"{layer}.attention.qkv.{part}"], config)
+            for name, value in zip(("query", "key", "value"), qkv, strict=True):
+                state[f"{theirs}.attention.self.{name}.{part}"] = value
+            for name, module in (
+                ("attention.output.dense", "attention.proj"),
+                ("intermediate.dense", "mlp.fc1"),
+                ("output.dense", "mlp.fc2"),
+                ("attention.output.LayerNorm" if is_post else "attention.ln", "attention_norm"),
+                ("output.LayerNorm" if is_post else "ln", "mlp_norm"),
+            ):
+                state[f"{theirs}.{name}.{part}"] = ours[f"{layer}.{module}.{part}"]
+    return state
+
+
 def reference_model(config):
     """transformers' model of the same shape, with weights of its own."""
     import transformers
 
+    if isinstance(config, BertConfig):
+        is_post = config.norm_placement == "post"
+        shape = transformers.BertConfig if is_post else transformers.MegatronBertConfig
+        kind = transformers.BertForMaskedLM if is_post else transformers.MegatronBertForMaskedLM
+        return kind(
+            shape(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_attention_heads,
+                intermediate_size=config.ffn_hidden_size,
+                max_position_embeddings=config.max_seq_len,
+                type_vocab_size=config.num_token_types,
+                layer_norm_eps=config.norm_eps,
+                tie_word_embeddings=config.tied_embeddings,
+            )
+        )
     if isinstance(config, GPTConfig):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -156,8 +220,8 @@ def reference_model(config):
 
 def reference_state(model):
     """A model's weights by transformers' names."""
-    to_state = gpt2_state if isinstance(model.config, GPTConfig) else llama_state
-    return to_state(model.state_dict(), model.config)
+    to_state = {"gpt": gpt2_state, "llama": llama_state, "bert": bert_state}
+    return to_state[family_of(model.config)](model.state_dict(), model.config)
 
 
 def reference_of(model):

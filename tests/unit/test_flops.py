@@ -74,6 +74,8 @@ def test_causal_count_leaves_out_half_of_the_attention_matrix():
     full, causal = model_flops_per_token(model, 8192), model_flops_per_token(model, 8192, causal=True)
     # forward and backward of QKᵀ and PV: 3 · 2 · 2 · s · h a layer
     assert full - causal == 32 * 12 * 8192 * 4096 / 2
+    bert = flavor("bert", "336m")
+    assert model_flops_per_token(bert, 512, causal=True) == model_flops_per_token(bert, 512)
 
 
 @pytest.mark.parametrize("name", PTDP_TABLE)
@@ -118,14 +120,14 @@ def counted_flops_per_token(family, model_config, seq, recompute=NONE, early_sto
     return counter.get_total_flops() / tokens.numel()
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("seq", [64, 192])
 def test_model_flops_equal_what_torch_counts(family, seq):
     model = flavor(family, "debug")
     assert model_flops_per_token(model, seq) == counted_flops_per_token(family, model, seq)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("every_n_layers", [1, 3])
 def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
@@ -135,7 +137,7 @@ def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
     assert hardware_flops_per_token(model, 128, recompute) == counted
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 def test_torch_leaves_out_each_recomputed_layer_s_last_product_which_the_convention_counts(family):
     model = flavor(family, "debug")
     last_products = 4 * 2 * model.hidden_size * model.ffn_hidden_size

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.hugging_face_cases import (
     SCALING,
+    bert_config,
     gpt_config,
     llama_config,
     random_model,
@@ -42,6 +43,8 @@ VOCAB = 301  # odd: the table is padded to 384
 MODELS = {
     "gpt": gpt_config(vocab_size=VOCAB),
     "gpt, untied, narrow mlp": gpt_config(vocab_size=VOCAB, tied_embeddings=False, ffn_hidden_size=72),
+    "bert": bert_config(vocab_size=VOCAB, norm_placement="post", ffn_hidden_size=72),
+    "bert, norms first": bert_config(vocab_size=VOCAB),
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
     "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
@@ -60,9 +63,9 @@ def load(folder: Path, caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True
-        )
+        is_causal = "Causal" in (name := json.loads((folder / "config.json").read_text())["architectures"][0])
+        auto = transformers.AutoModelForCausalLM if is_causal or "GPT" in name else transformers.AutoModelForMaskedLM
+        model, info = auto.from_pretrained(folder, output_loading_info=True, local_files_only=True)
     finally:
         logger.removeHandler(caplog.handler)
     assert not any(info.values()), info
@@ -92,7 +95,9 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     save_checkpoint(tmp_path / "run", model)
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--max_shard_size", 1e-4)
     theirs = load(tmp_path / "hf", caplog)
-    assert type(theirs).__name__ == ("GPT2LMHeadModel" if name.startswith("gpt") else "LlamaForCausalLM")
+    classes = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}
+    wanted = "MegatronBertForMaskedLM" if name == "bert, norms first" else classes[name.partition(",")[0]]
+    assert type(theirs).__name__ == wanted
     assert theirs.dtype == torch.float32
     tokens = torch.randint(VOCAB, (4, 64), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -101,6 +106,8 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     assert 1 < logits.abs().max() < 50
     print(name, "largest logit", logits.abs().max().item(), "largest difference", (ours - logits).abs().max().item())
     assert (ours - logits).abs().max() <= 1e-5
+    if not model.config.is_causal:
+        return
 
     prompt = tokens[0, :5].tolist()
     continued = theirs.generate(
@@ -112,10 +119,10 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, norms first"])
 def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     theirs = reference_of(random_model(MODELS[name]).to(dtype))
-    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
@@ -163,7 +170,7 @@ def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, na
     weights = CheckpointWeights(tmp_path / "run" / "step-0")
     for parameter, expected in model.state_dict().items():
         found = weights.read(parameter)
-        if parameter in ("embedding.weight", "output.weight"):
+        if parameter in ("embedding.weight", "output.weight", "output_bias.bias"):
             assert found[VOCAB:].eq(0).all()
             found, expected = found[:VOCAB], expected[:VOCAB]
         assert torch.equal(found, expected), parameter
@@ -176,6 +183,20 @@ def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, na
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         assert torch.equal(loaded(tokens)[..., :VOCAB], model(tokens)[..., :VOCAB])
+
+
+def test_a_bert_with_tensorflow_s_names_pooler_and_sentence_head_is_read_alike(tmp_path):
+    model = random_model(MODELS["bert"]).float()
+    reference_of(model).save_pretrained(tmp_path / "hf")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, name in old.items():
+        state = {key.replace(new, name): tensor for key, tensor in state.items()}
+    state |= {"bert.pooler.dense.weight": torch.ones(48, 48), "cls.seq_relationship.bias": torch.ones(2)}
+    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
+    weights = CheckpointWeights(tmp_path / "run" / "step-0")
+    assert torch.equal(weights.read("layers.2.mlp_norm.weight"), model.state_dict()["layers.2.mlp_norm.weight"])
 
 
 def test_an_export_in_the_older_words_of_transformers_is_read_alike(tmp_path):
@@ -205,6 +226,16 @@ def test_byte_tokenizer_comes_along(tmp_path):
         assert theirs.decode([*ids, 256], skip_special_tokens=True) == text
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+
+
+def test_byte_tokenizer_of_a_bert_has_its_mask_token(tmp_path):
+    save_checkpoint(tmp_path / "run", random_model(MODELS["bert"]).float())
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert theirs("a<mask>b")["input_ids"] == [97, 257, 98]
+    assert (theirs.mask_token_id, theirs.eos_token_id) == (257, 256) == (build_tokenizer("byte").mask_id, 256)
+    again = build_tokenizer(str(tmp_path / "hf" / "tokenizer.json"))
+    assert (again.mask_id, again.special_ids) == (257, {256, 257})
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2"])

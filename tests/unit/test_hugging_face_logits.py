@@ -1,10 +1,10 @@
-"""Logits equal those of transformers' GPT2LMHeadModel and LlamaForCausalLM, an independent implementation."""
+"""Logits equal those of transformers' classes, an independent implementation."""
 
 import pytest
 import torch
 import transformers
 
-from tests.unit.hugging_face_cases import SCALING, gpt_config, llama_config, random_model, reference_of
+from tests.unit.hugging_face_cases import SCALING, bert_config, gpt_config, llama_config, random_model, reference_of
 from titan_like.models.layers.rope import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import flavors
@@ -27,6 +27,16 @@ def test_gpt_equals_gpt2(tied):
     ours, theirs = logits_of(random_model(gpt_config(tied_embeddings=tied)))
     assert theirs.abs().max() > 1
     # float64 throughout: rounding is of order 1e-15 times the depth of the sums.
+    assert (ours - theirs).abs().max() < 1e-11 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("placement", "name"), [("post", "BertForMaskedLM"), ("pre", "MegatronBertForMaskedLM")])
+def test_bert_equals_bert_and_megatron_bert(placement, name, tied):
+    model = random_model(bert_config(norm_placement=placement, tied_embeddings=tied))
+    assert type(reference_of(model)).__name__ == name
+    ours, theirs = logits_of(model)
+    assert theirs.abs().max() > 1
     assert (ours - theirs).abs().max() < 1e-11 * theirs.abs().max()
 
 

@@ -16,7 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.attacks import Call, edit_places, hide_pickle, place_at
-from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_state, save_checkpoint
+from tests.unit.hugging_face_cases import (
+    bert_config,
+    gpt_config,
+    llama_config,
+    random_model,
+    reference_state,
+    save_checkpoint,
+)
 from titan_like.checkpoint.inference import load_for_inference
 from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
@@ -84,6 +91,33 @@ def first_file(folder: Path) -> Path:
 def test_folders_without_fault_are_read(llama: Path, gpt: Path) -> None:
     assert open_hugging_face(llama, "--input").model == LLAMA
     assert open_hugging_face(gpt, "--input").model == GPT
+
+
+def test_a_bert_that_its_class_lacks_is_refused(tmp_path: Path) -> None:
+    weights = CheckpointWeights(save_checkpoint(tmp_path / "run", random_model(bert_config(num_layers=1)).float()))
+    to_hugging_face(weights, tmp_path / "bert", None, 10**9, "none")
+    assert open_hugging_face(tmp_path / "bert", "--input").model == bert_config(num_layers=1)
+    whole = json.loads((tmp_path / "bert" / "config.json").read_text())
+    changes = {
+        "hidden_act": "gelu_new",
+        "position_embedding_type": "relative_key",
+        "is_decoder": True,
+        "tie_word_embeddings": False,
+        "attention_probs_dropout_prob": 0.3,
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+    }
+    for field, value in changes.items():
+        edit(tmp_path / "bert" / "config.json", lambda fields, field=field, value=value: fields.update({field: value}))
+        assert field in refusal(tmp_path / "bert") or field == "model_type"
+        (tmp_path / "bert" / "config.json").write_text(json.dumps(whole))
+    for number, (change, word) in enumerate(
+        [({"num_kv_heads": 2}, "2 key and value heads"), ({"tied_embeddings": False}, "tied_embeddings = false")]
+    ):
+        model = random_model(bert_config(num_layers=1, **change)).float()
+        other = CheckpointWeights(save_checkpoint(tmp_path / f"run{number}", model))
+        with pytest.raises(ConfigError, match=word):
+            to_hugging_face(other, tmp_path / "other", None, 10**9, "none")
 
 
 FIELDS: dict[str, dict[str, Any]] = {

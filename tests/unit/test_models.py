@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titan_like.config import ConfigError, load_config
+from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.layers import init
 from titan_like.models.layers.init import normal_rows
@@ -13,6 +14,7 @@ from titan_like.train.loss import summed_cross_entropy
 
 TINY = {
     "gpt": GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97, max_seq_len=24),
+    "bert": BertConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97, max_seq_len=24),
     "llama": LlamaConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=2, vocab_size=97, max_seq_len=24
     ),
@@ -40,6 +42,7 @@ def model_from(*argv):
         ("gpt", "gpt2_355m", 354_823_168),
         ("gpt", "gpt2_774m", 774_030_080),
         ("gpt", "gpt2_1558m", 1_557_611_200),
+        ("bert", "110m", 109_514_298),
         ("llama", "llama2_7b", 6_738_415_616),
         ("llama", "llama2_13b", 13_015_864_320),
         ("llama", "llama2_70b", 68_976_648_192),
@@ -107,7 +110,7 @@ def test_paper_s_formula_plus_final_norm_is_the_parameter_count(name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in ("gpt", "llama") for name in flavors(family)]
+    ("family", "name"), [(family, name) for family in ("gpt", "llama", "bert") for name in flavors(family)]
 )
 def test_analytic_count_equals_the_built_model(family, name):
     config = flavor(family, name)
@@ -143,7 +146,7 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model.family=gtp"], ["model.family", '"gtp"', "did you mean gpt? there are gpt, llama"]),
+        (["--model.family=gtp"], ["model.family", '"gtp"', "did you mean gpt? there are bert, gpt, llama"]),
         (["--model.flavor=debgu"], ["model.flavor", '"debgu"', "did you mean debug?"]),
         (["--model.overrides.hidden_sise=64"], ["model.overrides.hidden_sise = 64", "did you mean hidden_size?"]),
         (["--model.overrides.hidden_size=x"], ["model.overrides.hidden_size", '"x"', "integer"]),

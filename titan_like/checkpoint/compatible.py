@@ -21,6 +21,9 @@ _MUST_STAY = [
     ("data", "options"),
     ("data", "split"),
     ("data", "tokenizer"),
+    ("data", "mlm_probability"),
+    ("data", "mlm_whole_words"),
+    ("data", "mlm_max_ngram"),
 ]
 
 

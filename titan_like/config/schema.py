@@ -114,7 +114,9 @@ class Model(Section):
     """Which transformer to train."""
 
     family: Text = Field(
-        "gpt", examples=["gpt", "llama"], description="model family: gpt, llama, or one that an installed package adds"
+        "gpt",
+        examples=["gpt", "llama", "bert"],
+        description="model family: gpt, llama, bert, or one that an installed package adds",
     )
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field(
@@ -158,6 +160,16 @@ class Data(Section):
     )
     prefix_lm_loss: Literal["targets", "all"] = Field(
         "targets", description="tokens that carry a loss with prefix_lm: those after the prefix, or all"
+    )
+    mlm_probability: float = Field(
+        0.15, gt=0, le=1, description="share of the tokens that a model of masked tokens, such as bert, has to name"
+    )
+    mlm_whole_words: bool = Field(False, description="mask whole words, by the tokenizer's marks, instead of tokens")
+    mlm_max_ngram: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="mask up to this many neighbouring tokens or words together, n of them with weight 1/n",
     )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"

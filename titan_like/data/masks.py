@@ -18,8 +18,10 @@ import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
+from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
@@ -28,7 +30,8 @@ MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", 
 
 @dataclass(frozen=True)
 class Masks:
-    """What [data] asks for beyond causal language modelling. It adds rows to samples, and reads them from batches.
+    """What the objective and [data] ask for beyond causal language modelling. It adds rows to samples, and reads them
+    from batches.
 
     The rows of a sample are inputs and labels; then positions, if they are reset; then the first key that each query
     sees and the end of these keys, unless attention is causal.
@@ -37,6 +40,7 @@ class Masks:
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
+    masked: MaskedTokens | None = None  # of masked language modelling
 
     @property
     def has_positions(self) -> bool:
@@ -50,7 +54,8 @@ class Masks:
 
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
         """int64 [2, seq], which is number ``index`` of the run → [2 to 5, seq]."""
-        section, (inputs, labels) = self.section, sample
+        section = self.section
+        inputs, labels = sample if self.masked is None else self.masked.apply(sample, self.seed, index)
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
         if section.eod_mask_loss:
@@ -88,13 +93,15 @@ class MaskedSamples(Dataset[torch.Tensor]):
         return self.masks.add_rows(self.samples[index], index)
 
 
-def masks_of(section: Data, seed: int) -> Masks:
-    """The masks that [data] asks for.
+def masks_of(section: Data, seed: int, model: TransformerConfig | None = None) -> Masks:
+    """The masks that [data] asks for, and the objective of ``model``; None is causal language modelling.
 
     Raises:
-        ConfigError: the tokenizer cannot be built, or has no end-of-document token.
+        ConfigError: the tokenizer cannot be built, or lacks a token that is needed.
     """
-    return Masks(section, build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None, seed)
+    eod_id = build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None
+    is_masked = model is not None and model.objective == "mlm"
+    return Masks(section, eod_id, seed, masked_tokens_of(section, model.vocab_size) if model and is_masked else None)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

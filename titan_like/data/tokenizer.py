@@ -17,6 +17,9 @@ from titan_like.config.paths import file_problem
 _KEY = "data.tokenizer"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
+_MASKS = ("[MASK]", "<mask>")
+_OTHER_SPECIAL = ("[CLS]", "[PAD]", "[UNK]", "<s>", "<pad>", "<unk>")
+_NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -26,6 +29,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod_id: int  # the end-of-document token, which follows every document
     first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
+    mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
+    special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [tokens], without added special tokens."""
@@ -39,12 +44,20 @@ class Tokenizer(Protocol):
         """Text of token ids, without special tokens."""
         ...
 
+    def word_joins(self) -> np.ndarray:
+        """bool [2, vocab]. A token continues the word of the one before it if the first row holds for the token and the
+        second for the one before it.
+        """
+        ...
+
 
 class ByteTokenizer:
-    """Uses UTF-8 bytes as tokens 0 to 255, and 256 as the end of a document."""
+    """Uses UTF-8 bytes as tokens 0 to 255, 256 as the end of a document, and 257, if a model has it, as the mask."""
 
     vocab_size = 257
     eod_id = 256
+    mask_id: int | None = 257
+    special_ids = frozenset({256})
 
     def __init__(self) -> None:
         self.first_ids: list[int] = []
@@ -61,6 +74,11 @@ class ByteTokenizer:
         """Text of the bytes, without end-of-document tokens. Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def word_joins(self) -> np.ndarray:
+        """A word is a run of ASCII letters, digits and underscores, and of bytes of other characters: bool [2, 257]."""
+        joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
+        return np.stack((joins, joins))
+
 
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the `tokenizers` library."""
@@ -70,6 +88,10 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id = eod_id
         self.first_ids = tokenizer.encode("").ids
+        by_name = [tokenizer.token_to_id(name) for name in (*_MASKS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT)]
+        self.mask_id = next((number for number in by_name[: len(_MASKS)] if number is not None), None)
+        added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+        self.special_ids = frozenset(added) | {number for number in by_name if number is not None}
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
@@ -83,6 +105,26 @@ class HuggingFaceTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def word_joins(self) -> np.ndarray:
+        """Words by the pieces of the vocabulary: bool [2, vocab].
+
+        WordPiece marks pieces inside a word by ##. Other vocabularies mark the space before a word; there a letter,
+        digit or underscore continues a word after another.
+        """
+        joins = np.zeros((2, self.vocab_size), dtype=bool)
+        is_word_piece = isinstance(self._tokenizer.model, models.WordPiece)
+        for piece, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in self.special_ids or not piece:
+                continue
+            joins[:, number] = (
+                (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
+            )
+        return joins
+
+
+def _is_of_word(character: str) -> bool:
+    return (character.isalnum() or character == "_") and character not in _NOT_IN_WORDS
 
 
 def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:

@@ -23,9 +23,11 @@ from titan_like.models.hugging_face import (
     Fields,
     RefusedError,
     Stored,
+    architectures,
     families_by_model_type,
     family_module,
     family_of,
+    head_prefix,
 )
 
 CONFIG_FILE = "config.json"
@@ -36,6 +38,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 _MOST_JSON_BYTES = 64 << 20  # the largest published index has about 1 MB
 _MOST_SHOWN = 400  # characters
 _REOPEN_AFTER_BYTES = 32 << 20
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         fields = _read_json(path, CONFIG_FILE)
         family, model = _model_of(Fields(fields))
         tensors = _tensors(path, family)
-        _check_tensors(model, tensors)
+        _check_tensors(model, tensors, architectures(family_module(family))[fields["model_type"]])
     except RefusedError as refusal:
         raise ConfigError(key, str(path), _printable(str(refusal))) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
@@ -158,10 +161,11 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     known = families_by_model_type()
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        fields.refuse("model_type", f"but only {' and '.join(known)} can be read")
+        fields.refuse("model_type", f"but only {', '.join(known)} can be read")
     module = family_module(family)
-    if fields.values.get("architectures") is not None and fields.values["architectures"] != [module.ARCHITECTURE]:
-        fields.refuse("architectures", f"but only {module.ARCHITECTURE} can be read")
+    wanted = architectures(module)[str(model_type)]
+    if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
+        fields.refuse("architectures", f"but only {wanted} can be read")
     if fields.values.get("quantization_config") is not None:
         fields.refuse("quantization_config", "but quantised weights cannot be read; export it in 16 or 32 bits")
     return family, module.from_fields(fields)
@@ -169,10 +173,14 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
 
 def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
     """Every tensor in the files, by its name in transformers' class."""
-    prefix = family_module(family).PREFIX
+    module = family_module(family)
     tensors: dict[str, FileTensor] = {}
     for tensor in _file_tensors(path):
-        name = tensor.name if tensor.name.startswith((prefix, "lm_head.")) else prefix + tensor.name
+        name = tensor.name
+        for old, new in _OLD_NAMES.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        if not name.startswith((module.PREFIX, head_prefix(module))):
+            name = module.PREFIX + name
         if name in tensors:
             raise RefusedError(f"the tensor {name} is in {tensors[name].file.name} and again in {tensor.file.name}")
         tensors[name] = tensor
@@ -219,7 +227,7 @@ def _header(file: Path) -> list[FileTensor]:
         raise RefusedError(f"its {file.name} is not a valid safetensors file ({first_line(error)})") from None
 
 
-def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> None:
+def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor], architecture: str) -> None:
     """Check that the tensors are exactly those of the model, with the right shapes and a known type."""
     known: set[str] = set()
     for stored in family_of(model).stored_parameters(model):
@@ -240,6 +248,4 @@ def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor]) -> 
         known |= wanted.keys()
     for name in sorted(tensors.keys() - known):
         if not family_of(model).is_ignored(name):
-            raise RefusedError(
-                f"the tensor {name} does not belong to {family_of(model).ARCHITECTURE} with this config.json"
-            )
+            raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")

@@ -36,11 +36,17 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
-    vocab_size = build_tokenizer(spec, _KEY).vocab_size
-    if vocab_size > model.vocab_size:
-        problem = f"has {vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
+    ours = build_tokenizer(spec, _KEY)
+    if ours.vocab_size > model.vocab_size:
+        problem = (
+            f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
+        )
         raise ConfigError(_KEY, spec, problem)
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
+    has_mask = model.objective == "mlm" and ours.mask_id is not None and ours.mask_id < model.vocab_size
+    if has_mask and spec == "byte":
+        tokenizer.add_special_tokens(["<mask>"])
+        assert tokenizer.token_to_id("<mask>") == ours.mask_id
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
@@ -57,6 +63,8 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
+    if has_mask and ours.mask_id is not None:
+        about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     return eod_id
 

@@ -21,7 +21,7 @@ class ForwardFlops:
 
     layer_matrices: int  # one layer's products with weights
     attention_core: int  # one layer's QKᵀ and PV over the full matrix
-    logits: int
+    logits: int  # the head's products and the output matrix's
     num_layers: int
 
     @property
@@ -36,15 +36,18 @@ def forward_flops(model: TransformerConfig, seq_len: int) -> ForwardFlops:
     return ForwardFlops(
         layer_matrices=2 * parts.matrices,
         attention_core=parts.attention_cores * 4 * seq_len * model.hidden_size,
-        logits=2 * model.hidden_size * model.padded_vocab_size,
+        logits=2 * parts.head_matrices,
         num_layers=model.num_layers,
     )
 
 
 def model_flops_per_token(model: TransformerConfig, seq_len: int, causal: bool = False) -> float:
-    """Forward plus backward (2 × forward), without recomputation; ``causal`` counts half the attention matrix."""
+    """Forward plus backward (2 × forward), without recomputation.
+
+    ``causal`` counts half the attention matrix, unless the model's attention is bidirectional.
+    """
     forward = forward_flops(model, seq_len)
-    saved = forward.num_layers * forward.attention_core / 2 if causal else 0
+    saved = forward.num_layers * forward.attention_core / 2 if causal and model.is_causal else 0
     return 3 * (forward.layers + forward.logits - saved)
 
 

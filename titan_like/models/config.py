@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,7 @@ class TransformerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    objective: ClassVar[Literal["causal", "mlm"]] = "causal"  # next tokens, or masked tokens from both sides
     supports_masks: ClassVar[bool] = False  # whether layers take `VisibleKeys`, and the model positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
@@ -64,6 +65,11 @@ class TransformerConfig(BaseModel):
                 "choose a divisor"
             )
         return self
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends only to itself and the tokens before it."""
+        return self.objective == "causal"
 
     @property
     def head_dim(self) -> int:
@@ -114,11 +120,11 @@ class TransformerConfig(BaseModel):
 
     @property
     def head_parameters(self) -> int:
-        """Parameters after the last layer: final norm and output matrix, which may be the embedding table."""
+        """Parameters after the last layer: those of the head and the output matrix, or the tied embedding table."""
         return self.parts.head
 
     def num_parameters(self, padded: bool = True) -> int:
         """Exact number of trainable parameters. ``padded=False`` leaves out the padding of the vocabulary."""
-        parts, tables = self.parts, 1 if self.tied_embeddings else 2
-        padding = 0 if padded else tables * (self.padded_vocab_size - self.vocab_size) * self.hidden_size
+        parts = self.parts
+        padding = 0 if padded else (self.padded_vocab_size - self.vocab_size) * parts.token
         return parts.entry + self.num_layers * parts.layer + parts.head - padding

@@ -50,11 +50,15 @@ class Stored:
 
 
 class Family(Protocol):
-    """The interface of a family's module `hugging_face`."""
+    """The interface of a family's module `hugging_face`.
+
+    Two more names are optional. ``HEAD`` begins the names of the head's tensors, "lm_head." by default. A family that
+    is several classes in transformers has ``ARCHITECTURES``, model_type → class; `to_fields` then gives the model_type.
+    """
 
     MODEL_TYPE: str  # the family's name in config.json
     ARCHITECTURE: str  # the class in transformers
-    PREFIX: str  # of all names except the output matrix's; files saved from the headless class lack it
+    PREFIX: str  # of all names except the head's; files saved from the headless class lack it
 
     def stored_parameters(self, config: Any) -> Iterator[Stored]:
         """Where each parameter of the model is stored."""
@@ -100,8 +104,19 @@ def families_by_model_type() -> dict[str, str]:
     found: dict[str, str] = {}
     for family in family_names():
         with suppress(ConfigError):
-            found.setdefault(family_module(family).MODEL_TYPE, family)
+            for model_type in architectures(family_module(family)):
+                found.setdefault(model_type, family)
     return found
+
+
+def architectures(family: Family) -> dict[str, str]:
+    """The model_type of config.json → the class in transformers, for every class that the family maps to."""
+    return getattr(family, "ARCHITECTURES", None) or {family.MODEL_TYPE: family.ARCHITECTURE}
+
+
+def head_prefix(family: Family) -> str:
+    """How the names of the head's tensors begin."""
+    return getattr(family, "HEAD", "lm_head.")
 
 
 def whole(

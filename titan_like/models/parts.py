@@ -27,6 +27,8 @@ class Parts(NamedTuple):
     attention_cores: int  # attention cores in one layer
     entry: int  # parameters before the layers, without a table that is also the output matrix
     head: int  # parameters after the layers, with a table that is also the output matrix
+    head_matrices: int  # of these, the elements of matrices, each of which is multiplied once per token
+    token: int  # parameters that each token of the vocabulary has in the two ends
 
 
 def one_layer(config: TransformerConfig) -> Transformer:
@@ -60,6 +62,8 @@ def parts_of(config: TransformerConfig) -> Parts:
         sum(isinstance(module, AttentionCore) for module in only_layer(model).modules()),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
+        sum(parameter.numel() for _, parameter in head_parameters(model) if parameter.ndim == 2),
+        sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
     )
 
 
@@ -77,7 +81,7 @@ def entry_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
 
 def head_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and parameters of the modules after the layers, with the embedding table if it is the output matrix."""
-    for name in ("norm", "output"):
+    for name in (*model.head, "output", "output_bias"):
         yield from model.get_submodule(name).named_parameters(prefix=name)
     if model.config.tied_embeddings:
         yield "embedding.weight", model.embedding.weight

@@ -28,6 +28,7 @@ GROUP = "titan_like.models"  # entry points of this group add the families of ot
 _BUILT_IN = {
     "gpt": "titan_like.models.gpt.config:GPTConfig",
     "llama": "titan_like.models.llama.config:LlamaConfig",
+    "bert": "titan_like.models.bert.config:BertConfig",
 }
 
 # Far above any real model. Up to these limits the size of each matrix in bytes fits into 63 bits, and the layers can be

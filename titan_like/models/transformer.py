@@ -18,7 +18,7 @@ class ModelInputs(NamedTuple):
 
     tokens: torch.Tensor  # int64 [batch, seq]
     positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
-    visible: VisibleKeys | None = None  # None: causal attention
+    visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
 
 
 class TiedOutput(nn.Module):
@@ -27,6 +27,22 @@ class TiedOutput(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
         return F.linear(x, table)
+
+
+class VocabularyBias(nn.Module):
+    """Adds a bias to the logits.
+
+    In place, for memory, and because torch computes a product with a bias as a view, and the backward pass of an FSDP2
+    module that returns a view crashes.
+    """
+
+    def __init__(self, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(padded_vocab_size))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, padded vocab] → the same tensor, changed in place."""
+        return logits.add_(self.bias)
 
 
 class PaddingMask(nn.Module):
@@ -44,7 +60,7 @@ class PaddingMask(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Base class of the families: embedding → layers → norm → logits over the padded vocabulary.
+    """Base class of the families: embedding → layers → head, such as a norm → logits over the padded vocabulary.
 
     The layers are in a ModuleDict, so that a layer keeps its name on whichever process holds it. `keep_stage` turns the
     model into one stage of a pipeline.
@@ -52,6 +68,8 @@ class Transformer(nn.Module):
 
     residual_outputs: tuple[str, ...]  # name endings of the matrices that write to the residual stream
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
+    head: tuple[str, ...] = ("norm",)  # modules between the layers and the output matrix, in the order of their use
+    has_output_bias = False
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -66,6 +84,7 @@ class Transformer(nn.Module):
             if config.tied_embeddings
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
+        self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
         self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
@@ -77,8 +96,13 @@ class Transformer(nn.Module):
         for name in () if is_first else self.entry:
             if name != "embedding" or not keeps_table:  # a tied table stays as the last stage's output matrix
                 delattr(self, name)
-        if not is_last:
-            del self.norm, self.output, self.mask_padding
+        for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding"):
+            delattr(self, name)
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The norm whose weights scale the logits. Only the last stage has it."""
+        return self.norm
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
@@ -94,8 +118,8 @@ class Transformer(nn.Module):
         """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
 
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
-        ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention. Layers get ``visible``
-        as their last argument, if it is given.
+        ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
+        bidirectional model. Layers get ``visible`` as their last argument, if it is given.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
@@ -109,9 +133,10 @@ class Transformer(nn.Module):
             x = layer(x, *inputs)
         if not self.is_last:
             return x
-        x = self.norm(x)
+        for name in self.head:
+            x = self.get_submodule(name)(x)
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
-        return self.mask_padding(logits)
+        return self.mask_padding(self.output_bias(logits))
 
     def init_weights(self, seed: int) -> None:
         """Draw matrices from N(0, init_std²); biases become 0, norm weights 1.

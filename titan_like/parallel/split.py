@@ -25,12 +25,12 @@ def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: in
 
 
 def output_cost(model: TransformerConfig, seq_len: int) -> float:
-    """Multiplications of the output matrix per token, in units of one layer's.
+    """Multiplications of the output matrix and the head per token, in units of one layer's.
 
     The embedding is a lookup and costs nothing.
     """
     layer = model.parts.matrices + model.parts.attention_cores * 2 * seq_len * model.hidden_size
-    return model.padded_vocab_size * model.hidden_size / layer
+    return model.parts.head_matrices / layer
 
 
 def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list[int]:

@@ -84,12 +84,13 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
         ValueError: the plan names a style that does not exist.
     """
     styles: dict[str, ParallelStyle] = {}
+    absent = absent_modules(model)
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
-        if pattern not in absent_modules(model):
+        if pattern.partition(".")[0] not in absent:
             styles[pattern] = STYLES[style](sequence_parallel) if isinstance(style, str) else style
     return styles
 
@@ -97,7 +98,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
 def absent_modules(model: Transformer) -> set[str]:
     """Names of the modules that this pipeline stage lacks because another stage holds them."""
     absent = set() if model.is_first else set(model.entry)
-    absent |= set() if model.is_last else {"norm", "output", "mask_padding"}
+    absent |= set() if model.is_last else {*model.head, "output", "output_bias", "mask_padding"}
     return absent - {name for name, _ in model.named_children()}
 
 

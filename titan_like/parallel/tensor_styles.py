@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
-from titan_like.models.transformer import PaddingMask
+from titan_like.models.transformer import PaddingMask, VocabularyBias
 from titan_like.parallel.collectives import CopyToTensorRegion, Group, ReduceFromTensorRegion
 from titan_like.parallel.weight_gradients import linear
 
@@ -91,11 +91,26 @@ class RowLinear(LocalStyle):
         return x if module.bias is None else x + local(module.bias)
 
 
+class ReplicatedLinear(LocalStyle):
+    """Replicates a linear layer outside regions. With sequence parallelism each rank has its part of the sequence."""
+
+    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
+    partial_gradients = ("weight", "bias")
+
+    def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
+        """Activation between layers, [..., in] → [..., out]."""
+        bias = None if module.bias is None else local(module.bias)
+        return linear(module, x, module.weight, local(module.weight), bias)
+
+
 class Norm(LocalStyle):
     """Replicates the weights. With sequence parallelism each rank normalises its part of the sequence."""
 
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
     partial_gradients = ("weight", "bias")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module if isinstance(module, nn.Identity) else super()._apply(module, device_mesh)
 
     def forward(self, module: nn.LayerNorm | nn.RMSNorm, group: Group, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
@@ -152,6 +167,16 @@ class VocabularyOutput(LocalStyle):
         return linear(module, CopyToTensorRegion.apply(x, self.sequence_parallel, group), weight, local(weight), None)
 
 
+class VocabularyBiasPart(LocalStyle):
+    """Splits the bias of the logits like the rows of the output matrix."""
+
+    placements: ClassVar = {"bias": Shard(0)}
+
+    def forward(self, module: VocabularyBias, group: Group, logits: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, tokens of this rank] → the same tensor, changed in place."""
+        return logits.add_(local(module.bias))
+
+
 class VocabularyMask(LocalStyle):
     """Masks the padding among this rank's logits and wraps them as a DTensor split over the vocabulary."""
 
@@ -201,10 +226,12 @@ STYLES: dict[str, type[LocalStyle]] = {
     "column_linear": ColumnLinear,
     "row_linear": RowLinear,
     "norm": Norm,
+    "replicated_linear": ReplicatedLinear,
     "split_heads": SplitHeads,
     "position_embedding": PositionEmbedding,
     "vocabulary_embedding": VocabularyEmbedding,
     "vocabulary_output": VocabularyOutput,
+    "vocabulary_bias": VocabularyBiasPart,
     "vocabulary_mask": VocabularyMask,
 }
 

@@ -27,6 +27,7 @@ from torch import nn
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import one_layer, only_layer
+from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
@@ -41,8 +42,8 @@ class Kept(NamedTuple):
 
     stage: float  # until the backward pass, for a whole stage, whatever its layers
     layer: float  # per layer: the mean of recomputed and other layers
-    entry: float  # by the embedding
-    head: float  # by the final norm
+    entry: float  # by the embedding and whatever else is before the layers
+    head: float  # by the final norm and whatever else is before the output matrix
     logits: float  # by the loss
     layer_work: float  # on top of these, while the backward pass is in a layer
     loss_work: float  # on top of these, while the loss or its backward pass runs
@@ -108,10 +109,22 @@ def kept(
         loss, loss_work = 4 * logits, 8 * logits
     else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
-    entry = mask + (9 if t > 1 else 0)
-    norm = _norm(one_layer(model).norm, h, outside, dtype, device) + e * h  # the output is the next product's input
+    ends = one_layer(model)
+    entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
+    norm = _end(ends, ends.head, h, outside, dtype, device) + e * h  # its output is the next product's input
     per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
     return Kept(layer_input_bytes(model, seq_len), *(tokens * part for part in per_token))
+
+
+def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
+    """Bytes per token that one end keeps: the inputs of norms and products, and of the activations after products."""
+    found = 0.0
+    for module in [part for name in names for part in model.get_submodule(name).modules()]:
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            found += _norm(module, h, outside, dtype, device)
+        elif isinstance(module, nn.Linear):
+            found += 2 * BYTES[dtype] * outside
+    return found
 
 
 def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device) -> float:

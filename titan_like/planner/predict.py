@@ -229,6 +229,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
+        causal=model.is_causal,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
         optimizer=optimizer_state(config.optimizer),
     )

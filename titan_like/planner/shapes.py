@@ -124,7 +124,7 @@ def description(model: TransformerConfig) -> Description:
         sum(region.enters for region in regions),
         sum(region.leaves for region in regions),
         sum(kinds[name].leaves for name in whole.entry if name in kinds),
-        sum(kinds[name].enters for name in ("norm", "output") if name in kinds),
+        sum(kinds[name].enters for name in (*whole.head, "output") if name in kinds),
     )
 
 

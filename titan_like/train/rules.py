@@ -52,6 +52,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
+        rules.append(lambda: _check_tasks(config, model))
     rules.append(lambda: _check_available(config))
     for rule in rules:
         try:
@@ -247,6 +248,12 @@ def _check_evaluation(config: JobConfig) -> None:
         raise ConfigError("evaluation.datasets", section.datasets, problem)
 
 
+def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
+    if config.evaluation.datasets and not model.is_causal:
+        problem = f"{config.model.family} attends in both directions, but these predict the next token; leave it out"
+        raise ConfigError("evaluation.datasets", config.evaluation.datasets, problem)
+
+
 def _check_precision(config: JobConfig) -> None:
     dtype = config.training.dtype
     if dtype in ("float32", "float64") and config.training.reduce_dtype != "float32":
@@ -271,10 +278,19 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section = config.data
+    attention = "causal" if model.is_causal else "bidirectional"
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         if getattr(section, key) and not model.supports_masks:
-            problem = f"{config.model.family} has only causal attention over whole samples; leave it out"
+            problem = f"{config.model.family} has only {attention} attention over whole samples; leave it out"
             raise ConfigError(f"data.{key}", True, problem)
+    if section.eod_mask_loss and model.objective == "mlm":
+        problem = f"{config.model.family} names masked tokens, and ends of documents are never masked; leave it out"
+        raise ConfigError("data.eod_mask_loss", True, problem)
+    for key in ("mlm_probability", "mlm_whole_words", "mlm_max_ngram"):
+        value = getattr(section, key)
+        if model.objective != "mlm" and value != type(section).model_fields[key].default:
+            problem = f"{config.model.family} predicts the next token and masks none; leave it out, or train bert"
+            raise ConfigError(f"data.{key}", value, problem)
     if section.prefix_lm_loss == "all" and not section.prefix_lm:
         raise ConfigError(
             "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"

@@ -68,7 +68,7 @@ def prepare_run(config: JobConfig) -> Run:
         device=device,
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
-        masks=masks_of(config.data, config.job.seed),
+        masks=masks_of(config.data, config.job.seed, model),
         tasks=open_evaluation(config, model),
     )
 

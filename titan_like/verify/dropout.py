@@ -116,7 +116,8 @@ class Recorder:
         drawn_from = torch.ones_like(kept)
         if is_attention:
             mask = options.get("attn_mask")
-            drawn_from = drawn_from.tril() if mask is None else drawn_from & mask.cpu()
+            drawn_from = drawn_from.tril() if options.get("is_causal") else drawn_from
+            drawn_from = drawn_from if mask is None else drawn_from & mask.cpu()
         self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), kept, drawn_from))
         return result
 
@@ -215,10 +216,16 @@ def _replay(
         return x * mask(False, x.shape)
 
     def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        **_: Any,
     ) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        seen = torch.ones(q.shape[2], q.shape[2]).tril().bool() if attn_mask is None else attn_mask
+        everything = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
+        seen = (everything.tril() if is_causal else everything) if attn_mask is None else attn_mask
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 

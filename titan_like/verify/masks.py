@@ -11,14 +11,17 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masks import prefix_length
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.transformer import Transformer
-from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, Samples, has_masks
+from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, Samples, has_masks, masked_tokens
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
-    """Samples as int64 [n, 2, seq]: inputs and labels.
+    """Samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
 
     If [data] asks for masks, [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees.
     """
+    masked = masked_tokens(config)
+    if masked is not None:
+        return torch.stack([masked.apply(samples[index], config.job.seed, index) for index in indices])
     if not has_masks(config.data):
         return torch.stack([samples[index] for index in indices])
     return torch.stack([_with_masks(samples[index], index, config.data, config.job.seed) for index in indices])

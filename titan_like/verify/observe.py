@@ -31,7 +31,14 @@ from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
-from titan_like.verify.samples import END_OF_DOCUMENT, batches, has_masks, training_samples, validation_samples
+from titan_like.verify.samples import (
+    END_OF_DOCUMENT,
+    batches,
+    has_masks,
+    masked_tokens,
+    training_samples,
+    validation_samples,
+)
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -183,7 +190,7 @@ class ObservedTrainer(WatchedTrainer):
         self._compare_scalar(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
         if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives
             for stage in self.model.stages:
-                for parameter in stage.module.norm.parameters() if stage.module.is_last else []:
+                for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
                     local_part(parameter)[0].mul_(LARGE)
             self.steps_alone(1)
 
@@ -245,7 +252,12 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
         device=torch.device(member.device),
         datasets=cast(dict[str, Source], datasets),
         checkpoint_folder=folder / "checkpoint",
-        masks=Masks(config.data, END_OF_DOCUMENT if has_masks(config.data) else None, config.job.seed),
+        masks=Masks(
+            config.data,
+            END_OF_DOCUMENT if has_masks(config.data) else None,
+            config.job.seed,
+            masked_tokens(config),
+        ),
     )
 
 

@@ -134,7 +134,7 @@ def train(
     for step, batch in batches(config, last + (dtype == EXACT)).items():
         if step > last:
             rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
-            for parameter in model.norm.parameters():
+            for parameter in model.last_norm.parameters():
                 parameter.data.mul_(LARGE)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.packed import token_fingerprint
 from titan_like.models.registry import model_config
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
+MASK = 4  # token that hides another, where the objective is masked language modelling
 _SHARE_OF_ENDS = 0.15  # of tokens that end a document
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
@@ -99,6 +102,16 @@ def validation_samples(config: JobConfig) -> Samples:
     size = batch + max(1, batch // 2 - 1)
     has_documents = has_masks(config.data)
     return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size, has_documents=has_documents)
+
+
+def masked_tokens(config: JobConfig) -> MaskedTokens | None:
+    """How samples are masked, if that is the objective. Where words are masked, a third of the tokens are in none."""
+    model = model_config(config.model)
+    if model.objective != "mlm":
+        return None
+    ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK))
+    joins = np.arange(model.vocab_size) % 3 > 0
+    return MaskedTokens(config.data, MASK, ordinary, np.stack((joins, joins)) if config.data.mlm_whole_words else None)
 
 
 def has_masks(section: Data) -> bool:

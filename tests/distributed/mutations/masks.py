@@ -34,6 +34,21 @@ def later_stages_attend_causally() -> Iterator[None]:
 
 
 @contextmanager
+def later_stages_of_bert_attend_causally() -> Iterator[None]:
+    """In pipeline stages after the first a bidirectional model attends only to the tokens before."""
+    original = Transformer.keep_stage
+
+    def keep_stage(self: Transformer, layers: range, is_first: bool, is_last: bool) -> None:
+        original(self, layers, is_first, is_last)
+        for module in self.modules():
+            if isinstance(module, AttentionCore) and not is_first:
+                module.is_causal = True
+
+    with patch.object(Transformer, "keep_stage", keep_stage):
+        yield
+
+
+@contextmanager
 def later_stages_count_positions_through() -> Iterator[None]:
     """Pipeline stages after the first get no positions."""
     original = Transformer.forward
@@ -119,8 +134,8 @@ def prefix_one_token_short() -> Iterator[None]:
 
 
 @contextmanager
-def prefixes_drawn_by_each_process() -> Iterator[None]:
-    """Data-parallel processes draw prefixes from a seed of their own."""
+def masks_drawn_by_each_process() -> Iterator[None]:
+    """Data-parallel processes draw prefixes and masked tokens from a seed of their own."""
     original = Masks.add_rows
 
     def add_rows(self: Masks, sample: torch.Tensor, index: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Self-attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245): causal, or over given intervals."""
+"""Self-attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245): causal, full, or over given intervals."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from titan_like.models.layers.visible import VisibleKeys
 class AttentionCore(nn.Module):
     """Softmax attention over given queries, keys and values. It has no parameters."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, is_causal: bool = True) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.is_causal = dropout, is_causal
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys | None = None
     ) -> torch.Tensor:
         """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim] → shape of q.
 
-        Causal unless ``visible`` says which keys each query sees.
+        ``visible`` says which keys each query sees. Without it attention is causal, or sees all keys.
         """
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         # Neither kernel for intervals drops probabilities. torch's takes a mask of all pairs, as dropout does anyway.
         if visible is None or dropout > 0:
             mask = None if visible is None else visible.mask()
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=is_grouped
-            )
+                q, k, v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=self.is_causal and mask is None,
+                enable_gqa=is_grouped,
+            )  # fmt: skip
         if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
             return interval_attention(q, k, v, visible.first, visible.end)
         return flex_attention(q, k, v, visible.blocks, is_grouped)
@@ -65,13 +69,20 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_attention_heads: int, num_kv_heads: int, *, bias: bool, dropout: float = 0.0
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        dropout: float = 0.0,
+        is_causal: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim = hidden_size // num_attention_heads
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.core = AttentionCore(dropout)
+        self.core = AttentionCore(dropout, is_causal)
         self.proj = nn.Linear(hidden_size, hidden_size, bias=bias)
 
     def forward(
@@ -82,7 +93,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden].
 
-        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. Causal without ``visible``.
+        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``visible`` is as in the core.
         """
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head

@@ -8,16 +8,17 @@ from torch import nn
 
 
 class GeluMLP(nn.Module):
-    """fc2(gelu(fc1(x))) with biases and GELU's tanh approximation (arXiv 1606.08415), as in GPT-2."""
+    """fc2(gelu(fc1(x))) with biases, and GELU (arXiv 1606.08415) exact or, as in GPT-2, by its tanh approximation."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, approximate: str = "tanh") -> None:
         super().__init__()
+        self.approximate = approximate
         self.fc1 = nn.Linear(hidden_size, ffn_hidden_size)
         self.fc2 = nn.Linear(ffn_hidden_size, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class SwiGLUMLP(nn.Module):

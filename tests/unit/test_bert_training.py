@@ -1,0 +1,103 @@
+"""BERT sees both sides of a token, and 30 steps of training are those of a plain loop over transformers' model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.unit.hugging_face_cases import bert_config, random_model, reference_of
+from titan_like.config import ConfigError, load_config
+from titan_like.data.masks import MaskedSamples
+from titan_like.models.registry import build_model
+from titan_like.train.job import run_job
+from titan_like.train.rules import CHECKS
+from titan_like.train.setup import prepare_run
+
+STEPS, BATCH = 30, 4
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_every_token_changes_every_logit(placement: str) -> None:
+    model = random_model(bert_config(norm_placement=placement)).eval()
+    tokens = torch.arange(24)[None]
+    for changed in (0, 23):
+        other = tokens.clone()
+        other[0, changed] = 77
+        difference = (model(tokens) - model(other))[..., :101].abs().amax(-1)
+        assert (difference > 1e-6).all()
+
+
+def test_initial_weights_are_scaled_by_depth_only_where_norms_come_first() -> None:
+    stds = {}
+    for placement in ("pre", "post"):
+        model = build_model(bert_config(norm_placement=placement, num_layers=8, hidden_size=128), "bert")
+        model.init_weights(0)
+        stds[placement] = model.layers["0"].mlp.fc2.weight.std().item()
+    assert stds["post"] == pytest.approx(0.02, rel=0.05) and stds["pre"] == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("".join(f"the {number} hidden words of line {number % 7}\n" for number in range(2000)))
+    settings = {
+        "model.family": "bert",
+        "model.overrides.norm_placement": "post",
+        "model.overrides.num_layers": 2,
+        "model.overrides.hidden_size": 64,
+        "data.dataset": "text",
+        "data.paths": f'["{text}"]',
+        "data.mlm_whole_words": "true",
+        "data.mlm_max_ngram": 3,
+        "training.seq_len": 64,
+        "training.micro_batch_size": BATCH // 2,
+        "training.global_batch_size": BATCH,
+        "training.steps": STEPS,
+        "training.max_norm": 0,
+        "training.dtype": "float64",  # the comparison is then of the algorithm alone
+        "optimizer.lr": 1e-3,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay": "constant",
+        "evaluation.interval": 0,
+        "job.dump_folder": tmp_path / "out",
+    }
+    run = prepare_run(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))
+    run_job(run)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+
+    ours = build_model(run.model, "bert").double()
+    ours.init_weights(run.config.job.seed)
+    theirs = reference_of(ours).train()
+    theirs.bert.embeddings.word_embeddings.padding_idx = None  # else the token 0, which is a byte, gets no gradient
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    section = run.config.optimizer
+    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": section.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    samples = MaskedSamples(run.datasets["train"], run.masks)
+    expected, stream = [], (samples[index] for index in range(STEPS * BATCH))
+    for _ in range(STEPS):
+        inputs, labels = torch.stack(list(islice(stream, BATCH))).unbind(1)
+        loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[0] > 5 and expected[-1] < expected[0] - 1
+    assert losses == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+
+
+def test_it_continues_no_prompt() -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
+    with pytest.raises(ConfigError, match=r'model.family = "bert": attends in both directions and cannot continue'):
+        main(["--model.family=bert", "--training.steps=1"])

@@ -1,0 +1,144 @@
+"""Masked language modelling: what is chosen, what stands in its place, and that every layout draws the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Data
+from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.masks import masks_of
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.models.bert.config import BertConfig
+from titan_like.train.rules import resolve_settings
+
+END, MASK = ByteTokenizer.eod_id, ByteTokenizer.mask_id
+SEQ = 400
+BERT = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=258, max_seq_len=8)
+
+
+def sample(number: int) -> torch.Tensor:
+    tokens = torch.randint(256, (SEQ + 1,), generator=torch.Generator().manual_seed(number))
+    tokens[torch.arange(SEQ + 1) % 50 == 7] = END
+    return torch.stack((tokens[:-1], tokens[1:]))
+
+
+def byte_masks(**settings: object) -> MaskedTokens:
+    return masked_tokens_of(Data.model_validate(settings), 258)
+
+
+def test_shares_of_chosen_masked_random_and_kept_tokens() -> None:
+    masked, samples = byte_masks(), [sample(number) for number in range(400)]
+    rows = [(before[0], *masked.apply(before, 3, index)) for index, before in enumerate(samples)]
+    before, after, labels = (torch.stack(part) for part in zip(*rows, strict=True))
+    chosen = labels != IGNORED_LABEL
+    assert torch.equal(labels[chosen], before[chosen])  # the same position's token, not the next one's
+    assert torch.equal(after[~chosen], before[~chosen])
+    assert not chosen[before == END].any() and not (after[chosen] == END).any()
+    assert chosen.sum(1).tolist() == [round(0.15 * int((row != END).sum())) for row in before]
+    count = int(chosen.sum())
+    hidden, stays = (after == MASK) & chosen, (after == before) & chosen
+    for found, wanted in ((hidden, 0.8), (stays, 0.1 + 0.1 / 256), (chosen & ~hidden & ~stays, 0.1 * 255 / 256)):
+        assert abs(int(found.sum()) - wanted * count) < 5 * (wanted * (1 - wanted) * count) ** 0.5
+    others = torch.bincount(after[chosen & ~hidden & ~stays], minlength=258)
+    assert others[:256].min() > 0 and others[256:].sum() == 0  # every ordinary token stands in for another
+    places = chosen.sum(0)[torch.arange(SEQ) % 50 != 7].double()
+    assert (places / 400 - 0.15).abs().max() < 5 * (0.15 * 0.85 / 400) ** 0.5  # at every position alike
+
+
+def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
+    masked, one = byte_masks(), sample(1)
+    first = masked.apply(one, 3, 10)
+    torch.rand(5)
+    np.random.rand(5)
+    assert torch.equal(first, byte_masks().apply(one.clone(), 3, 10))
+    assert not torch.equal(first, masked.apply(one, 3, 11))  # another epoch hides other tokens
+    assert not torch.equal(first, masked.apply(one, 4, 10))
+    # These numbers hold for every process and version: a change breaks the resuming of runs.
+    assert (first[1] != IGNORED_LABEL).nonzero().flatten()[:6].tolist() == [1, 2, 8, 17, 20, 28]
+
+
+def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_as_they_are() -> None:
+    masked, one = byte_masks(mlm_probability=1.0), sample(1)
+    one[1, :300] = IGNORED_LABEL
+    inputs, labels = masked.apply(one, 3, 0)
+    assert torch.equal(inputs[:300], one[0, :300]) and (labels[:300] == IGNORED_LABEL).all()
+    assert torch.equal(labels[300:] == IGNORED_LABEL, one[0, 300:] == END)
+    ends = torch.full((2, 8), END)
+    assert torch.equal(masked.apply(ends, 3, 0), torch.stack((ends[0], torch.full((8,), IGNORED_LABEL))))
+    short = torch.tensor([[65, END, END], [END, END, END]])
+    assert masked_tokens_of(Data(), 258).apply(short, 3, 0)[1].tolist() == [65, IGNORED_LABEL, IGNORED_LABEL]
+
+
+def test_whole_words_and_n_grams_are_chosen_together() -> None:
+    text = "".join(f"word_{number} " * (number % 3) + "a,b " for number in range(60))
+    tokens = torch.from_numpy(ByteTokenizer().encode(text)).long()
+    before = torch.stack((tokens[:-1], tokens[1:]))
+    inside = torch.tensor([chr(token).isalnum() or chr(token) == "_" for token in before[0].tolist()])
+    begins = torch.ones_like(inside)
+    begins[1:] = ~(inside[1:] & inside[:-1])
+    word = begins.cumsum(0)
+    runs = {1: [], 3: []}
+    for most, lengths in runs.items():
+        masked = byte_masks(mlm_whole_words=True, mlm_max_ngram=most)
+        for index in range(200):
+            chosen = masked.apply(before, 3, index)[1] != IGNORED_LABEL
+            assert int(chosen.sum()) <= round(0.15 * len(inside))
+            whole = torch.zeros(int(word.max()) + 1).scatter_add_(0, word, chosen.float())
+            sizes = torch.bincount(word)
+            assert set(zip(whole.tolist(), sizes.tolist(), strict=True)) <= {
+                (part, size) for size in set(sizes.tolist()) for part in (0.0, float(size))
+            }
+            picked = (whole > 0).tolist()
+            lengths += [len(run) for run in "".join("x" if p else " " for p in picked).split()]
+    mean = {most: sum(lengths) / len(lengths) for most, lengths in runs.items()}
+    # n = 1, 2, 3 with weights 1, 1/2, 1/3 has a mean of 18/11; neighbours that are chosen apart lengthen both.
+    assert 1 <= mean[1] < 1.4 < 1.6 < mean[3] < 2.2
+
+
+def tokenizer_file(folder, tokens: list[str], kind: type) -> str:
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(kind(vocab, unk_token="[UNK]") if kind is models.WordPiece else kind(vocab, []))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_words_and_special_tokens_of_a_word_piece_vocabulary(tmp_path) -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "##s", "the", ","]
+    file = tokenizer_file(tmp_path, tokens, models.WordPiece)
+    tokenizer = build_tokenizer(file)
+    assert (tokenizer.eod_id, tokenizer.mask_id, tokenizer.special_ids) == (3, 4, frozenset(range(5)))
+    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), 12)
+    assert masked.ordinary.tolist() == [5, 6, 7, 8, 9]
+    begins = masked._word_begins(np.array([5, 6, 7, 8, 9, 5, 5, 7, 3, 6]))
+    assert begins.tolist() == [True, False, False, True, True, True, True, False, True, True]
+
+
+def test_words_of_a_byte_level_vocabulary(tmp_path) -> None:
+    tokens = ["<|endoftext|>", "<mask>", "Ġthe", "re", "Ġ", "Ċ", ",", "_x"]
+    file = tokenizer_file(tmp_path, tokens, models.BPE)
+    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), 8)
+    assert masked.mask_id == 1 and masked.ordinary.tolist() == [2, 3, 4, 5, 6, 7]
+    begins = masked._word_begins(np.array([2, 3, 7, 4, 3, 6, 3, 5, 3, 2]))
+    assert begins.tolist() == [True, False, False, True, True, True, True, True, True, True]
+
+
+def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
+    file = tokenizer_file(tmp_path, ["</s>", "a"], models.BPE)
+    with pytest.raises(ConfigError, match=r"data.tokenizer.*has no mask token.*use a tokenizer with \[MASK\]"):
+        masks_of(Data(tokenizer=file), 0, BERT)
+    with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):
+        masks_of(Data(), 0, BERT.model_copy(update={"vocab_size": 257}))
+    for family, setting, words in (
+        ("gpt", "--data.mlm_whole_words=true", "gpt predicts the next token and masks none"),
+        ("bert", "--data.prefix_lm=true", "bert has only bidirectional attention over whole samples"),
+        ("bert", "--data.eod_mask_loss=true", "ends of documents are never masked"),
+    ):
+        config = load_config([f"--model.family={family}", "--training.steps=1", setting])
+        with pytest.raises(ConfigError, match=words):
+            resolve_settings(config, 1)
+    assert masks_of(Data(), 0, BERT).masked is not None and masks_of(Data(), 0).masked is None

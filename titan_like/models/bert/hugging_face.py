@@ -1,0 +1,129 @@
+"""The mapping between BERT and Hugging Face's BertForMaskedLM (post-norm) and MegatronBertForMaskedLM (pre-norm)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_like.models.bert.config import BertConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused, validated, whole
+
+MODEL_TYPE = "bert"
+ARCHITECTURE = "BertForMaskedLM"
+ARCHITECTURES = {MODEL_TYPE: ARCHITECTURE, "megatron-bert": "MegatronBertForMaskedLM"}
+PREFIX = "bert."
+HEAD = "cls."
+_PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
+_TABLE = "bert.embeddings.word_embeddings.weight"
+_UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
+
+
+def stored_parameters(config: BertConfig) -> Iterator[Stored]:
+    """Where each parameter of the model is stored."""
+    hidden, ffn, vocab, padded = config.hidden_size, config.ffn_hidden_size, config.vocab_size, config.padded_vocab_size
+    table, decoder, is_post = (padded, hidden), "cls.predictions.decoder", config.norm_placement == "post"
+
+    def norm(ours: str, theirs: str) -> Iterator[Stored]:
+        yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
+
+    def linear(ours: str, theirs: str, out: int, inputs: int) -> Iterator[Stored]:
+        yield whole(f"{ours}.weight", f"{theirs}.weight", (out, inputs))
+        yield whole(f"{ours}.bias", f"{theirs}.bias", (out,))
+
+    tied = f"{decoder}.weight" if config.tied_embeddings else None
+    yield whole("embedding.weight", _TABLE, table, vocab, copy=tied)
+    for name, rows in (("position", config.max_seq_len), ("token_type", config.num_token_types)):
+        yield whole(f"{name}_embedding.weight", f"bert.embeddings.{name}_embeddings.weight", (rows, hidden))
+    if is_post:
+        yield from norm("embedding_norm", "bert.embeddings.LayerNorm")
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"bert.encoder.layer.{layer}"
+        after_attention, after_mlp = f"{theirs}.attention.output.LayerNorm", f"{theirs}.output.LayerNorm"
+        before_attention, before_mlp = f"{theirs}.attention.ln", f"{theirs}.ln"
+        yield from norm(f"{ours}.attention_norm", after_attention if is_post else before_attention)
+        for part, columns in (("weight", (hidden,)), ("bias", ())):
+            query, key, value = (f"{theirs}.attention.self.{name}.{part}" for name in ("query", "key", "value"))
+            yield fused(config, f"{ours}.attention.qkv.{part}", columns, (query, key, value))
+        yield from linear(f"{ours}.attention.proj", f"{theirs}.attention.output.dense", hidden, hidden)
+        yield from norm(f"{ours}.mlp_norm", after_mlp if is_post else before_mlp)
+        yield from linear(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense", ffn, hidden)
+        yield from linear(f"{ours}.mlp.fc2", f"{theirs}.output.dense", hidden, ffn)
+    if not is_post:
+        yield from norm("norm", "bert.encoder.ln")
+    yield from linear("transform.dense", "cls.predictions.transform.dense", hidden, hidden)
+    yield from norm("transform.norm", "cls.predictions.transform.LayerNorm")
+    if not config.tied_embeddings:
+        yield whole("output.weight", f"{decoder}.weight", table, vocab)
+    yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copy=f"{decoder}.bias")
+
+
+def is_ignored(name: str) -> bool:
+    """Whether it belongs to the pooler or the head for pairs of sentences, or is a buffer of older versions."""
+    return name.startswith(_UNUSED)
+
+
+def to_fields(config: BertConfig) -> dict[str, Any]:
+    """The shape as fields of config.json.
+
+    Raises:
+        RefusedError: the model has grouped-query attention or an output matrix of its own, which BERT lacks.
+    """
+    if not config.tied_embeddings:
+        raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
+    if config.num_kv_heads != config.num_attention_heads:
+        raise RefusedError(
+            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
+            f"but {ARCHITECTURE} has one for each"
+        )
+    return {
+        "model_type": next(kind for kind, placement in _PLACEMENTS.items() if placement == config.norm_placement),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_hidden_size,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+        "max_position_embeddings": config.max_seq_len,
+        "type_vocab_size": config.num_token_types,
+        "initializer_range": config.init_std,
+        "layer_norm_eps": config.norm_eps,
+        "tie_word_embeddings": True,
+    }
+
+
+def from_fields(fields: Fields) -> TransformerConfig:
+    """The shape that config.json describes.
+
+    Raises:
+        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
+    """
+    fields.must_be("hidden_act", "gelu")
+    fields.must_be("position_embedding_type", "absolute")
+    fields.must_be("tie_word_embeddings", True)
+    fields.must_be("is_decoder", False)
+    fields.must_be("add_cross_attention", False)
+    dropout, of_attention = (
+        fields.number(name, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    )
+    if dropout != of_attention:
+        problem = f"but hidden_dropout_prob = {dropout}; the models here have one dropout rate, so make them equal"
+        fields.refuse("attention_probs_dropout_prob", problem)
+    return validated(
+        BertConfig,
+        {
+            "norm_placement": _PLACEMENTS[fields.values["model_type"]],
+            "num_layers": fields.integer("num_hidden_layers"),
+            "hidden_size": fields.integer("hidden_size"),
+            "num_attention_heads": fields.integer("num_attention_heads"),
+            "ffn_hidden_size": fields.integer("intermediate_size"),
+            "vocab_size": fields.integer("vocab_size"),
+            "max_seq_len": fields.integer("max_position_embeddings", 512),
+            "num_token_types": fields.integer("type_vocab_size", 2),
+            "norm_eps": fields.number("layer_norm_eps", 1e-12),
+            "init_std": fields.number("initializer_range", 0.02),
+            "dropout": dropout,
+        },
+    )
