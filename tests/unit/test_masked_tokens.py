@@ -137,6 +137,7 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
         ("gpt", "--data.mlm_whole_words=true", "gpt predicts the next token and masks none"),
         ("bert", "--data.prefix_lm=true", "bert has only bidirectional attention over whole samples"),
         ("bert", "--data.eod_mask_loss=true", "ends of documents are never masked"),
+        ("bert", "--evaluation.datasets=[text=README.md]", "bert attends in both directions, but these predict"),
     ):
         config = load_config([f"--model.family={family}", "--training.steps=1", setting])
         with pytest.raises(ConfigError, match=words):
