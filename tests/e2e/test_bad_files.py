@@ -249,7 +249,7 @@ def test_allocation_that_fails_names_the_setting(monkeypatch, capfd, folder, pla
     def fail():
         torch.empty(1 << 60)  # torch's own words
 
-    trainer = SimpleNamespace(step=0, start_step=0, pipeline=SimpleNamespace(num_actions=0), train=fail)
+    trainer = SimpleNamespace(step=0, start_step=0, num_actions=0, train=fail)
     monkeypatch.setattr(titan_like.train.job, "Trainer", lambda run, remark: fail() if place == "build" else trainer)
     check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
     assert not torch.distributed.is_initialized()
