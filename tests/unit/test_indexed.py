@@ -191,7 +191,7 @@ REFUSED = {
     "an empty source": (["1", "A", "1", "E"], r"the training split of .*E has 0 tokens"),
     "no path": ([], 'dataset "indexed" needs the paths'),
     "fractions": (["F"], "its tokens are float32; only whole numbers are tokens"),
-    "another vocabulary": (["V"], "tokens from 400 to 400, but the model's go from 0 to 299"),
+    "another vocabulary": (["V"], "holds the token 400, but the model's vocab_size is 300"),
 }
 
 
