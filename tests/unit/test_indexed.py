@@ -189,6 +189,7 @@ REFUSED = {
     "a weight too many": (["0.5", "A", "0.5"], "the last weight has no path"),
     "a tiny weight": (["1", "A", "1e-9", "B"], "weight 1e-09 is below one sample in 16,777,216; leave that source out"),
     "an empty source": (["1", "A", "1", "E"], r"the training split of .*E has 0 tokens"),
+    "a source named twice": (["1", "A", "3", "A"], "A.*is named twice; give it once"),
     "no path": ([], 'dataset "indexed" needs the paths'),
     "fractions": (["F"], "its tokens are float32; only whole numbers are tokens"),
     "another vocabulary": (["V"], "holds the token 400, but the model's vocab_size is 300"),

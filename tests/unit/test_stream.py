@@ -19,7 +19,7 @@ import torch
 from pyarrow import ipc
 
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.schema import Data
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
 from titan_like.data.bookmarks import INTERVAL
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -27,6 +27,8 @@ from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
 from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.models.registry import model_config
+from titan_like.train.setup import open_data
 
 SEQ = 8
 EOD = ByteTokenizer.eod_id
@@ -553,3 +555,21 @@ def test_notes_of_a_file_that_was_changed_in_place_are_not_used(tmp_path):
     fresh = source_of(tmp_path, cache="other", **changes)
     assert samples_of(again, range(1500, 1510)) == samples_of(fresh, range(1500, 1510))
     assert again._bookmark_folder != source._bookmark_folder
+
+
+def test_validation_on_readers_without_samples_is_refused_at_the_start(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", ["few"] * 2)
+    write_jsonl(tmp_path / "data" / "b.jsonl", texts_of(0, 400))
+    settings = {
+        "job": {"dump_folder": str(tmp_path / "run")},
+        "data": {"dataset": "hf", "paths": [str(tmp_path / "data")], "num_readers": 2, "split": "8,2,0"},
+        "training": {"seq_len": SEQ, "micro_batch_size": 1, "global_batch_size": 1, "steps": 1},
+        "evaluation": {"interval": 1, "steps": 1},
+    }
+    config = JobConfig.model_validate(settings)
+    with pytest.raises(ConfigError, match=r"evaluation.steps = 1: the first 1 samples for validation .* raise it"):
+        open_data(config, model_config(config.model))
+    settings["evaluation"]["steps"] = 2
+    config = JobConfig.model_validate(settings)
+    assert len(open_data(config, model_config(config.model))["validation"]) == UNKNOWN_LENGTH
