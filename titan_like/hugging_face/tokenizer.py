@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
@@ -43,10 +43,8 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         )
         raise ConfigError(_KEY, spec, problem)
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
-    has_mask = model.objective == "mlm" and ours.mask_id is not None and ours.mask_id < model.vocab_size
-    if has_mask and spec == "byte":
-        tokenizer.add_special_tokens(["<mask>"])
-        assert tokenizer.token_to_id("<mask>") == ours.mask_id
+    if spec == "byte":
+        _add_tokens_of(model, tokenizer)
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
@@ -56,17 +54,37 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
-    about = {
+    about: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
         "bos_token": eod,  # in training, a document begins after the end of another
         "eos_token": eod,
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    if has_mask and ours.mask_id is not None:
+    known = range(model.vocab_size)
+    if model.objective == "mlm" and ours.mask_id is not None and ours.mask_id in known:
         about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
+    if model.objective == "span_corruption":
+        about["additional_special_tokens"] = [tokenizer.id_to_token(n) for n in ours.sentinel_ids if n in known]
+        if ours.pad_id is not None and ours.pad_id in known:
+            about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     return eod_id
+
+
+def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
+    """Add to `byte_tokenizer` the tokens that `ByteTokenizer` has for the model's objective."""
+    ours = ByteTokenizer()
+    names = [] if model.is_causal else ["<mask>"]
+    if model.objective == "span_corruption":
+        names += ["<pad>", *(f"<extra_id_{number}>" for number in range(len(ours.sentinel_ids)))]
+        end = tokenizer.id_to_token(ours.eod_id)  # which ends an encoder's input in training
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, ours.eod_id)]
+        )
+    names = names[: model.vocab_size - ours.vocab_size]
+    tokenizer.add_special_tokens(names)
+    assert all(tokenizer.token_to_id(name) == number for number, name in enumerate(names, start=ours.vocab_size))
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

@@ -19,6 +19,7 @@ class ModelInputs(NamedTuple):
     tokens: torch.Tensor  # int64 [batch, seq]
     positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
     visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
+    encoder_len: int | None = None  # positions of the encoder's input, before the decoder's; None: no such parts
 
 
 class TiedOutput(nn.Module):
@@ -113,7 +114,11 @@ class Transformer(nn.Module):
         return ()
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor | None = None, visible: VisibleKeys | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        visible: VisibleKeys | None = None,
+        encoder_len: int | None = None,
     ) -> torch.Tensor:
         """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
 
