@@ -115,8 +115,8 @@ class Model(Section):
 
     family: Text = Field(
         "gpt",
-        examples=["gpt", "llama", "bert"],
-        description="model family: gpt, llama, bert, or one that an installed package adds",
+        examples=["gpt", "llama", "bert", "t5"],
+        description="model family: gpt, llama, bert, t5, or one that an installed package adds",
     )
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
     flavors: dict[str, dict[str, Any]] = Field(
@@ -171,6 +171,12 @@ class Data(Section):
         le=16,
         description="mask up to this many neighbouring tokens or words together, n of them with weight 1/n",
     )
+    noise_density: float = Field(
+        0.15, gt=0, lt=1, description="span corruption, the objective of t5: share of the tokens that are taken out"
+    )
+    mean_noise_span_length: float = Field(
+        3.0, ge=1, le=10**6, description="span corruption: mean length of the spans that are taken out, tokens"
+    )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )
@@ -192,7 +198,10 @@ class Data(Section):
 class Training(Section):
     """How much to train, in what batches and precision."""
 
-    seq_len: int = Field(256, gt=0, le=_MOST_SEQ_LEN, description="tokens per sample")
+    seq_len: int = Field(256, gt=0, le=_MOST_SEQ_LEN, description="tokens per sample; of t5, the encoder's positions")
+    decoder_seq_len: int = Field(
+        0, ge=0, le=_MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets take"
+    )
     micro_batch_size: int = Field(8, gt=0, le=2**16, description="samples per forward pass on one data-parallel rank")
     global_batch_size: int = Field(16, gt=0, le=2**20, description="samples per optimizer step over the whole job")
     steps: int | None = Field(None, gt=0, le=_MOST_STEPS, description="length of the run in optimizer steps")

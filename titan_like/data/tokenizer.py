@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +20,8 @@ _KEY = "data.tokenizer"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _MASKS = ("[MASK]", "<mask>")
-_OTHER_SPECIAL = ("[CLS]", "[PAD]", "[UNK]", "<s>", "<pad>", "<unk>")
+_PADS = ("<pad>", "[PAD]")
+_OTHER_SPECIAL = ("[CLS]", "[UNK]", "<s>", "<unk>")
 _NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -30,6 +33,8 @@ class Tokenizer(Protocol):
     eod_id: int  # the end-of-document token, which follows every document
     first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
     mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
+    pad_id: int | None  # fills the targets of an encoder-decoder, and begins the decoder's input; text never becomes it
+    sentinel_ids: list[int]  # tokens that stand for a span in span corruption, in the order of their use; often none
     special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
@@ -52,15 +57,20 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Uses UTF-8 bytes as tokens 0 to 255, 256 as the end of a document, and 257, if a model has it, as the mask."""
+    """Uses UTF-8 bytes as tokens 0 to 255 and 256 as the end of a document.
+
+    Models with more tokens than these 257 have 257 as the mask, 258 as the padding, and 259 to 358 as sentinels.
+    """
 
     vocab_size = 257
     eod_id = 256
     mask_id: int | None = 257
+    pad_id: int | None = 258
     special_ids = frozenset({256})
 
     def __init__(self) -> None:
         self.first_ids: list[int] = []
+        self.sentinel_ids = list(range(259, 359))
 
     def encode(self, text: str) -> np.ndarray:
         """One token per byte: int64 [bytes]."""
@@ -88,10 +98,11 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id = eod_id
         self.first_ids = tokenizer.encode("").ids
-        by_name = [tokenizer.token_to_id(name) for name in (*_MASKS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT)]
-        self.mask_id = next((number for number in by_name[: len(_MASKS)] if number is not None), None)
+        self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
+        self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-        self.special_ids = frozenset(added) | {number for number in by_name if number is not None}
+        named = _ids(tokenizer, (*_MASKS, *_PADS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT))
+        self.special_ids = frozenset({*added, *named})
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
@@ -121,6 +132,16 @@ class HuggingFaceTokenizer:
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
+
+
+def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:
+    """The ids of those of the named tokens that a tokenizer has. With ``stops`` the first that it lacks is the end."""
+    for name in names:
+        number = tokenizer.token_to_id(name)
+        if number is not None:
+            yield number
+        elif stops:
+            return
 
 
 def _is_of_word(character: str) -> bool:

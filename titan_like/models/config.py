@@ -22,7 +22,8 @@ class TransformerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    objective: ClassVar[Literal["causal", "mlm"]] = "causal"  # next tokens, or masked tokens from both sides
+    # What is predicted: the next token, masked tokens from both sides, or by a decoder the spans that an encoder lacks.
+    objective: ClassVar[Literal["causal", "mlm", "span_corruption"]] = "causal"
     supports_masks: ClassVar[bool] = False  # whether layers take `VisibleKeys`, and the model positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 

@@ -1,0 +1,85 @@
+"""How many tokens a sample is made from, and how many positions it has. Does not import torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Data, JobConfig
+from titan_like.models.config import TransformerConfig
+
+
+class SampleLength(NamedTuple):
+    """Lengths of one sample."""
+
+    raw: int  # tokens of the dataset's window that it is made from
+    encoder: int  # positions of the encoder's input; in a model without a decoder of its own, all positions
+    decoder: int = 0  # positions of the decoder's input, which follow the encoder's
+
+    @property
+    def positions(self) -> int:
+        """All positions that the model computes."""
+        return self.encoder + self.decoder
+
+
+def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
+    """Lengths of the run's samples: `training.seq_len`, and what the model's objective makes of it.
+
+    Raises:
+        ConfigError: the sequences are too short for span corruption, or the spans too many.
+    """
+    training, section = config.training, config.data
+    if model.objective != "span_corruption":
+        return SampleLength(training.seq_len, training.seq_len)
+    raw = raw_length(training.seq_len, section)
+    noise, spans = span_counts(raw, section)
+    if not 0 < spans <= raw - noise:
+        problem = (
+            f"of {raw} tokens {noise} would be in {spans} spans, with {raw - noise} tokens between them; "
+            "lower it or raise data.mean_noise_span_length"
+        )
+        raise ConfigError("data.noise_density", section.noise_density, problem)
+    needed = targets_length(raw, section)
+    if 0 < training.decoder_seq_len < needed:
+        problem = (
+            f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
+        )
+        raise ConfigError("training.decoder_seq_len", training.decoder_seq_len, problem)
+    return SampleLength(raw, training.seq_len, training.decoder_seq_len or needed)
+
+
+def span_counts(raw: int, section: Data) -> tuple[int, int]:
+    """(tokens that span corruption takes out of ``raw`` tokens, spans that they form), as in T5's code.
+
+    Both are at least 1, and at least one token stays.
+    """
+    noise = min(max(round(raw * section.noise_density), 1), raw - 1)
+    return noise, max(round(noise / section.mean_noise_span_length), 1)
+
+
+def inputs_length(raw: int, section: Data) -> int:
+    """Encoder positions of ``raw`` tokens: those that stay, a sentinel for each span, and the end."""
+    noise, spans = span_counts(raw, section)
+    return raw - noise + spans + 1
+
+
+def targets_length(raw: int, section: Data) -> int:
+    """Decoder positions of ``raw`` tokens: those that are taken out, a sentinel before each span, and the end."""
+    noise, spans = span_counts(raw, section)
+    return noise + spans + 1
+
+
+def raw_length(encoder: int, section: Data) -> int:
+    """The most tokens whose corrupted form fits an encoder of ``encoder`` positions, which it then fills.
+
+    One token more makes `inputs_length` 0 or 1 larger, so every length from 3 on occurs.
+
+    Raises:
+        ConfigError: ``encoder``, which is `training.seq_len`, is below 3: a token, a sentinel and the end.
+    """
+    if encoder < 3:
+        problem = "span corruption needs a token, a sentinel and the end; use at least 3"
+        raise ConfigError("training.seq_len", encoder, problem)
+    most = 2 + int(encoder / (1 - section.noise_density))
+    return bisect_right(range(2, most + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1
