@@ -19,6 +19,7 @@ from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model
+from titan_like.models.t5.config import T5Config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
 
@@ -55,8 +56,25 @@ def bert_config(**values: Any) -> BertConfig:
     return BertConfig.model_validate(fields | values)
 
 
-def family_of(config: GPTConfig | LlamaConfig | BertConfig) -> str:
-    return {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert"}[type(config)]
+def t5_config(**values: Any) -> T5Config:
+    """Three layers in the encoder and two in the decoder, whose heads together are wider than the hidden states."""
+    fields = {
+        "num_layers": 5,
+        "num_decoder_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "head_size": 16,
+        "ffn_hidden_size": 72,
+        "vocab_size": 101,
+        "max_seq_len": 64,
+        "num_position_buckets": 8,
+        "max_position_distance": 20,
+    }
+    return T5Config.model_validate(fields | values)
+
+
+def family_of(config: GPTConfig | LlamaConfig | BertConfig | T5Config) -> str:
+    return {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert", T5Config: "t5"}[type(config)]
 
 
 def random_model(config, size=0.15, seed=11):
@@ -159,10 +177,69 @@ def bert_state(ours, config):
     return state
 
 
+def t5_state(ours, config):
+    """T5 numbers the layers of each stack; keys and values of cross attention are tensors of their own."""
+    vocab, first = config.vocab_size, config.num_layers - config.num_decoder_layers
+    state = {
+        "shared.weight": ours["embedding.weight"][:vocab],
+        "encoder.embed_tokens.weight": ours["embedding.weight"][:vocab],
+        "decoder.embed_tokens.weight": ours["embedding.weight"][:vocab],
+        "lm_head.weight": ours["embedding.weight" if config.tied_embeddings else "output.weight"][:vocab],
+        "encoder.final_layer_norm.weight": ours[f"layers.{first - 1}.final_norm.weight"],
+        "decoder.final_layer_norm.weight": ours["norm.weight"],
+    }
+    for stack in ("encoder", "decoder"):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        state[bias] = ours[f"{stack}_bias.table.weight"]
+    for i in range(config.num_layers):
+        layer, mlp = f"layers.{i}", 1 if i < first else 2
+        theirs = f"encoder.block.{i}.layer" if i < first else f"decoder.block.{i - first}.layer"
+        for part, value in zip("qkv", split_qkv(ours[f"{layer}.attention.qkv.weight"], config), strict=True):
+            state[f"{theirs}.0.SelfAttention.{part}.weight"] = value
+        state[f"{theirs}.0.SelfAttention.o.weight"] = ours[f"{layer}.attention.proj.weight"]
+        state[f"{theirs}.0.layer_norm.weight"] = ours[f"{layer}.attention_norm.weight"]
+        state[f"{theirs}.{mlp}.layer_norm.weight"] = ours[f"{layer}.mlp_norm.weight"]
+        names = {"up": "wi"} if config.mlp == "relu" else {"gate": "wi_0", "up": "wi_1"}
+        for name, other in (names | {"down": "wo"}).items():
+            state[f"{theirs}.{mlp}.DenseReluDense.{other}.weight"] = ours[f"{layer}.mlp.{name}.weight"]
+        if i >= first:
+            kv = ours[f"{layer}.cross_attention.kv.weight"].view(config.num_kv_heads, 2, config.head_dim, -1)
+            state |= {
+                f"{theirs}.1.layer_norm.weight": ours[f"{layer}.cross_norm.weight"],
+                f"{theirs}.1.EncDecAttention.q.weight": ours[f"{layer}.cross_attention.q.weight"],
+                f"{theirs}.1.EncDecAttention.k.weight": kv[:, 0].flatten(0, 1),
+                f"{theirs}.1.EncDecAttention.v.weight": kv[:, 1].flatten(0, 1),
+                f"{theirs}.1.EncDecAttention.o.weight": ours[f"{layer}.cross_attention.proj.weight"],
+            }
+    return state
+
+
 def reference_model(config):
     """transformers' model of the same shape, with weights of its own."""
     import transformers
 
+    if isinstance(config, T5Config):
+        theirs = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=config.vocab_size,
+                d_model=config.hidden_size,
+                d_kv=config.head_dim,
+                d_ff=config.ffn_hidden_size,
+                num_layers=config.num_layers - config.num_decoder_layers,
+                num_decoder_layers=config.num_decoder_layers,
+                num_heads=config.num_attention_heads,
+                relative_attention_num_buckets=config.num_position_buckets,
+                relative_attention_max_distance=config.max_position_distance,
+                layer_norm_epsilon=config.norm_eps,
+                dropout_rate=config.dropout,
+                feed_forward_proj="relu" if config.mlp == "relu" else "gated-gelu",
+                tie_word_embeddings=config.tied_embeddings,
+                decoder_start_token_id=0,
+            )
+        )
+        if not config.tied_embeddings:  # transformers ties them in every new model
+            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
+        return theirs
     if isinstance(config, BertConfig):
         is_post = config.norm_placement == "post"
         shape = transformers.BertConfig if is_post else transformers.MegatronBertConfig
@@ -220,7 +297,7 @@ def reference_model(config):
 
 def reference_state(model):
     """A model's weights by transformers' names."""
-    to_state = {"gpt": gpt2_state, "llama": llama_state, "bert": bert_state}
+    to_state = {"gpt": gpt2_state, "llama": llama_state, "bert": bert_state, "t5": t5_state}
     return to_state[family_of(model.config)](model.state_dict(), model.config)
 
 

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
-from tests.unit.hugging_face_cases import SCALING, bert_config, gpt_config, llama_config, random_model, reference_of
+from tests.unit.hugging_face_cases import (
+    SCALING,
+    bert_config,
+    gpt_config,
+    llama_config,
+    random_model,
+    reference_of,
+    t5_config,
+)
 from titan_like.models.layers.rope import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.registry import flavors
+from titan_like.models.registry import build_model, flavors
 
 EPS32 = torch.finfo(torch.float32).eps
 SEQ = 48
@@ -53,6 +62,35 @@ def test_llama_equals_hugging_face(tied, kv_heads, scaling):
         rounding = (model.float()(tokens(101))[..., :101] - ours).abs().max()
     assert rounding < 1e-5 * theirs.abs().max()
     assert (ours - theirs).abs().max() < 4 * rounding
+
+
+T5_VARIANTS = pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
+
+
+def t5_logits(model):
+    theirs, inputs = reference_of(model), tokens(101)
+    with torch.no_grad():
+        expected = theirs(input_ids=inputs[:, :30], decoder_input_ids=inputs[:, 30:]).logits
+        return model(inputs, encoder_len=30)[..., :101], expected
+
+
+@T5_VARIANTS
+def test_t5_equals_hugging_face(mlp, tied, monkeypatch):
+    norm = transformers.models.t5.modeling_t5.T5LayerNorm
+    in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
+    monkeypatch.setattr(norm, "forward", in_float64)  # which transformers' own rounds to float32
+    ours, theirs = t5_logits(random_model(t5_config(mlp=mlp, tied_embeddings=tied)).eval())
+    assert theirs.abs().max() > 0.5 and ours.shape == (3, 18, 101)
+    assert (ours - theirs).abs().max() < 1e-11 * theirs.abs().max()
+
+
+@T5_VARIANTS
+def test_t5_s_initial_weights_in_float32_give_hugging_face_s_logits(mlp, tied):
+    model = build_model(t5_config(mlp=mlp, tied_embeddings=tied), "t5").eval()
+    model.init_weights(7)
+    ours, theirs = t5_logits(model)
+    assert theirs.abs().max() > 1
+    assert (ours - theirs).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama3.1_8b", "llama3.2_1b", "llama2_7b"])

@@ -69,7 +69,7 @@ class HuggingFaceFolder:
     def stored_parameters(self, model: TransformerConfig) -> Iterator[Stored]:
         """Every parameter of ``model``, which may pad the vocabulary differently, with its place in this folder."""
         for stored in family_of(model).stored_parameters(model):
-            yield stored if stored.copy in self.tensors else replace(stored, copy=None)
+            yield replace(stored, copies=tuple(copy for copy in stored.copies if copy in self.tensors))
 
 
 def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
@@ -232,8 +232,9 @@ def _check_tensors(model: TransformerConfig, tensors: dict[str, FileTensor], arc
     known: set[str] = set()
     for stored in family_of(model).stored_parameters(model):
         wanted = dict(stored.sources)
-        if stored.copy is not None and stored.copy in tensors:
-            wanted[stored.copy] = next(iter(stored.sources.values()))
+        for copy in stored.copies:
+            if copy in tensors:
+                wanted[copy] = next(iter(stored.sources.values()))
         for name, shape in wanted.items():
             if name not in tensors:
                 raise RefusedError(f"the tensor {name} is missing")

@@ -46,7 +46,7 @@ class Stored:
     sources: dict[str, tuple[int, ...]]  # the tensors that hold it → their shapes in the files
     rows: Callable[[], Iterable[Rows]]  # lazy: shapes are checked before this makes entries for every head
     is_transposed: bool = False  # the parameter's rows are columns in the files
-    copy: str | None = None  # a second tensor that may be in the files, equal to the only source
+    copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
 
 
 class Family(Protocol):
@@ -125,12 +125,13 @@ def whole(
     shape: tuple[int, ...],
     rows: int | None = None,
     is_transposed: bool = False,
-    copy: str | None = None,
+    copy: str | tuple[str, ...] | None = None,
 ) -> Stored:
-    """A parameter that is stored in one tensor, completely or only its first ``rows``."""
+    """A parameter that is stored in one tensor, completely or only its first ``rows``, and perhaps in copies of it."""
+    copies = (copy,) if isinstance(copy, str) else copy or ()
     held = (shape[0] if rows is None else rows, *shape[1:])
     sources = {source: held[::-1] if is_transposed else held}
-    return Stored(name, shape, sources, lambda: [Rows(0, held[0], source, 0)], is_transposed, copy)
+    return Stored(name, shape, sources, lambda: [Rows(0, held[0], source, 0)], is_transposed, copies)
 
 
 def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
@@ -150,7 +151,7 @@ def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -
 def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, str, str]) -> Stored:
     """The fused projection, if the files store queries, keys and values in three tensors."""
     key_rows = config.num_kv_heads * config.head_dim
-    lengths = (config.hidden_size, key_rows, key_rows)
+    lengths = (config.num_attention_heads * config.head_dim, key_rows, key_rows)
     shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
     places = tuple((source, 0) for source in sources)
     return Stored(name, (sum(lengths), *columns), shapes, partial(fused_rows, config, places))
@@ -200,9 +201,10 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
         there = slice(from_row, from_row + stop - start)
         index = (*columns, there) if stored.is_transposed else (there, *columns)
         value = read(rows.source, index)
-        if stored.copy is not None and not torch.equal(read(stored.copy, index), value):
-            problem = f"config.json ties {rows.source} and {stored.copy}, but the files hold different values for them"
-            raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
+        for copy in stored.copies:
+            if not torch.equal(read(copy, index), value):
+                problem = f"config.json ties {rows.source} and {copy}, but the files hold different values for them"
+                raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
         part[start - first : stop - first].copy_(value.t() if stored.is_transposed else value)
 
 

@@ -29,6 +29,7 @@ _BUILT_IN = {
     "gpt": "titan_like.models.gpt.config:GPTConfig",
     "llama": "titan_like.models.llama.config:LlamaConfig",
     "bert": "titan_like.models.bert.config:BertConfig",
+    "t5": "titan_like.models.t5.config:T5Config",
 }
 
 # Far above any real model. Up to these limits the size of each matrix in bytes fits into 63 bits, and the layers can be

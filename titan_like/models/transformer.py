@@ -19,7 +19,7 @@ class ModelInputs(NamedTuple):
     tokens: torch.Tensor  # int64 [batch, seq]
     positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
     visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
-    encoder_len: int | None = None  # positions of the encoder's input, before the decoder's; None: no such parts
+    encoder_len: int | None = None  # in a model with an encoder, which takes this many of the tokens, the first ones
 
 
 class TiedOutput(nn.Module):
@@ -67,15 +67,17 @@ class Transformer(nn.Module):
     model into one stage of a pipeline.
     """
 
-    residual_outputs: tuple[str, ...]  # name endings of the matrices that write to the residual stream
+    residual_outputs: tuple[str, ...] = ()  # name endings of the matrices that write to the residual stream
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
     head: tuple[str, ...] = ("norm",)  # modules between the layers and the output matrix, in the order of their use
+    shared: tuple[str, ...] = ()  # modules that layers share; a layer names those that it needs in `uses`
     has_output_bias = False
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.is_first = self.is_last = True  # whether this stage takes tokens, and whether it returns logits
+        self.absent: frozenset[str] = frozenset()  # names of the modules that only other stages have
         self.sequence_shards = 1  # number of parts that sequence parallelism splits each sequence into between layers
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict()
@@ -89,16 +91,23 @@ class Transformer(nn.Module):
         self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
-        """Drop what other pipeline stages hold. Both the first and the last stage keep a tied embedding table."""
+        """Drop what other pipeline stages hold.
+
+        Both the first and the last stage keep a tied embedding table, and every stage the shared modules of its layers.
+        """
+        names = {name for name, _ in self.named_modules()}
         self.is_first, self.is_last = is_first, is_last
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
+        for name in set(self.shared).difference(*(shared_modules(layer) for layer in self.layers.values())):
+            delattr(self, name)
         keeps_table = is_last and self.config.tied_embeddings
         for name in () if is_first else self.entry:
             if name != "embedding" or not keeps_table:  # a tied table stays as the last stage's output matrix
                 delattr(self, name)
         for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding"):
             delattr(self, name)
+        self.absent = frozenset(names.difference(name for name, _ in self.named_modules()))
 
     @property
     def last_norm(self) -> nn.Module:
@@ -106,10 +115,13 @@ class Transformer(nn.Module):
         return self.norm
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
+        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden].
+
+        In a model with an encoder, this and `layer_inputs` also take ``encoder_len``.
+        """
         raise NotImplementedError
 
-    def layer_inputs(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
         """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions."""
         return ()
 
@@ -125,36 +137,49 @@ class Transformer(nn.Module):
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
         bidirectional model. Layers get ``visible`` as their last argument, if it is given.
+
+        With ``encoder_len`` the first tokens are an encoder's, and logits are those of the others.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
             positions = torch.arange(seq_len, device=x.device)
+        lengths = () if encoder_len is None else (encoder_len,)
         if self.is_first:
-            x = self.embed(x, positions)
-        inputs: tuple[Any, ...] = self.layer_inputs(positions)
+            x = self.embed(x, positions, *lengths)
+        inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
         if visible is not None:
             inputs = (*inputs, visible)
         for layer in self.layers.values():
             x = layer(x, *inputs)
         if not self.is_last:
             return x
+        if encoder_len is not None:
+            x = x[:, encoder_len // self.sequence_shards :]
         for name in self.head:
             x = self.get_submodule(name)(x)
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         return self.mask_padding(self.output_bias(logits))
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, init_std²); biases become 0, norm weights 1.
-
-        Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford et al. 2019,
-        section 2.3).
-        """
+        """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
                 nn.init.ones_(parameter)
             else:
-                residual = name.removesuffix(".weight").endswith(self.residual_outputs)
-                scale = (2 * self.config.num_layers) ** -0.5 if residual else 1.0
-                fill_normal(parameter, seed, name, self.config.init_std * scale)
+                fill_normal(parameter, seed, name, self.initial_std(name, parameter))
+
+    def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
+        """Standard deviation of a matrix's initial values, or those of its rows, [rows].
+
+        It is `init_std`. Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford
+        et al. 2019, section 2.3).
+        """
+        residual = name.removesuffix(".weight").endswith(self.residual_outputs)
+        return self.config.init_std * ((2 * self.config.num_layers) ** -0.5 if residual else 1.0)
+
+
+def shared_modules(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that a layer shares with others."""
+    return getattr(layer, "uses", ())

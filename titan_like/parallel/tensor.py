@@ -69,37 +69,35 @@ def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
     """
     found: dict[str, StyleKind] = {}
     for pattern, style in styles_of(family_plan(model), model, sequence_parallel=False).items():
-        parts = pattern.split(".")
         for name, module in model.named_modules():
-            names = name.split(".")
-            if len(names) == len(parts) and all(map(fnmatchcase, names, parts)):
+            if matches(pattern, name):
                 found[name] = kind_of(style, module)
     return found
 
 
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Turn a plan's names into styles, leaving out modules that are absent because another pipeline stage holds them.
+    """Turn a plan's names into styles, leaving out patterns for modules that only other pipeline stages hold.
 
     Raises:
         ValueError: the plan names a style that does not exist.
     """
     styles: dict[str, ParallelStyle] = {}
-    absent = absent_modules(model)
+    here = [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
-        if pattern.partition(".")[0] not in absent:
+        is_here = any(matches(pattern, name) for name in here)
+        if is_here or not any(matches(pattern, name) for name in model.absent):
             styles[pattern] = STYLES[style](sequence_parallel) if isinstance(style, str) else style
     return styles
 
 
-def absent_modules(model: Transformer) -> set[str]:
-    """Names of the modules that this pipeline stage lacks because another stage holds them."""
-    absent = set() if model.is_first else set(model.entry)
-    absent |= set() if model.is_last else {*model.head, "output", "output_bias", "mask_padding"}
-    return absent - {name for name, _ in model.named_children()}
+def matches(pattern: str, name: str) -> bool:
+    """Whether a plan's pattern is for the module of this name, as in `parallelize_module`."""
+    patterns, names = pattern.split("."), name.split(".")
+    return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
 @torch.no_grad()

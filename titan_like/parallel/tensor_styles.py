@@ -61,9 +61,19 @@ class Region(LocalStyle):
         replace_forward(module, partial(self.enter, module.forward, Group.of(device_mesh)))
         return module
 
-    def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on full activations. x: activation between layers."""
-        return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs)
+        return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs, **named)
+
+
+class CrossRegion(Region):
+    """A region that takes a second activation between layers: attention of one sequence to another."""
+
+    def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+        """Run the module's own forward pass on both full activations."""
+        memory, *others = inputs
+        memory = CopyToTensorRegion.apply(memory, self.sequence_parallel, group)
+        return super().enter(forward, group, x, memory, *others, **named)
 
 
 class ColumnLinear(LocalStyle):
@@ -154,6 +164,16 @@ class PositionEmbedding(LocalStyle):
         return F.embedding(positions, local(module.weight))
 
 
+class HeadTable(LocalStyle):
+    """Splits a table [rows, heads] by its columns. Each rank looks up what its own heads need."""
+
+    placements: ClassVar = {"weight": Shard(1)}
+
+    def forward(self, module: nn.Embedding, group: Group, rows: torch.Tensor) -> torch.Tensor:
+        """Integers of any shape → [..., heads of this rank]."""
+        return F.embedding(rows, local(module.weight))
+
+
 class VocabularyOutput(LocalStyle):
     """Splits the rows of the output matrix or tied table. Each rank computes the logits of its own tokens."""
 
@@ -223,12 +243,14 @@ class SplitHeads(LocalStyle):
 
 STYLES: dict[str, type[LocalStyle]] = {
     "region": Region,
+    "cross_region": CrossRegion,
     "column_linear": ColumnLinear,
     "row_linear": RowLinear,
     "norm": Norm,
     "replicated_linear": ReplicatedLinear,
     "split_heads": SplitHeads,
     "position_embedding": PositionEmbedding,
+    "head_table": HeadTable,
     "vocabulary_embedding": VocabularyEmbedding,
     "vocabulary_output": VocabularyOutput,
     "vocabulary_bias": VocabularyBiasPart,

@@ -1,4 +1,4 @@
-"""Self-attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245): causal, full, or over given intervals."""
+"""Attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245), to the sequence itself or to another one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,29 @@ from titan_like.models.layers.visible import VisibleKeys
 class AttentionCore(nn.Module):
     """Softmax attention over given queries, keys and values. It has no parameters."""
 
-    def __init__(self, dropout: float, is_causal: bool = True) -> None:
+    def __init__(self, dropout: float, is_causal: bool = True, scale: float | None = None) -> None:
+        """``scale`` multiplies the scores; None is 1/√head_dim."""
         super().__init__()
-        self.dropout, self.is_causal = dropout, is_causal
+        self.dropout, self.is_causal, self.scale = dropout, is_causal, scale
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        visible: VisibleKeys | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim] → shape of q.
+        """q [batch, heads, seq, head_dim], k and v [batch, kv_heads, keys, head_dim] → shape of q.
 
-        ``visible`` says which keys each query sees. Without it attention is causal, or sees all keys.
+        ``visible`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and hides
+        a key where it is -inf. Without either, attention is causal, or sees all keys.
         """
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
+        if bias is not None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, dropout_p=dropout, scale=self.scale, enable_gqa=is_grouped
+            )
         # Neither kernel for intervals drops probabilities. torch's takes a mask of all pairs, as dropout does anyway.
         if visible is None or dropout > 0:
             mask = None if visible is None else visible.mask()
@@ -38,6 +49,7 @@ class AttentionCore(nn.Module):
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=self.is_causal and mask is None,
+                scale=self.scale,
                 enable_gqa=is_grouped,
             )  # fmt: skip
         if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
@@ -77,23 +89,28 @@ class SelfAttention(nn.Module):
         bias: bool,
         dropout: float = 0.0,
         is_causal: bool = True,
+        head_dim: int | None = None,
+        scale: float | None = None,
     ) -> None:
+        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale`` is as in the core."""
         super().__init__()
-        self.head_dim = hidden_size // num_attention_heads
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.core = AttentionCore(dropout, is_causal)
-        self.proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.core = AttentionCore(dropout, is_causal, scale)
+        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=bias)
 
     def forward(
         self,
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
         visible: VisibleKeys | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden].
 
-        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``visible`` is as in the core.
+        ``rope`` is (cos, sin), each [seq, head_dim / 2] or [batch, seq, head_dim / 2]. ``visible`` and ``bias`` are as
+        in the core.
         """
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head
@@ -102,5 +119,36 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible)
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, bias)
+        return self.proj(attended.transpose(1, 2).flatten(2, 3))
+
+
+class CrossAttention(nn.Module):
+    """Attention of one sequence to another one, such as that of a decoder to its encoder's output.
+
+    Rows of the fused projection for keys and values are ordered [kv_heads, 2, head_dim], as in `SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q = nn.Linear(hidden_size, num_attention_heads * head_dim, bias=False)
+        self.kv = nn.Linear(hidden_size, 2 * num_kv_heads * head_dim, bias=False)
+        self.core = AttentionCore(dropout, is_causal=False, scale=scale)
+        self.proj = nn.Linear(num_attention_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden], which sees all of memory [batch, other seq, hidden] → [batch, seq, hidden]."""
+        q = self.q(x).unflatten(2, (-1, self.head_dim))
+        k, v = self.kv(memory).unflatten(2, (-1, 2, self.head_dim)).unbind(3)  # [batch, other seq, kv_heads, head_dim]
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.proj(attended.transpose(1, 2).flatten(2, 3))

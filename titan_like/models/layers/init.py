@@ -33,12 +33,16 @@ def _block_seed(seed: int, name: str, block: int) -> int:
 
 
 @torch.no_grad()
-def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float) -> None:
-    """Write the initial value into a parameter, or into this rank's shard of it."""
+def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float | torch.Tensor) -> None:
+    """Write the initial value into a parameter, or into this rank's shard of it. ``std`` may be a tensor [rows]."""
     local, offset = local_part(parameter)
     if local.numel() == 0:
         return
-    value = normal_rows(seed, name, parameter.shape, std, offset[0], offset[0] + local.shape[0])
+    start, stop = offset[0], offset[0] + local.shape[0]
+    if isinstance(std, torch.Tensor):
+        value = normal_rows(seed, name, parameter.shape, 1.0, start, stop) * std[start:stop, None]
+    else:
+        value = normal_rows(seed, name, parameter.shape, std, start, stop)
     for dim in range(1, parameter.ndim):
         value = value.narrow(dim, offset[dim], local.shape[dim])
     local.copy_(value)

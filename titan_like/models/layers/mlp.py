@@ -21,8 +21,21 @@ class GeluMLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
-class SwiGLUMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) without biases, as in Llama (arXiv 2002.05202)."""
+class ReluMLP(nn.Module):
+    """down(relu(up(x))) without biases, as in the original T5 (arXiv 1910.10683)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        return self.down(F.relu(self.up(x)))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x)) without biases (arXiv 2002.05202)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -32,4 +45,24 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+    def activation(self, gate: torch.Tensor) -> torch.Tensor:
+        """An elementwise function."""
+        raise NotImplementedError
+
+
+class SwiGLUMLP(GatedMLP):
+    """With SiLU, as in Llama."""
+
+    def activation(self, gate: torch.Tensor) -> torch.Tensor:
+        """SiLU."""
+        return F.silu(gate)
+
+
+class GeGLUMLP(GatedMLP):
+    """With GELU by its tanh approximation, as in T5 v1.1."""
+
+    def activation(self, gate: torch.Tensor) -> torch.Tensor:
+        """GELU."""
+        return F.gelu(gate, approximate="tanh")

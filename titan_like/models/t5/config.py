@@ -1,0 +1,68 @@
+"""The shape of a T5 model: an encoder and a decoder, relative position biases, RMSNorm, no biases, dropout."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from titan_like.models.config import TransformerConfig
+
+
+class T5Config(TransformerConfig):
+    """The shape of T5 (arXiv 1910.10683) and of T5 v1.1, which has gated MLPs and an output matrix of its own.
+
+    Raises:
+        pydantic.ValidationError: as for every `TransformerConfig`, or one of the two stacks has no layer.
+    """
+
+    objective: ClassVar = "span_corruption"
+    not_in_weights: ClassVar = frozenset({"init_std", "dropout", "max_seq_len"})  # no table depends on the length
+
+    num_layers: int = Field(gt=1, description="layers of encoder and decoder together")
+    num_decoder_layers: int = Field(0, ge=0, description="layers of the decoder; 0 means half of num_layers")
+    head_size: int = Field(0, ge=0, description="width of an attention head; 0 means hidden_size / num_attention_heads")
+    mlp: Literal["gated_gelu", "relu"] = Field("gated_gelu", description="gated_gelu (T5 v1.1) or relu (the original)")
+    num_position_buckets: int = Field(32, ge=4, description="ranges of distances that have a bias of their own")
+    max_position_distance: int = Field(128, gt=1, description="distance from which all keys share a bias, tokens")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
+    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the norms")
+    init_std: float = Field(
+        1.0, gt=0, description="standard deviation of initial embeddings; matrices have 1/√inputs of it"
+    )
+    tied_embeddings: bool = Field(False, description="the output matrix is the embedding table, times 1/√hidden_size")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: dict) -> dict:
+        filled = super()._fill_defaults(values)  # type: ignore[operator]
+        layers, hidden, heads = (filled.get(name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads"))
+        if not filled.get("num_decoder_layers"):
+            filled["num_decoder_layers"] = layers // 2 if isinstance(layers, int) else 0
+        if not filled.get("head_size"):
+            filled["head_size"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+        return filled
+
+    @model_validator(mode="after")
+    def _check_divisible(self) -> T5Config:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
+                "choose a divisor"
+            )
+        if not 0 < self.num_decoder_layers < self.num_layers:
+            raise ValueError(
+                f"num_decoder_layers {self.num_decoder_layers} of num_layers {self.num_layers} leave a stack without "
+                "layers; choose a smaller number of at least 1"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.head_size
+
+    @property
+    def num_encoder_layers(self) -> int:
+        """Layers of the encoder, which come first."""
+        return self.num_layers - self.num_decoder_layers

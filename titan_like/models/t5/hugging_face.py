@@ -1,0 +1,138 @@
+"""The mapping between T5 and Hugging Face's T5ForConditionalGeneration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from titan_like.models.config import TransformerConfig
+from titan_like.models.hugging_face import Fields, RefusedError, Rows, Stored, fused, validated, whole
+from titan_like.models.t5.config import T5Config
+
+MODEL_TYPE = "t5"
+ARCHITECTURE = "T5ForConditionalGeneration"
+PREFIX = ""
+_MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
+_MATRICES = {"gated_gelu": {"gate": "wi_0", "up": "wi_1"}, "relu": {"up": "wi"}}
+
+
+def stored_parameters(config: T5Config) -> Iterator[Stored]:
+    """Where each parameter of the model is stored."""
+    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
+    table, inner = (config.padded_vocab_size, hidden), config.num_attention_heads * config.head_dim
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    copy = copies if config.tied_embeddings else copies[:2]
+    yield whole("embedding.weight", "shared.weight", table, vocab, copy=copy)
+    for stack in ("encoder", "decoder"):
+        theirs = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        shape = (config.num_position_buckets, config.num_attention_heads)
+        yield whole(f"{stack}_bias.table.weight", theirs, shape)
+    for layer in range(config.num_layers):
+        is_encoder = layer < config.num_encoder_layers
+        number = layer if is_encoder else layer - config.num_encoder_layers
+        ours, theirs = f"layers.{layer}", f"{'encoder' if is_encoder else 'decoder'}.block.{number}.layer"
+        yield whole(f"{ours}.attention_norm.weight", f"{theirs}.0.layer_norm.weight", (hidden,))
+        query, key, value = (f"{theirs}.0.SelfAttention.{part}.weight" for part in "qkv")
+        yield fused(config, f"{ours}.attention.qkv.weight", (hidden,), (query, key, value))
+        yield whole(f"{ours}.attention.proj.weight", f"{theirs}.0.SelfAttention.o.weight", (hidden, inner))
+        if not is_encoder:
+            cross, other = f"{ours}.cross_attention", f"{theirs}.1.EncDecAttention"
+            yield whole(f"{ours}.cross_norm.weight", f"{theirs}.1.layer_norm.weight", (hidden,))
+            yield whole(f"{cross}.q.weight", f"{other}.q.weight", (inner, hidden))
+            yield _keys_and_values(config, f"{cross}.kv.weight", (f"{other}.k.weight", f"{other}.v.weight"))
+            yield whole(f"{cross}.proj.weight", f"{other}.o.weight", (hidden, inner))
+        mlp = f"{theirs}.{1 if is_encoder else 2}"
+        yield whole(f"{ours}.mlp_norm.weight", f"{mlp}.layer_norm.weight", (hidden,))
+        for name, wi in _MATRICES[config.mlp].items():
+            yield whole(f"{ours}.mlp.{name}.weight", f"{mlp}.DenseReluDense.{wi}.weight", (ffn, hidden))
+        yield whole(f"{ours}.mlp.down.weight", f"{mlp}.DenseReluDense.wo.weight", (hidden, ffn))
+        if layer == config.num_encoder_layers - 1:
+            yield whole(f"{ours}.final_norm.weight", "encoder.final_layer_norm.weight", (hidden,))
+    yield whole("norm.weight", "decoder.final_layer_norm.weight", (hidden,))
+    if not config.tied_embeddings:
+        yield whole("output.weight", "lm_head.weight", table, vocab)
+
+
+def _keys_and_values(config: T5Config, name: str, sources: tuple[str, str]) -> Stored:
+    """The fused projection of cross attention, [kv_heads, 2, head_dim] rows, from two tensors."""
+    rows, hidden = config.num_kv_heads * config.head_dim, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sources, (rows, hidden))
+    return Stored(name, (2 * rows, hidden), shapes, partial(_key_and_value_rows, config, sources))
+
+
+def _key_and_value_rows(config: T5Config, sources: tuple[str, str]) -> Iterator[Rows]:
+    size = config.head_dim
+    for number in range(2 * config.num_kv_heads):
+        head, which = divmod(number, 2)
+        yield Rows(number * size, (number + 1) * size, sources[which], head * size)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether it is the bias of the first cross attention, which the first released weights have but nothing uses."""
+    return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def to_fields(config: T5Config) -> dict[str, Any]:
+    """The shape as fields of config.json.
+
+    Raises:
+        RefusedError: the model has grouped-query attention, which T5 lacks.
+    """
+    if config.num_kv_heads != config.num_attention_heads:
+        raise RefusedError(
+            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
+            f"but {ARCHITECTURE} has one for each"
+        )
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "d_model": config.hidden_size,
+        "d_kv": config.head_dim,
+        "d_ff": config.ffn_hidden_size,
+        "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+        "num_heads": config.num_attention_heads,
+        "relative_attention_num_buckets": config.num_position_buckets,
+        "relative_attention_max_distance": config.max_position_distance,
+        "n_positions": config.max_seq_len,
+        "dropout_rate": config.dropout,
+        "layer_norm_epsilon": config.norm_eps,
+        "initializer_factor": config.init_std,
+        "feed_forward_proj": _MLPS[config.mlp],
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
+
+
+def from_fields(fields: Fields) -> TransformerConfig:
+    """The shape that config.json describes.
+
+    Raises:
+        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
+    """
+    fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
+    fields.must_be("is_encoder_decoder", True)
+    encoder_layers = fields.integer("num_layers", 6)
+    decoder_layers = fields.integer("num_decoder_layers", encoder_layers)
+    proj = fields.values.get("feed_forward_proj", "relu")
+    return validated(
+        T5Config,
+        {
+            "num_layers": encoder_layers + decoder_layers,
+            "num_decoder_layers": decoder_layers,
+            "hidden_size": fields.integer("d_model"),
+            "num_attention_heads": fields.integer("num_heads"),
+            "head_size": fields.integer("d_kv"),
+            "ffn_hidden_size": fields.integer("d_ff"),
+            "vocab_size": fields.integer("vocab_size"),
+            "max_seq_len": fields.integer("n_positions", 512),
+            "num_position_buckets": fields.integer("relative_attention_num_buckets", 32),
+            "max_position_distance": fields.integer("relative_attention_max_distance", 128),
+            "norm_eps": fields.number("layer_norm_epsilon", 1e-6),
+            "init_std": fields.number("initializer_factor", 1.0),
+            "dropout": fields.number("dropout_rate", 0.1),
+            "mlp": next(mlp for mlp, name in _MLPS.items() if name == proj),
+            "tied_embeddings": fields.flag("tie_word_embeddings", True),
+        },
+    )

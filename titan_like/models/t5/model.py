@@ -1,0 +1,181 @@
+"""T5: an encoder and a decoder with relative position biases, RMSNorm before each block, no biases (arXiv 1910.10683).
+
+A sample is one sequence, the encoder's inputs and then the decoder's. So are its hidden states, [batch, encoder_len +
+decoder_len, hidden], on their way through the layers: an encoder's layer changes the first part, and a decoder's layer
+the second, which sees the first by cross attention. With sequence parallelism each process has its share of both parts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.layers.attention import CrossAttention, SelfAttention
+from titan_like.models.layers.mlp import GeGLUMLP, ReluMLP
+from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.t5.config import T5Config
+from titan_like.models.transformer import Transformer
+
+
+class LayerInputs(NamedTuple):
+    """What all layers take besides the hidden states."""
+
+    encoder_part: int  # how many of the positions on this process are the encoder's
+    encoder_bias: torch.Tensor | None  # [1, heads, encoder_len, encoder_len]; None in a stage without encoder layers
+    decoder_bias: torch.Tensor | None  # [1, heads, decoder_len, decoder_len], causal
+
+
+class T5Layer(nn.Module):
+    """What the layers of both stacks have in common."""
+
+    def __init__(self, config: T5Config, is_causal: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.dropout = config.dropout
+        self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.attention = SelfAttention(
+            hidden,
+            config.num_attention_heads,
+            config.num_kv_heads,
+            bias=False,
+            dropout=config.dropout,
+            is_causal=is_causal,
+            head_dim=config.head_dim,
+            scale=1.0,  # the initial queries are small enough
+        )
+        self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.mlp = (GeGLUMLP if config.mlp == "gated_gelu" else ReluMLP)(hidden, config.ffn_hidden_size)
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        """Dropout of a residual branch or of a stack's output."""
+        return F.dropout(x, self.dropout, self.training)
+
+
+class EncoderLayer(T5Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x)), of the encoder's part. The last one normalises the output."""
+
+    uses: ClassVar = ("encoder_bias",)
+
+    def __init__(self, config: T5Config, is_last: bool) -> None:
+        super().__init__(config, is_causal=False)
+        self.final_norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if is_last else None
+
+    def forward(self, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """[batch, positions of both parts, hidden] → the same shape."""
+        rest = x[:, inputs.encoder_part :]
+        x = x[:, : inputs.encoder_part]
+        x = x + self.drop(self.attention(self.attention_norm(x), bias=inputs.encoder_bias))
+        x = x + self.drop(self.mlp(self.mlp_norm(x)))
+        if self.final_norm is not None:
+            x = self.drop(self.final_norm(x))
+        return torch.cat((x, rest), 1)
+
+
+class DecoderLayer(T5Layer):
+    """Of the decoder: causal attention, attention to the encoder, and MLP, each as x + block(norm(x))."""
+
+    uses: ClassVar = ("decoder_bias",)
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config, is_causal=True)
+        self.cross_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.cross_attention = CrossAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            dropout=config.dropout,
+            scale=1.0,
+        )
+
+    def forward(self, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """[batch, positions of both parts, hidden] → the same shape."""
+        memory = x[:, : inputs.encoder_part]
+        x = x[:, inputs.encoder_part :]
+        x = x + self.drop(self.attention(self.attention_norm(x), bias=inputs.decoder_bias))
+        x = x + self.drop(self.cross_attention(self.cross_norm(x), memory))
+        x = x + self.drop(self.mlp(self.mlp_norm(x)))
+        return torch.cat((memory, x), 1)
+
+
+class Readout(nn.Module):
+    """Dropout before the output matrix. If that is the embedding table, whose rows are large, it also scales."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.factor = config.hidden_size**-0.5 if config.tied_embeddings else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, decoder positions, hidden] → the same shape."""
+        x = F.dropout(x, self.dropout, self.training)
+        return x if self.factor == 1.0 else x * self.factor
+
+
+class T5(Transformer):
+    """T5 over pairs of token sequences [batch, encoder_len + decoder_len]; see `Transformer.forward`."""
+
+    shared = ("encoder_bias", "decoder_bias")
+    head = ("norm", "readout")
+    config: T5Config
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config)
+        self.dropout = config.dropout
+        buckets, distance = config.num_position_buckets, config.max_position_distance
+        self.encoder_bias = RelativeBias(buckets, distance, config.num_attention_heads, is_causal=False)
+        self.decoder_bias = RelativeBias(buckets, distance, config.num_attention_heads, is_causal=True)
+        encoder_layers = config.num_encoder_layers
+        for i in range(config.num_layers):
+            is_encoder = i < encoder_layers
+            self.layers[str(i)] = EncoderLayer(config, i == encoder_layers - 1) if is_encoder else DecoderLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.readout = Readout(config)
+
+    def embed(  # type: ignore[override]
+        self, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int
+    ) -> torch.Tensor:
+        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
+        if self.sequence_shards > 1:  # order tokens so that the share of each process has its share of both parts
+            parts = tokens.split([encoder_len, tokens.shape[1] - encoder_len], dim=1)
+            chunks = [part.chunk(self.sequence_shards, dim=1) for part in parts]
+            tokens = torch.cat([chunk for pair in zip(*chunks, strict=True) for chunk in pair], 1)
+        return F.dropout(self.embedding(tokens), self.dropout, self.training)
+
+    def layer_inputs(  # type: ignore[override]
+        self, positions: torch.Tensor, encoder_len: int
+    ) -> tuple[LayerInputs]:
+        """The biases of both stacks, computed once for all layers."""
+        lengths = {"encoder_bias": encoder_len, "decoder_bias": positions.shape[-1] - encoder_len}
+        biases = [self.get_submodule(name)(length) if hasattr(self, name) else None for name, length in lengths.items()]
+        return (LayerInputs(encoder_len // self.sequence_shards, *biases),)
+
+    def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
+        """As in T5: each matrix keeps the size of its inputs, and queries make up for scores without a scale.
+
+        An output matrix of its own begins like the other matrices; Hugging Face's N(0, 1) would begin with a loss of
+        hundreds.
+        """
+        config = self.config
+        queries, factor = config.head_dim**-0.5, config.init_std
+        if name == "embedding.weight":
+            return factor
+        if name.endswith("bias.table.weight"):
+            return factor * config.hidden_size**-0.5
+        std = factor * parameter.shape[1] ** -0.5
+        if name.endswith("cross_attention.q.weight"):
+            return std * queries
+        if name.endswith("attention.qkv.weight"):
+            group = config.num_attention_heads // config.num_kv_heads
+            rows = torch.full((config.num_kv_heads, group + 2, config.head_dim), std)
+            rows[:, :group] *= queries
+            return rows.flatten()
+        return std
+
+
+def build(config: T5Config) -> T5:
+    """Build the model on the current default device, without initialising its weights."""
+    return T5(config)
