@@ -30,8 +30,8 @@ _TOKENIZER_FILES = (  # files that transformers may look for
 )
 
 
-def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
-    """Write the tokenizer that a value of `data.tokenizer` names; returns the id of its end-of-document token.
+def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[str, int]:
+    """Write the tokenizer that a value of `data.tokenizer` names; returns what config.json says of its special tokens.
 
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
@@ -45,18 +45,21 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
     if spec == "byte":
         _add_tokens_of(model, tokenizer)
+    ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}  # in training, a document begins after the end of another
+    if model.objective == "span_corruption" and ours.pad_id is not None:
+        ids |= {"pad_token_id": ours.pad_id, "decoder_start_token_id": ours.pad_id}
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     elif files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
         copy_tokenizer_files(files[0].parent, folder)  # written by transformers, so it is complete
-        return eod_id
+        return ids
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
     about: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
-        "bos_token": eod,  # in training, a document begins after the end of another
+        "bos_token": eod,
         "eos_token": eod,
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
@@ -69,7 +72,7 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         if ours.pad_id is not None and ours.pad_id in known:
             about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-    return eod_id
+    return ids
 
 
 def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
