@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
-from titan_like.train.rules import CHECKS
+from titan_like.train.rules import CHECKS, check_predicts_next_token
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -93,10 +93,7 @@ def main(argv: list[str]) -> int:
     from titan_like.evaluate.tasks import check_tasks
     from titan_like.models.registry import model_config
 
-    if not model_config(config.model).is_causal:
-        problem = "attends in both directions and predicts no next token; choose a causal family, such as gpt or llama"
-        raise ConfigError("model.family", config.model.family, problem)
-
+    check_predicts_next_token(config, model_config(config.model))
     key, specs = "--task", options.task or []
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", config.evaluation.datasets

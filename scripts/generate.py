@@ -18,7 +18,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
 from titan_like.config.schema import utf8_text
-from titan_like.train.rules import CHECKS
+from titan_like.train.rules import CHECKS, check_predicts_next_token
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -77,11 +77,9 @@ def main(argv: list[str]) -> int:
     from titan_like.data.tokenizer import build_tokenizer
     from titan_like.models.registry import model_config
 
-    if not model_config(config.model).is_causal:
-        problem = (
-            "attends in both directions and cannot continue a prompt; choose a causal family, such as gpt or llama"
-        )
-        raise ConfigError("model.family", config.model.family, problem)
+    model = model_config(config.model)
+    if model.objective != "span_corruption":
+        check_predicts_next_token(config, model)
     path = find_checkpoint(config)
     tokenizer = build_tokenizer(config.data.tokenizer)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]

@@ -99,5 +99,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
 
 def test_it_continues_no_prompt() -> None:
     main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
-    with pytest.raises(ConfigError, match=r'model.family = "bert": attends in both directions and cannot continue'):
+    with pytest.raises(
+        ConfigError, match=r'model.family = "bert": names masked tokens from both sides and continues no text'
+    ):
         main(["--model.family=bert", "--training.steps=1"])

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, models
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import Data
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import masks_of
+from titan_like.data.objective import objective_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
@@ -130,16 +130,28 @@ def test_words_of_a_byte_level_vocabulary(tmp_path) -> None:
 def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
     file = tokenizer_file(tmp_path, ["</s>", "a"], models.BPE)
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no mask token.*use a tokenizer with \[MASK\]"):
-        masks_of(Data(tokenizer=file), 0, BERT)
+        objective_of(JobConfig(data=Data(tokenizer=file)), BERT)
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):
-        masks_of(Data(), 0, BERT.model_copy(update={"vocab_size": 257}))
+        objective_of(JobConfig(), BERT.model_copy(update={"vocab_size": 257}))
     for family, setting, words in (
-        ("gpt", "--data.mlm_whole_words=true", "gpt predicts the next token and masks none"),
+        (
+            "gpt",
+            "--data.mlm_whole_words=true",
+            "gpt predicts the next token, which this does not change; leave it out, or train bert",
+        ),
         ("bert", "--data.prefix_lm=true", "bert has only bidirectional attention over whole samples"),
-        ("bert", "--data.eod_mask_loss=true", "ends of documents are never masked"),
-        ("bert", "--evaluation.datasets=[text=README.md]", "bert attends in both directions, but these predict"),
+        (
+            "bert",
+            "--data.eod_mask_loss=true",
+            "bert names masked tokens from both sides, never the first token of the next document",
+        ),
+        (
+            "bert",
+            "--evaluation.datasets=[text=README.md]",
+            "bert names masked tokens from both sides, but these predict",
+        ),
     ):
         config = load_config([f"--model.family={family}", "--training.steps=1", setting])
         with pytest.raises(ConfigError, match=words):
             resolve_settings(config, 1)
-    assert masks_of(Data(), 0, BERT).masked is not None and masks_of(Data(), 0).masked is None
+    assert isinstance(objective_of(JobConfig(), BERT), MaskedTokens)

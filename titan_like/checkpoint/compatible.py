@@ -17,6 +17,7 @@ _MUST_STAY = [
     ("optimizer", "beta1"),
     ("job", "seed"),
     ("training", "seq_len"),
+    ("training", "decoder_seq_len"),
     ("data", "dataset"),
     ("data", "options"),
     ("data", "split"),
@@ -24,6 +25,8 @@ _MUST_STAY = [
     ("data", "mlm_probability"),
     ("data", "mlm_whole_words"),
     ("data", "mlm_max_ngram"),
+    ("data", "noise_density"),
+    ("data", "mean_noise_span_length"),
 ]
 
 

@@ -7,7 +7,6 @@ instead of tokens, and n-grams of up to `data.mlm_max_ngram` of them, each lengt
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data.draws import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -31,6 +31,7 @@ class MaskedTokens:
     mask_id: int
     ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and put in place of others
     joins: np.ndarray | None  # bool [2, vocab], see `Tokenizer.word_joins`; None: every token is a word
+    encoder_len: None = None
 
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
         """A sample of next-token prediction, int64 [2, seq], as one of masked tokens: int64 [2, seq].
@@ -38,7 +39,7 @@ class MaskedTokens:
         A position to which the dataset gives no label is not chosen.
         """
         inputs, given = sample.numpy()
-        random = np.random.Generator(np.random.Philox(key=_key(seed, index)))
+        random = sample_generator(b"masked tokens", seed, index)
         can_be = np.isin(inputs, self.ordinary) & (given != IGNORED_LABEL)
         chosen = self._choose(inputs, can_be, random)
         labels = np.where(chosen, inputs, IGNORED_LABEL)
@@ -76,11 +77,6 @@ class MaskedTokens:
         if self.joins is not None:
             begins[1:] = ~(self.joins[0, inputs[1:]] & self.joins[1, inputs[:-1]])
         return begins
-
-
-def _key(seed: int, index: int) -> int:
-    digest = hashlib.blake2b(repr((seed, index)).encode(), digest_size=16, person=b"masked tokens").digest()
-    return int.from_bytes(digest, "little")
 
 
 def masked_tokens_of(section: Data, vocab_size: int) -> MaskedTokens:

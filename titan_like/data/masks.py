@@ -18,10 +18,9 @@ import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
-from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.objective import NEXT_TOKENS, Objective
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
-from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
@@ -40,7 +39,7 @@ class Masks:
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
-    masked: MaskedTokens | None = None  # of masked language modelling
+    objective: Objective = NEXT_TOKENS
 
     @property
     def has_positions(self) -> bool:
@@ -53,9 +52,9 @@ class Masks:
         return self.section.reset_attention_mask or self.section.prefix_lm
 
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
-        """int64 [2, seq], which is number ``index`` of the run → [2 to 5, seq]."""
+        """A dataset's sample, int64 [2, raw], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
-        inputs, labels = sample if self.masked is None else self.masked.apply(sample, self.seed, index)
+        inputs, labels = self.objective.apply(sample, self.seed, index)
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
         if section.eod_mask_loss:
@@ -73,13 +72,17 @@ class Masks:
         return torch.stack(rows)
 
     def split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        """A microbatch's rows, [micro_batch, rows, seq], as the model's inputs and the labels [micro_batch, seq]."""
+        """A microbatch's rows, [micro_batch, rows, seq], as the model's inputs and the labels [micro_batch, seq].
+
+        Of a model with encoder and decoder, the labels are of the decoder's positions alone.
+        """
         inputs, labels, *others = batch.unbind(1)
         positions = others.pop(0) if self.has_positions else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
         if visible is not None and batch.is_cuda:
             visible = visible.with_blocks()
-        return ModelInputs(inputs, positions, visible), labels
+        encoder_len = self.objective.encoder_len
+        return ModelInputs(inputs, positions, visible, encoder_len), labels[:, encoder_len:]
 
 
 class MaskedSamples(Dataset[torch.Tensor]):
@@ -93,15 +96,14 @@ class MaskedSamples(Dataset[torch.Tensor]):
         return self.masks.add_rows(self.samples[index], index)
 
 
-def masks_of(section: Data, seed: int, model: TransformerConfig | None = None) -> Masks:
-    """The masks that [data] asks for, and the objective of ``model``; None is causal language modelling.
+def masks_of(section: Data, seed: int, objective: Objective = NEXT_TOKENS) -> Masks:
+    """The masks that [data] asks for.
 
     Raises:
         ConfigError: the tokenizer cannot be built, or lacks a token that is needed.
     """
     eod_id = build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None
-    is_masked = model is not None and model.objective == "mlm"
-    return Masks(section, eod_id, seed, masked_tokens_of(section, model.vocab_size) if model and is_masked else None)
+    return Masks(section, eod_id, seed, objective)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

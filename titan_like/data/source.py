@@ -25,7 +25,7 @@ class DataRequest:
 
     section: Data  # the run's [data] section
     split: str  # one of SPLITS
-    seq_len: int
+    seq_len: int  # of the samples; the objective may turn them into others, see `titan_like.data.lengths`
     seed: int
     vocab_size: int  # the model's; tokens must be below it
     cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet

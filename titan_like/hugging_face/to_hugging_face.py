@@ -56,8 +56,7 @@ def to_hugging_face(
             copy_tokenizer_files(weights.path, aside)
             copy_files(weights.path, aside, [GENERATION_FILE])
         elif tokenizer != NO_TOKENIZER:
-            eod_id = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
-            tokens = {"bos_token_id": eod_id, "eos_token_id": eod_id}
+            tokens = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
         config = _config(origin, fields, tokens, specs[0].dtype, architectures(module)[fields["model_type"]])
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         values = _values(weights, specs)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
@@ -30,8 +30,8 @@ _TOKENIZER_FILES = (  # files that transformers may look for
 )
 
 
-def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
-    """Write the tokenizer that a value of `data.tokenizer` names; returns the id of its end-of-document token.
+def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[str, int]:
+    """Write the tokenizer that a value of `data.tokenizer` names; returns what config.json says of its special tokens.
 
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
@@ -43,30 +43,51 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
         )
         raise ConfigError(_KEY, spec, problem)
     tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
-    has_mask = model.objective == "mlm" and ours.mask_id is not None and ours.mask_id < model.vocab_size
-    if has_mask and spec == "byte":
-        tokenizer.add_special_tokens(["<mask>"])
-        assert tokenizer.token_to_id("<mask>") == ours.mask_id
+    if spec == "byte":
+        _add_tokens_of(model, tokenizer)
+    ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}  # in training, a document begins after the end of another
+    if model.objective == "span_corruption" and ours.pad_id is not None:
+        ids |= {"pad_token_id": ours.pad_id, "decoder_start_token_id": ours.pad_id}
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     elif files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
         copy_tokenizer_files(files[0].parent, folder)  # written by transformers, so it is complete
-        return eod_id
+        return ids
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
     eod = tokenizer.id_to_token(eod_id)
-    about = {
+    about: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # works for any tokenizer.json
-        "bos_token": eod,  # in training, a document begins after the end of another
+        "bos_token": eod,
         "eos_token": eod,
         "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    if has_mask and ours.mask_id is not None:
+    known = range(model.vocab_size)
+    if model.objective == "mlm" and ours.mask_id is not None and ours.mask_id in known:
         about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
+    if model.objective == "span_corruption":
+        about["additional_special_tokens"] = [tokenizer.id_to_token(n) for n in ours.sentinel_ids if n in known]
+        if ours.pad_id is not None and ours.pad_id in known:
+            about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-    return eod_id
+    return ids
+
+
+def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
+    """Add to `byte_tokenizer` the tokens that `ByteTokenizer` has for the model's objective."""
+    ours = ByteTokenizer()
+    names = [] if model.is_causal else ["<mask>"]
+    if model.objective == "span_corruption":
+        names += ["<pad>", *(f"<extra_id_{number}>" for number in range(len(ours.sentinel_ids)))]
+        end = tokenizer.id_to_token(ours.eod_id)  # which ends an encoder's input in training
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, ours.eod_id)]
+        )
+    names = names[: model.vocab_size - ours.vocab_size]
+    tokenizer.add_special_tokens(names)
+    assert all(tokenizer.token_to_id(name) == number for number, name in enumerate(names, start=ours.vocab_size))
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import batch_sizes_to_check, total_steps
+from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
@@ -22,6 +23,17 @@ from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
 _MOST_INCREMENTS = 10_000  # in a batch-size ramp-up, whose steps are counted one increment at a time
 
+_LEARNS = {
+    "causal": "predicts the next token",
+    "mlm": "names masked tokens from both sides",
+    "span_corruption": "writes the spans that a text lacks",
+}
+_ATTENTION = {"causal": "causal", "mlm": "bidirectional", "span_corruption": "an encoder's and a decoder's"}
+# Objective → a family that has it, and the settings that concern it alone.
+_ONLY_FOR = {
+    "mlm": ("bert", ("data.mlm_probability", "data.mlm_whole_words", "data.mlm_max_ngram")),
+    "span_corruption": ("t5", ("data.noise_density", "data.mean_noise_span_length", "training.decoder_seq_len")),
+}
 
 CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": find_rule}
 """For `load_config`: section → function that raises a ConfigError if the section names something unknown."""
@@ -156,20 +168,22 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
     """Check that the model takes sequences of this length and that the layout can split them.
 
     Raises:
-        ConfigError: ``seq_len`` is longer than the model's maximum, or not divisible.
+        ConfigError: a length is above the model's maximum, not divisible, or too short for span corruption.
     """
-    seq_len, tensor = config.training.seq_len, layout.tensor
-    if seq_len > model.max_seq_len:
-        problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
-        raise ConfigError("training.seq_len", seq_len, problem)
+    length, tensor = sample_length(config, model), layout.tensor
     # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
     pieces = 2 * layout.context if layout.context > 1 else 1
-    if seq_len % pieces:
-        problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
-        raise ConfigError("training.seq_len", seq_len, problem)
-    if config.parallelism.sequence_parallel and seq_len // layout.context % tensor:
-        problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
-        raise ConfigError("training.seq_len", seq_len, f"{problem}; use a multiple of it")
+    for key, size in (("training.seq_len", length.encoder), ("training.decoder_seq_len", length.decoder)):
+        if size > model.max_seq_len:
+            problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
+            raise ConfigError(key, size, problem)
+        if size % pieces:
+            problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
+            raise ConfigError(key, size, problem)
+        if config.parallelism.sequence_parallel and size // layout.context % tensor:
+            problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
+            more = -(-size // (layout.context * tensor)) * layout.context * tensor
+            raise ConfigError(key, size, f"{problem}; use a multiple of it, such as {more}")
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -250,8 +264,19 @@ def _check_evaluation(config: JobConfig) -> None:
 
 def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
     if config.evaluation.datasets and not model.is_causal:
-        problem = f"{config.model.family} attends in both directions, but these predict the next token; leave it out"
+        problem = f"{config.model.family} {_LEARNS[model.objective]}, but these predict the next token; leave it out"
         raise ConfigError("evaluation.datasets", config.evaluation.datasets, problem)
+
+
+def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
+    """Refuse a family with another objective, for a command that needs a model of the next token.
+
+    Raises:
+        ConfigError: it is not causal.
+    """
+    if not model.is_causal:
+        problem = f"{_LEARNS[model.objective]} and continues no text; choose a causal family, such as gpt or llama"
+        raise ConfigError("model.family", config.model.family, problem)
 
 
 def _check_precision(config: JobConfig) -> None:
@@ -277,20 +302,21 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
-    section = config.data
-    attention = "causal" if model.is_causal else "bidirectional"
+    section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
     for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
         if getattr(section, key) and not model.supports_masks:
-            problem = f"{config.model.family} has only {attention} attention over whole samples; leave it out"
+            problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
             raise ConfigError(f"data.{key}", True, problem)
-    if section.eod_mask_loss and model.objective == "mlm":
-        problem = f"{config.model.family} names masked tokens, and ends of documents are never masked; leave it out"
+    if section.eod_mask_loss and not model.is_causal:
+        problem = f"{family} {learns}, never the first token of the next document; leave it out"
         raise ConfigError("data.eod_mask_loss", True, problem)
-    for key in ("mlm_probability", "mlm_whole_words", "mlm_max_ngram"):
-        value = getattr(section, key)
-        if model.objective != "mlm" and value != type(section).model_fields[key].default:
-            problem = f"{config.model.family} predicts the next token and masks none; leave it out, or train bert"
-            raise ConfigError(f"data.{key}", value, problem)
+    for objective, (example, keys) in _ONLY_FOR.items():
+        for key in keys if model.objective != objective else ():
+            name, _, field = key.partition(".")
+            value = getattr(getattr(config, name), field)
+            if value != type(getattr(config, name)).model_fields[field].default:
+                problem = f"{family} {learns}, which this does not change; leave it out, or train {example}"
+                raise ConfigError(key, value, problem)
     if section.prefix_lm_loss == "all" and not section.prefix_lm:
         raise ConfigError(
             "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"

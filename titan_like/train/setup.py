@@ -15,7 +15,9 @@ from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_pat
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
+from titan_like.data.lengths import sample_length
 from titan_like.data.masks import Masks, masks_of
+from titan_like.data.objective import objective_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
@@ -68,7 +70,7 @@ def prepare_run(config: JobConfig) -> Run:
         device=device,
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
-        masks=masks_of(config.data, config.job.seed, model),
+        masks=masks_of(config.data, config.job.seed, objective_of(config, model)),
         tasks=open_evaluation(config, model),
     )
 
@@ -213,7 +215,7 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
     request = DataRequest(
         section=config.data,
         split="train",
-        seq_len=config.training.seq_len,
+        seq_len=sample_length(config, model).raw,
         seed=config.job.seed,
         vocab_size=model.vocab_size,
         cache_folder=Path(config.job.dump_folder) / "data_cache",

@@ -1,4 +1,4 @@
-"""Samples with positions, loss mask and attention mask by definition: one token, and one pair of tokens, at a time."""
+"""Samples by definition: spans and sentinels, positions, loss mask and attention mask, one token or pair at a time."""
 
 from __future__ import annotations
 
@@ -8,28 +8,43 @@ import torch
 import torch.nn.functional as F
 
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.masks import prefix_length
+from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.transformer import Transformer
-from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, Samples, has_masks, masked_tokens
+from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, PAD, Samples, has_masks, objective_of
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
     """Samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
 
-    If [data] asks for masks, [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees.
+    Of span corruption, [n, 3, seq]: inputs, labels, and 1 at the encoder's positions. If [data] asks for masks,
+    [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees.
     """
-    masked = masked_tokens(config)
-    if masked is not None:
-        return torch.stack([masked.apply(samples[index], config.job.seed, index) for index in indices])
-    if not has_masks(config.data):
-        return torch.stack([samples[index] for index in indices])
-    return torch.stack([_with_masks(samples[index], index, config.data, config.job.seed) for index in indices])
+    objective, seed = objective_of(config), config.job.seed
+
+    def describe(index: int) -> torch.Tensor:
+        sample = samples[index]
+        if isinstance(objective, SpanCorruption):
+            return _without_spans(sample, index, objective, seed)
+        if isinstance(objective, MaskedTokens):
+            return objective.apply(sample, seed, index)
+        return _with_masks(sample, index, config.data, seed) if has_masks(config.data) else sample
+
+    return torch.stack([describe(index) for index in indices])
 
 
-def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a model takes of samples from `described`: tokens, or also positions and bool [n, 1, seq, seq]."""
-    return (batch[:, 0],) if batch.shape[1] == 2 else (batch[:, 0], batch[:, 2], batch[:, None, 3:].bool())
+def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...]:
+    """What a model takes of samples from `described`.
+
+    Tokens; or tokens, positions and bool [n, 1, seq, seq]; or tokens, two times None and the encoder's length.
+    """
+    if batch.shape[1] == 2:
+        return (batch[:, 0],)
+    if batch.shape[1] == 3:
+        return batch[:, 0], None, None, int(batch[0, 2].sum())
+    return batch[:, 0], batch[:, 2], batch[:, None, 3:].bool()
 
 
 def take_dense_masks(model: Transformer) -> None:
@@ -45,6 +60,35 @@ def take_dense_masks(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, AttentionCore):
             attend_with(module)
+
+
+def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, seed: int) -> torch.Tensor:
+    """int64 [2, raw] → [3, seq]."""
+    tokens, given = sample.tolist()
+    is_noise = noise_mask(len(tokens), objective.num_noise, len(objective.sentinel_ids), seed, index).tolist()
+    inputs, targets, labels = list[int](), list[int](), list[int]()
+
+    def write(token: int, label: int) -> None:
+        targets.append(token)
+        labels.append(IGNORED if label == IGNORED else token)
+
+    sentinels = iter(objective.sentinel_ids)
+    for t, token in enumerate(tokens):
+        if is_noise[t] and not (t > 0 and is_noise[t - 1]):
+            sentinel = next(sentinels)
+            inputs.append(sentinel)
+            write(sentinel, given[t])
+        if is_noise[t]:
+            write(token, given[t])
+        else:
+            inputs.append(token)
+    inputs.append(END_OF_DOCUMENT)
+    write(END_OF_DOCUMENT, given[-1])
+    while len(targets) < objective.length.decoder:
+        write(PAD, IGNORED)
+    decoder_inputs = [PAD, *targets[:-1]]
+    in_encoder = [1] * len(inputs) + [0] * len(targets)
+    return torch.tensor([inputs + decoder_inputs, [IGNORED] * len(inputs) + labels, in_encoder])
 
 
 def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> torch.Tensor:

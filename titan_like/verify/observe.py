@@ -35,7 +35,7 @@ from titan_like.verify.samples import (
     END_OF_DOCUMENT,
     batches,
     has_masks,
-    masked_tokens,
+    objective_of,
     training_samples,
     validation_samples,
 )
@@ -256,7 +256,7 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
             config.data,
             END_OF_DOCUMENT if has_masks(config.data) else None,
             config.job.seed,
-            masked_tokens(config),
+            objective_of(config),
         ),
     )
 

@@ -193,7 +193,8 @@ def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dty
     logits = torch.func.functional_call(model, weights, model_arguments(batch))
     logits = logits[..., : model.config.vocab_size]  # whatever the model does to the padding
     logits = logits.to(torch.promote_types(compute_type, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1].flatten(), ignore_index=IGNORED, reduction="sum")
+    labels = batch[:, 1, -logits.shape[1] :]  # a decoder's logits are of its positions alone, which come last
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()

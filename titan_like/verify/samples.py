@@ -12,13 +12,17 @@ import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.lengths import sample_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens
+from titan_like.data.objective import NEXT_TOKENS, Objective
 from titan_like.data.packed import token_fingerprint
+from titan_like.data.span_corruption import SpanCorruption
 from titan_like.models.registry import model_config
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
+PAD = 5  # token that begins and fills up the decoder's input, where the objective is span corruption
 _SHARE_OF_ENDS = 0.15  # of tokens that end a document
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
@@ -92,23 +96,31 @@ def training_samples(config: JobConfig) -> Samples:
     ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
-    vocab_size, has_documents = model_config(config.model).vocab_size, has_masks(config.data)
-    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty, has_documents=has_documents)
+    model, has_documents = model_config(config.model), has_masks(config.data)
+    raw, seed = sample_length(config, model).raw, 2 * config.job.seed
+    return Samples(seed, raw, model.vocab_size, empty=empty, has_documents=has_documents)
 
 
 def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
-    batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
-    size = batch + max(1, batch // 2 - 1)
-    has_documents = has_masks(config.data)
-    return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size, has_documents=has_documents)
+    batch, model = config.training.global_batch_size, model_config(config.model)
+    size, raw = batch + max(1, batch // 2 - 1), sample_length(config, model).raw
+    return Samples(2 * config.job.seed + 1, raw, model.vocab_size, size, has_documents=has_masks(config.data))
 
 
-def masked_tokens(config: JobConfig) -> MaskedTokens | None:
-    """How samples are masked, if that is the objective. Where words are masked, a third of the tokens are in none."""
+def objective_of(config: JobConfig) -> Objective:
+    """The model's objective, with tokens from this module. Where words are masked, a third of the tokens are in none.
+
+    The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
+    """
     model = model_config(config.model)
-    if model.objective != "mlm":
-        return None
+    if model.objective == "span_corruption":
+        length = sample_length(config, model)
+        noise, spans = span_counts(length.raw, config.data)
+        sentinels = range(model.vocab_size - 1, model.vocab_size - 1 - spans, -1)
+        return SpanCorruption(length, noise, tuple(sentinels), END_OF_DOCUMENT, PAD)
+    if model.objective == "causal":
+        return NEXT_TOKENS
     ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK))
     joins = np.arange(model.vocab_size) % 3 > 0
     return MaskedTokens(config.data, MASK, ordinary, np.stack((joins, joins)) if config.data.mlm_whole_words else None)

@@ -17,6 +17,7 @@ from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling
 from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
@@ -105,6 +106,7 @@ def shrink(
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
         fields["num_layers"] = sum(per_stage) if per_stage else stages + 1
+    spans = {} if full_size or model.objective != "span_corruption" else small_spans(config, model, seq_len, degrees)
     dropout = fields.get("dropout")
     if dropout is not None:
         fields["dropout"] = 0.0
@@ -138,6 +140,7 @@ def shrink(
         "parallelism.pipeline_layers": per_stage,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
         "data.num_workers": min(config.data.num_workers, 1),
+        **spans,
     }
     sections = {
         "job": Job(seed=config.job.seed),
@@ -248,6 +251,19 @@ def small_fields(
         "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
     }
     return fields | model.shrunk(seq_len)
+
+
+def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, layout: Layout) -> dict[str, Any]:
+    """Settings of span corruption that leave several spans in a small sample.
+
+    The decoder's input is filled up if the original's is, or to divide evenly.
+    """
+    values = {"training.seq_len": seq_len, "data.noise_density": 0.3, "data.mean_noise_span_length": 1.8}
+    small = edit(config, values | {"training.decoder_seq_len": 0})
+    had, needed = sample_length(config, model), sample_length(small, model).decoder
+    is_filled = had.decoder > targets_length(had.raw, config.data)
+    decoder = -(-(needed + is_filled) // layout.tensor) * layout.tensor
+    return values | {"training.decoder_seq_len": decoder}
 
 
 def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:

@@ -1,0 +1,244 @@
+"""Span corruption: T5's definition by brute force, lengths, shares, and what cannot be corrupted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import groupby, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
+from titan_like.data.masks import masks_of
+from titan_like.data.objective import objective_of
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.span_corruption import SpanCorruption, noise_mask
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.models.config import TransformerConfig
+from titan_like.train.rules import resolve_settings
+
+END, PAD, FIRST = ByteTokenizer.eod_id, ByteTokenizer.pad_id, 259  # the first sentinel
+
+
+class EncoderDecoder(TransformerConfig):
+    objective = "span_corruption"
+
+
+MODEL = EncoderDecoder(num_layers=2, hidden_size=8, num_attention_heads=1, vocab_size=359, max_seq_len=2048)
+
+
+def corruption(**settings: object) -> SpanCorruption:
+    config = JobConfig.model_validate({"training": {"seq_len": settings.pop("seq_len", 256), **settings}})
+    found = objective_of(config, MODEL)
+    assert isinstance(found, SpanCorruption)
+    return found
+
+
+def window(number: int, raw: int) -> torch.Tensor:
+    tokens = torch.randint(256, (raw + 1,), generator=torch.Generator().manual_seed(number))
+    return torch.stack((tokens[:-1], tokens[1:]))
+
+
+def lengths_of_t5(inputs_length: int, density: float, mean: float) -> tuple[int, int]:
+    """`random_spans_helper` of T5's code: (tokens of a window, length of its targets)."""
+
+    def lengths(tokens: int) -> tuple[int, int]:
+        noise = round(tokens * density)
+        spans = round(noise / mean)
+        return tokens - noise + spans + 1, noise + spans + 1
+
+    tokens = inputs_length - 1
+    while lengths(tokens + 1)[0] <= inputs_length:
+        tokens += 1
+    return tokens, lengths(tokens)[1]
+
+
+def mask_of_t5(length: int, density: float, mean: float, draw: random.Random) -> list[bool]:
+    """`random_spans_noise_mask` of T5's code."""
+    noise = min(max(round(length * density), 1), length - 1)
+    spans = max(round(noise / mean), 1)
+
+    def segmentation(items: int) -> list[int]:
+        begins = [place < spans - 1 for place in range(items - 1)]
+        draw.shuffle(begins)
+        sizes = [1]
+        for begin in begins:
+            sizes = [*sizes, 1] if begin else [*sizes[:-1], sizes[-1] + 1]
+        return sizes
+
+    mask = []
+    for kept, taken in zip(segmentation(length - noise), segmentation(noise), strict=True):
+        mask += [False] * kept + [True] * taken
+    return mask
+
+
+def by_definition(tokens: list[int], is_noise: list[bool]) -> tuple[list[int], list[int]]:
+    """Inputs and targets of T5's code: each run becomes its sentinel, and both end."""
+    runs = [
+        (noise, [token for token, _ in run])
+        for noise, run in groupby(zip(tokens, is_noise, strict=True), lambda x: x[1])
+    ]
+    inputs, targets, number = [], [], -1
+    for noise, run in runs:
+        number += noise
+        inputs += [FIRST + number] if noise else run
+        targets += [FIRST + number, *run] if noise else []
+    return [*inputs, END], [*targets, END]
+
+
+@pytest.mark.parametrize(("density", "mean"), list(product((0.05, 0.15, 0.3, 0.5), (1.0, 1.5, 3.0, 10.0))))
+def test_lengths_are_those_of_t5(density: float, mean: float) -> None:
+    section = Data(noise_density=density, mean_noise_span_length=mean)
+    for encoder in [*range(3, 200), 512, 2048]:
+        raw, (theirs, targets) = raw_length(encoder, section), lengths_of_t5(encoder, density, mean)
+        noise, spans = span_counts(raw, section)
+        assert raw - noise + spans + 1 == encoder and min(noise, spans) > 0
+        if round(round(theirs * density) / mean) > 0:  # T5's code counts no span in shorter ones, but makes one
+            assert (raw, targets_length(raw, section)) == (theirs, targets)
+
+
+def test_lengths_of_the_paper_s_run() -> None:
+    config = load_config(["--training.seq_len=512"])
+    assert sample_length(config, MODEL) == SampleLength(raw=568, encoder=512, decoder=114)
+    assert span_counts(568, config.data) == (85, 28)
+    longer = load_config(["--training.seq_len=512", "--training.decoder_seq_len=128"])
+    assert sample_length(longer, MODEL) == SampleLength(568, 512, 128)
+
+
+@pytest.mark.parametrize(("seq_len", "decoder"), [(256, 0), (64, 40), (3, 0), (17, 5)])
+def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
+    objective = corruption(seq_len=seq_len, decoder_seq_len=decoder)
+    length = objective.length
+    for number in range(50):
+        before = window(number, length.raw)
+        inputs, labels = objective.apply(before, 3, number)
+        is_noise = noise_mask(length.raw, objective.num_noise, len(objective.sentinel_ids), 3, number).tolist()
+        wanted, targets = by_definition(before[0].tolist(), is_noise)
+        padding = [PAD] * (length.decoder - len(targets))
+        assert inputs[: length.encoder].tolist() == wanted
+        assert labels.tolist() == [IGNORED_LABEL] * seq_len + targets + [IGNORED_LABEL] * len(padding)
+        assert inputs[length.encoder :].tolist() == [PAD, *targets, *padding][:-1]
+
+
+def test_inputs_and_targets_reassemble_the_window() -> None:
+    objective = corruption()
+    for number in range(200):
+        before = window(number, objective.length.raw)
+        inputs, labels = objective.apply(before, 1, number)
+        encoder, targets = inputs[:256].tolist(), labels[256:].tolist()
+        assert len(encoder) == 256 and encoder[-1] == targets[-1] == END
+        spans: dict[int, list[int]] = {}
+        for token in targets[:-1]:
+            if token >= FIRST:
+                spans[token] = []
+            else:
+                spans[list(spans)[-1]].append(token)
+        whole = [part for token in encoder[:-1] for part in (spans[token] if token >= FIRST else [token])]
+        assert whole == before[0].tolist()
+        noise, count = span_counts(objective.length.raw, Data())
+        assert list(spans) == list(range(FIRST, FIRST + count)) and sum(map(len, spans.values())) == noise
+        assert all(spans.values()) and abs(noise / len(whole) - 0.15) < 0.5 / len(whole)
+
+
+def test_spans_are_distributed_as_t5_s() -> None:
+    raw, noise, spans, samples = 40, 10, 4, 4000
+    draw = random.Random(0)
+    counts: list[Counter] = [Counter(), Counter()]
+    places = np.zeros((2, raw))
+    for number in range(samples):
+        masks = noise_mask(raw, noise, spans, 7, number).tolist(), mask_of_t5(raw, noise / raw, noise / spans, draw)
+        for counter, mask, place in zip(counts, masks, places, strict=True):
+            runs = [(flag, len(list(run))) for flag, run in groupby(mask)]
+            assert sum(mask) == noise and len(runs) == 2 * spans and not mask[0] and mask[-1]
+            counter.update(runs)
+            place += mask
+    for run in set(counts[0]) | set(counts[1]):
+        ours, theirs = counts[0][run], counts[1][run]
+        assert abs(ours - theirs) < 5 * (ours + theirs) ** 0.5
+    assert (np.abs(places[0] - places[1]) < 5 * (samples / 2) ** 0.5).all()
+
+
+def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
+    objective = corruption(seq_len=64)
+    one = window(1, objective.length.raw)
+    first = objective.apply(one, 3, 10)
+    torch.rand(5)
+    np.random.rand(5)
+    assert torch.equal(first, corruption(seq_len=64).apply(one.clone(), 3, 10))
+    assert not torch.equal(first, objective.apply(one, 3, 11)) and not torch.equal(first, objective.apply(one, 4, 10))
+    # These numbers hold for every process and version: a change breaks the resuming of runs.
+    assert (first[0, :64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
+
+
+def test_tokens_without_a_label_carry_no_loss() -> None:
+    objective = corruption(seq_len=64)
+    one = window(1, objective.length.raw)
+    whole = objective.apply(one, 3, 0)
+    cut = one.clone()
+    cut[1, :35] = IGNORED_LABEL
+    inputs, labels = objective.apply(cut, 3, 0)
+    assert torch.equal(inputs, whole[0])
+    mask = noise_mask(len(one[0]), objective.num_noise, len(objective.sentinel_ids), 3, 0)
+    begins = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
+    without = int(mask[:35].sum() + (begins < 35).sum())  # tokens and their sentinels come first in the targets
+    assert without > 0 and (labels[64 : 64 + without] == IGNORED_LABEL).all()
+    assert torch.equal(labels[64 + without :], whole[1, 64 + without :])
+    cut[1] = IGNORED_LABEL
+    assert (objective.apply(cut, 3, 0)[1] == IGNORED_LABEL).all()
+
+
+def test_a_batch_is_split_into_inputs_and_the_decoder_s_labels() -> None:
+    objective = corruption(seq_len=64)
+    masks = masks_of(Data(), 3, objective)
+    rows = torch.stack([masks.add_rows(window(number, objective.length.raw), number) for number in range(2)])
+    inputs, labels = masks.split_rows(rows)
+    assert inputs.encoder_len == 64 and torch.equal(inputs.tokens, rows[:, 0])
+    assert labels.shape == (2, objective.length.decoder) and (labels != IGNORED_LABEL).all()
+    assert torch.equal(inputs.tokens[:, 65:], labels[:, :-1])
+
+
+def tokenizer_file(folder: Path, tokens: list[str]) -> str:
+    Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [])).save(str(folder / "t.json"))
+    return str(folder / "t.json")
+
+
+def test_sentinels_and_padding_of_tokenizers(tmp_path: Path) -> None:
+    ours = build_tokenizer("byte")
+    assert (ours.pad_id, ours.sentinel_ids) == (258, list(range(259, 359)))
+    tokens = ["<pad>", "</s>", "a", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "<extra_id_4>"]
+    theirs = build_tokenizer(tokenizer_file(tmp_path, tokens))
+    assert (theirs.pad_id, theirs.eod_id, theirs.sentinel_ids) == (0, 1, [5, 4, 3])
+
+
+def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
+    def refusal(model: TransformerConfig = MODEL, **values: dict) -> str:
+        with pytest.raises(ConfigError) as error:
+            objective_of(JobConfig.model_validate(values), model)
+        return str(error.value)
+
+    few = tokenizer_file(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
+    told = refusal(data={"tokenizer": few}, training={"seq_len": 512})
+    assert "has 1 sentinels" in told and "each of the 28 spans of a sample needs one" in told
+    no_padding = tokenizer_file(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
+    assert "has no padding token" in refusal(data={"tokenizer": no_padding}, training={"seq_len": 64})
+    small = MODEL.model_copy(update={"vocab_size": 257})
+    assert "its padding and sentinels go up to 272, but the model's vocab_size is 257" in refusal(small)
+    assert "set model.overrides.vocab_size to 273" in refusal(small)
+    assert "training.seq_len = 2: " in refusal(training={"seq_len": 2})
+    told = refusal(training={"seq_len": 512, "decoder_seq_len": 113})
+    assert "training.decoder_seq_len = 113: the targets of 512 encoder positions take 114" in told
+    told = refusal(data={"noise_density": 0.7, "mean_noise_span_length": 1.0})
+    assert "data.noise_density = 0.7: " in told and "raise data.mean_noise_span_length" in told
+
+
+def test_its_settings_are_refused_elsewhere() -> None:
+    for setting in ("data.noise_density=0.2", "data.mean_noise_span_length=5", "training.decoder_seq_len=64"):
+        config = load_config([f"--{setting}", "--training.steps=1"])
+        with pytest.raises(ConfigError, match=r"gpt predicts the next token, which this does not change; .*train t5"):
+            resolve_settings(config, 1)

@@ -1,0 +1,111 @@
+"""Span corruption (arXiv 1910.10683, sections 3.1.4 and 3.3.4): a model names the spans that a text lacks.
+
+The encoder reads the text with a sentinel in place of each span, and the end. The decoder writes each span after its
+sentinel, and the end. As in T5's code there is no sentinel after the last span, the first token always stays and the
+last one never does. All samples have the same lengths (`titan_like.data.lengths`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
+from titan_like.data.draws import sample_generator
+from titan_like.data.lengths import SampleLength, sample_length, span_counts
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """Takes spans out of samples. Which ones is a function of the seed and the sample's number in the run."""
+
+    length: SampleLength
+    num_noise: int  # tokens that are taken out
+    sentinel_ids: tuple[int, ...]  # one for each span
+    end_id: int  # ends the encoder's input and the targets
+    pad_id: int  # begins the decoder's input, and fills it up
+
+    @property
+    def encoder_len(self) -> int:
+        """Positions of the encoder's input, which come first in a sample."""
+        return self.length.encoder
+
+    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+        """A window of tokens and their labels, int64 [2, raw] → inputs and labels, int64 [2, encoder + decoder].
+
+        The decoder's input is the targets shifted by one. The encoder's part has no labels, and neither have targets
+        to whose token the dataset gives none. There a sentinel counts with the token after it, the end with the last.
+        """
+        tokens, given = sample.numpy()
+        is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
+        begins = is_noise.copy()
+        begins[1:] &= ~is_noise[:-1]
+        marked = tokens.copy()
+        marked[begins] = self.sentinel_ids
+        inputs = np.append(marked[begins | ~is_noise], self.end_id)
+
+        taken = np.flatnonzero(is_noise)
+        places = np.flatnonzero(begins[taken])  # of the first token of each span among those that are taken out
+        targets = np.append(np.insert(tokens[taken], places, self.sentinel_ids), self.end_id)
+        sources = np.append(np.insert(taken, places, taken[places]), len(tokens) - 1)
+        labels = np.where(given[sources] != IGNORED_LABEL, targets, IGNORED_LABEL)
+
+        padding = np.full(self.length.decoder - len(targets), self.pad_id)
+        no_labels = [np.full(size, IGNORED_LABEL) for size in (len(inputs), len(padding))]
+        decoder_inputs = np.concatenate(([self.pad_id], targets, padding))[:-1]
+        rows = np.append(inputs, decoder_inputs), np.concatenate((no_labels[0], labels, no_labels[1]))
+        return torch.from_numpy(np.stack(rows))
+
+
+def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
+    """Which tokens are taken out: bool [raw], ``num_noise`` true in ``num_spans`` runs, the last of which is the end.
+
+    The lengths of the spans, and of the pieces between them, are drawn uniformly from all that are at least 1.
+    """
+    random = sample_generator(b"span corruption", seed, index)
+
+    def lengths(total: int) -> np.ndarray:
+        first = random.random(total - 1).argsort(kind="stable")[: num_spans - 1] + 1  # of all parts but one
+        return np.diff(np.sort(first), prepend=0, append=total)
+
+    noise, others = lengths(num_noise), lengths(raw - num_noise)
+    return np.repeat(np.tile([False, True], num_spans), np.stack((others, noise), 1).flatten())
+
+
+def span_corruption_of(config: JobConfig, model: TransformerConfig) -> SpanCorruption:
+    """How a run's samples are corrupted.
+
+    Raises:
+        ConfigError: the tokenizer cannot be built or lacks a token that is needed, or the model lacks it; or the
+            lengths do not fit.
+    """
+    spec, tokenizer, length = (
+        config.data.tokenizer,
+        build_tokenizer(config.data.tokenizer),
+        sample_length(config, model),
+    )
+    num_noise, num_spans = span_counts(length.raw, config.data)
+    sentinels = tokenizer.sentinel_ids[:num_spans]
+    if len(sentinels) < num_spans:
+        problem = (
+            f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of the {num_spans} spans of a sample needs "
+            "one; use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
+        )
+        raise ConfigError("data.tokenizer", spec, problem)
+    if tokenizer.pad_id is None:
+        problem = "has no padding token, which begins the decoder's input; use a tokenizer with <pad> or [PAD]"
+        raise ConfigError("data.tokenizer", spec, problem)
+    largest = max(tokenizer.pad_id, *sentinels)
+    if largest >= model.vocab_size:
+        problem = (
+            f"its padding and sentinels go up to {largest}, but the model's vocab_size is {model.vocab_size}; "
+            f"set model.overrides.vocab_size to {largest + 1}"
+        )
+        raise ConfigError("data.tokenizer", spec, problem)
+    return SpanCorruption(length, num_noise, tuple(sentinels), tokenizer.eod_id, tokenizer.pad_id)
