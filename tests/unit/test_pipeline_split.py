@@ -12,7 +12,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Model
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.split import balanced_layers, output_cost, split_layers
+from titan_like.parallel.split import balanced_layers, layer_costs, split_layers
 from titan_like.train.rules import check_rules
 
 
@@ -43,7 +43,9 @@ def test_thousands_of_stages_are_balanced() -> None:
 def test_output_matrix_counts_as_its_products() -> None:
     # Llama 3 8B: 128,256 × 4,096 against 218 million weights and, at 8,192 tokens, 2·8192·4096 of attention.
     model = model_config(Model(family="llama", flavor="llama3.1_8b"))
-    assert output_cost(model, 8192) == pytest.approx(128256 * 4096 / (218.1e6 + 2 * 8192 * 4096), rel=1e-3)
+    layers, output = layer_costs(model, 8192)
+    assert set(layers) == {1.0}
+    assert output == pytest.approx(128256 * 4096 / (218.1e6 + 2 * 8192 * 4096), rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

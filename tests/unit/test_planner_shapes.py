@@ -13,7 +13,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import build
 from titan_like.models.gpt.sharding import TENSOR_PARALLEL_PLAN
-from titan_like.models.parts import one_layer, parts_of
+from titan_like.models.parts import one_of_each, parts_of
 from titan_like.parallel.tensor_styles import kind_of
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import Region, description
@@ -24,9 +24,9 @@ HIDDEN, KV = 128, 64
 
 def test_a_layer_is_built_once_for_all_depths():
     deep = GPT.model_copy(update={"num_layers": 2048})
-    assert one_layer(deep) is one_layer(GPT)
+    assert one_of_each(deep) is one_of_each(GPT)
     assert parts_of(deep) == parts_of(GPT)
-    assert all(parameter.is_meta for parameter in one_layer(deep).parameters())
+    assert all(parameter.is_meta for parameter in one_of_each(deep).parameters())
 
 
 def test_regions():

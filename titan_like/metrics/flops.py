@@ -4,11 +4,15 @@
   peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matrix product if nothing
   after it needs the result.
 - ``model``: without recomputation, with the full attention matrix. It gives MFU as defined in arXiv 2204.02311.
-- ``causal``: without recomputation, with the half of the attention matrix that the causal mask leaves.
+- ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves.
+
+A rate per token counts the tokens of `training.seq_len`. The layers of a decoder also work on ``decoder_seq_len``
+positions of each sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_like.config.schema import ActivationCheckpoint
@@ -16,63 +20,97 @@ from titan_like.models.config import TransformerConfig
 
 
 @dataclass(frozen=True)
-class ForwardFlops:
-    """FLOPs of one token's forward pass; a multiply-add is 2."""
+class LayerFlops:
+    """FLOPs of one sample's forward pass in one layer; a multiply-add is 2."""
 
-    layer_matrices: int  # one layer's products with weights
-    attention_core: int  # one layer's QKᵀ and PV over the full matrix
+    count: int  # layers of this kind
+    matrices: int  # products with weights
+    attention_core: int  # QKᵀ and PV over the full matrix
+    causal_core: int  # the same, over the half of it that a causal mask leaves
+
+    @property
+    def full(self) -> int:
+        """The whole layer, full attention matrix."""
+        return self.matrices + self.attention_core
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of one sample's forward pass."""
+
+    kinds: tuple[LayerFlops, ...]
     logits: int  # the head's products and the output matrix's
-    num_layers: int
 
     @property
     def layers(self) -> int:
         """All layers, full attention matrix."""
-        return self.num_layers * (self.layer_matrices + self.attention_core)
+        return sum(kind.count * kind.full for kind in self.kinds)
+
+    @property
+    def hidden_by_masks(self) -> int:
+        """The part of that which causal masks hide."""
+        return sum(kind.count * (kind.attention_core - kind.causal_core) for kind in self.kinds)
 
 
-def forward_flops(model: TransformerConfig, seq_len: int) -> ForwardFlops:
-    """FLOPs of one token. For GPT: 24h² + 4sh per layer and 2hV for the logits (arXiv 2104.04473, appendix)."""
-    parts = model.parts
-    return ForwardFlops(
-        layer_matrices=2 * parts.matrices,
-        attention_core=parts.attention_cores * 4 * seq_len * model.hidden_size,
-        logits=2 * parts.head_matrices,
-        num_layers=model.num_layers,
+def forward_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> ForwardFlops:
+    """FLOPs of one sample. For GPT: 24h² + 4sh per token and layer and 2hV for its logits (arXiv 2104.04473)."""
+    parts, lengths, width = model.parts, (seq_len, decoder_seq_len), 4 * model.attention_size
+    kinds = tuple(
+        LayerFlops(count, 2 * kind.products(lengths), width * kind.scores(lengths), width * kind.scores(lengths, True))
+        for count, kind in zip(model.layer_counts, parts.kinds, strict=True)
+    )
+    return ForwardFlops(kinds, 2 * parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len))
+
+
+def model_flops_per_token(
+    model: TransformerConfig, seq_len: int, causal: bool = False, decoder_seq_len: int = 0
+) -> float:
+    """Forward plus backward (2 × forward), without recomputation.
+
+    ``causal`` counts half of an attention matrix with a causal mask.
+    """
+    forward = forward_flops(model, seq_len, decoder_seq_len)
+    return 3 * (forward.layers + forward.logits - (forward.hidden_by_masks if causal else 0)) / seq_len
+
+
+def hardware_flops_per_token(
+    model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
+) -> float:
+    """``model`` plus what activation checkpointing recomputes."""
+    forward, selective = forward_flops(model, seq_len, decoder_seq_len), recompute.mode == "selective"
+    again = sum(
+        count * (kind.attention_core if selective else kind.full)
+        for kind, count in zip(forward.kinds, recomputed_layers(model, recompute), strict=True)
+    )
+    return (3 * (forward.layers + forward.logits) + again) / seq_len
+
+
+def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint) -> tuple[int, ...]:
+    """Number of layers of each kind that activation checkpointing applies to."""
+    if recompute.mode == "none":
+        return (0,) * len(model.layer_counts)
+    return tuple(
+        len(range(-first % recompute.every_n_layers, count, recompute.every_n_layers))
+        for first, count in _runs(model.layer_counts)
     )
 
 
-def model_flops_per_token(model: TransformerConfig, seq_len: int, causal: bool = False) -> float:
-    """Forward plus backward (2 × forward), without recomputation.
-
-    ``causal`` counts half the attention matrix, unless the model's attention is bidirectional.
-    """
-    forward = forward_flops(model, seq_len)
-    saved = forward.num_layers * forward.attention_core / 2 if causal and model.is_causal else 0
-    return 3 * (forward.layers + forward.logits - saved)
+def _runs(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(number of its first layer, layers) of each kind."""
+    first = 0
+    for count in counts:
+        yield first, count
+        first += count
 
 
-def hardware_flops_per_token(model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint) -> float:
-    """``model`` plus what activation checkpointing recomputes."""
-    forward = forward_flops(model, seq_len)
-    again = {
-        "none": 0,
-        "full": forward.layer_matrices + forward.attention_core,
-        "selective": forward.attention_core,
-    }[recompute.mode]
-    return model_flops_per_token(model, seq_len) + again * recomputed_layers(model, recompute)
-
-
-def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint) -> int:
-    """Number of layers that activation checkpointing applies to."""
-    return 0 if recompute.mode == "none" else -(-model.num_layers // recompute.every_n_layers)
-
-
-def megatron_flops_per_token(model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint) -> float:
+def megatron_flops_per_token(
+    model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
+) -> float:
     """FLOPs as in Megatron-LM's log line: 24·k·l·h²·(1 + s/6h + V/16lh), k = 4 with full recomputation and 3 without.
 
     With k = 4 this is exact (arXiv 2104.04473, appendix). With k = 3 it counts the logits at 3/4, as Megatron-LM does,
     so utilisations do not use it. It is computed from the weights, so it also covers GQA and SwiGLU.
     """
-    forward = forward_flops(model, seq_len)
-    passes = 3 + (recomputed_layers(model, recompute) / model.num_layers if recompute.mode == "full" else 0)
-    return passes * (forward.layers + 0.75 * forward.logits)
+    forward = forward_flops(model, seq_len, decoder_seq_len)
+    again = sum(recomputed_layers(model, recompute)) / model.num_layers if recompute.mode == "full" else 0
+    return (3 + again) * ((forward.layers + 0.75 * forward.logits) / seq_len)

@@ -29,18 +29,20 @@ class ThroughputMeter:
     recompute: ActivationCheckpoint
     num_devices: int
     peak_tflops: float | None
+    decoder_seq_len: int = 0
 
     def measure(self, tokens: int, seconds: float) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together."""
         per_device = tokens / seconds / self.num_devices / 1e12
+        sizes, decoder = (self.model, self.seq_len), self.decoder_seq_len
 
         def utilisation(flops_per_token: float) -> float | None:
             return None if self.peak_tflops is None else flops_per_token * per_device / self.peak_tflops
 
         return Throughput(
             tokens_per_second=tokens / seconds,
-            tflops_per_device=megatron_flops_per_token(self.model, self.seq_len, self.recompute) * per_device,
-            mfu_model=utilisation(model_flops_per_token(self.model, self.seq_len)),
-            mfu_causal=utilisation(model_flops_per_token(self.model, self.seq_len, causal=True)),
-            hfu=utilisation(hardware_flops_per_token(self.model, self.seq_len, self.recompute)),
+            tflops_per_device=megatron_flops_per_token(*sizes, self.recompute, decoder) * per_device,
+            mfu_model=utilisation(model_flops_per_token(*sizes, decoder_seq_len=decoder)),
+            mfu_causal=utilisation(model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)),
+            hfu=utilisation(hardware_flops_per_token(*sizes, self.recompute, decoder)),
         )

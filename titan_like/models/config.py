@@ -73,9 +73,32 @@ class TransformerConfig(BaseModel):
         return self.objective == "causal"
 
     @property
+    def has_decoder(self) -> bool:
+        """Whether the model has an encoder and a decoder, which share the positions of a sample."""
+        return self.objective == "span_corruption"
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """How many layers of each kind there are. All layers of a kind are alike, and follow each other."""
+        return (self.num_layers,)
+
+    def with_layers(self, num_layers: int) -> dict[str, int]:
+        """The fields that give the model another depth."""
+        return {"num_layers": num_layers}
+
+    def one_of_each(self) -> TransformerConfig:
+        """The shape with one layer of each kind."""
+        return self.model_copy(update={"num_layers": 1})
+
+    @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -104,15 +127,15 @@ class TransformerConfig(BaseModel):
 
     @property
     def parts(self) -> Parts:
-        """Sizes of one layer and of the two ends, counted in the family's own modules."""
+        """Sizes of the layers and of the two ends, counted in the family's own modules."""
         from titan_like.models.parts import parts_of
 
         return parts_of(self)
 
     @property
     def layer_parameters(self) -> int:
-        """Trainable parameters of one layer."""
-        return self.parts.layer
+        """Trainable parameters of one layer, of the largest kind."""
+        return max(kind.parameters for kind in self.parts.kinds)
 
     @property
     def entry_parameters(self) -> int:
@@ -128,4 +151,5 @@ class TransformerConfig(BaseModel):
         """Exact number of trainable parameters. ``padded=False`` leaves out the padding of the vocabulary."""
         parts = self.parts
         padding = 0 if padded else (self.padded_vocab_size - self.vocab_size) * parts.token
-        return parts.entry + self.num_layers * parts.layer + parts.head - padding
+        layers = sum(count * kind.parameters for count, kind in zip(self.layer_counts, parts.kinds, strict=True))
+        return parts.entry + parts.shared + layers + parts.head - padding

@@ -151,7 +151,7 @@ def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -
 def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, str, str]) -> Stored:
     """The fused projection, if the files store queries, keys and values in three tensors."""
     key_rows = config.num_kv_heads * config.head_dim
-    lengths = (config.num_attention_heads * config.head_dim, key_rows, key_rows)
+    lengths = (config.attention_size, key_rows, key_rows)
     shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
     places = tuple((source, 0) for source in sources)
     return Stored(name, (sum(lengths), *columns), shapes, partial(fused_rows, config, places))

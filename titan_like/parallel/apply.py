@@ -23,6 +23,7 @@ from titan_like.parallel.schedules.shape import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
+from titan_like.parallel.tied import holders_of_copies
 from titan_like.parallel.weight_gradients import defer_weight_gradients
 from titan_like.parallel.whole_model import WholeModel
 
@@ -83,7 +84,7 @@ def build_parallel_model(
         for index, rank in enumerate(ranks)
         if rank == here
     ]
-    return ParallelModel(stages)
+    return ParallelModel(stages, holders_of_copies(model_config, splits))
 
 
 def build_stage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -30,9 +30,10 @@ class ParallelModel:
     """All stages of one process, in the model's order."""
 
     stages: list[Stage]
+    copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every local parameter. A process with both ends of a pipeline yields a tied table twice, under one name."""
+        """Every local parameter. A process that holds copies, as of a tied table, yields each under the same name."""
         for stage in self.stages:
             yield from stage.module.named_parameters()
 
@@ -41,10 +42,16 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters without the last stage's copy of a tied table, so that all stages together count each once."""
+        """Of copies, the first stage's alone, so that all stages together count each parameter once."""
         for stage in self.stages:
-            copy = stage.module.embedding.weight if has_copy_of_table(stage) else None
-            yield from (parameter for parameter in stage.module.parameters() if parameter is not copy)
+            for name, parameter in stage.module.named_parameters():
+                if self.copies_in.get(name, (stage.index,))[0] == stage.index:
+                    yield parameter
+
+    def copies_of(self, name: str) -> list[nn.Parameter]:
+        """The copies of one parameter that this process holds, in the order of its stages."""
+        held = self.copies_in.get(name, ())
+        return [stage.module.get_parameter(name) for stage in self.stages if stage.index in held]
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
@@ -62,16 +69,6 @@ class ParallelModel:
             stage.module.init_weights(seed)
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (copy, original) of a tied table that this process holds twice."""
-        tables = [stage.module.embedding.weight for stage in self.stages if holds_tied_table(stage)]
-        return [(copy, tables[0]) for copy in tables[1:]]
-
-
-def holds_tied_table(stage: Stage) -> bool:
-    """Whether the stage holds an embedding table that is also the output matrix."""
-    return stage.module.config.tied_embeddings and (stage.module.is_first or stage.module.is_last)
-
-
-def has_copy_of_table(stage: Stage) -> bool:
-    """Whether the stage holds a tied table only as its output matrix."""
-    return holds_tied_table(stage) and not stage.module.is_first
+        """Pairs (copy, original) of every parameter that this process holds more than once."""
+        held = [self.copies_of(name) for name in self.copies_in]
+        return [(copy, same[0]) for same in held for copy in same[1:]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 
 
@@ -21,16 +24,44 @@ class StageLayers:
 def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: int) -> list[int]:
     """Number of layers in each stage: `parallelism.pipeline_layers` if given, else balanced."""
     given = config.parallelism.pipeline_layers
-    return given or balanced_layers(model.num_layers, num_stages, output_cost(model, config.training.seq_len))
+    if given:
+        return given
+    length = sample_length(config, model)
+    layers, output = layer_costs(model, length.encoder, length.decoder)
+    if len(set(layers)) == 1:
+        return balanced_layers(model.num_layers, num_stages, output)
+    return balanced_costs(layers, num_stages, output)
 
 
-def output_cost(model: TransformerConfig, seq_len: int) -> float:
-    """Multiplications of the output matrix and the head per token, in units of one layer's.
+def layer_costs(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> tuple[list[float], float]:
+    """Multiplications of each layer, and of the output matrix and the head, for one sample.
 
-    The embedding is a lookup and costs nothing.
+    The unit is the first layer's. The embedding is a lookup and costs nothing.
     """
-    layer = model.parts.matrices + model.parts.attention_cores * 2 * seq_len * model.hidden_size
-    return model.parts.head_matrices / layer
+    parts, lengths = model.parts, (seq_len, decoder_seq_len)
+    of_kind = [kind.products(lengths) + 2 * model.attention_size * kind.scores(lengths) for kind in parts.kinds]
+    of_layer = [cost for cost, count in zip(of_kind, model.layer_counts, strict=True) for _ in range(count)]
+    output = parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len)
+    return [cost / of_layer[0] for cost in of_layer], output / of_layer[0]
+
+
+def balanced_costs(costs: Sequence[float], num_stages: int, last_extra: float) -> list[int]:
+    """`balanced_layers` for layers of different costs: the slowest stage, then the sum of squares, is the least."""
+    before = list(itertools.accumulate(costs, initial=0.0))
+    # For each number of layers: the best split of the first ones into the stages so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        extra, left = last_extra * (stage == num_stages - 1), num_stages - 1 - stage
+        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, len(costs) - left + 1) if left else [len(costs)]:
+            choices = []
+            for start, (slowest, squares, counts) in best.items():
+                if start < end:
+                    cost = before[end] - before[start] + extra
+                    choices.append((max(slowest, cost), squares + cost**2, (*counts, end - start)))
+            following[end] = min(choices)
+        best = following
+    return list(best[len(costs)][2])
 
 
 def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list[int]:
@@ -52,6 +83,11 @@ def balanced_layers(num_layers: int, num_stages: int, last_extra: float) -> list
         counts[stage] += 1
         heapreplace(cheapest, cost_with_one_more(stage))
     return counts
+
+
+def kinds_of_layers(model: TransformerConfig) -> list[int]:
+    """The kind of each layer, as a number in `TransformerConfig.layer_counts`."""
+    return [kind for kind, count in enumerate(model.layer_counts) for _ in range(count)]
 
 
 def split_layers(counts: list[int]) -> list[StageLayers]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
-from titan_like.models.parts import one_layer, only_layer
+from titan_like.models.parts import layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
 from titan_like.planner.dtypes import BYTES
@@ -68,7 +68,7 @@ def kept(
     gathered = h if sequence_parallel else 0
     dropout = getattr(model, "dropout", 0.0) > 0
     mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps the mask as factors
-    parts, layer_module = description(model), only_layer(one_layer(model))
+    parts, layer_module = description(model), layers_of(one_of_each(model))[0]
     saved = saved_inside(model, dtype)
 
     # A layer without recomputation, in bytes per token: its norms, the gathered input and the dropout mask of each
@@ -109,7 +109,7 @@ def kept(
         loss, loss_work = 4 * logits, 8 * logits
     else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
-    ends = one_layer(model)
+    ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
     norm = _end(ends, ends.head, h, outside, dtype, device) + e * h  # its output is the next product's input
     per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)

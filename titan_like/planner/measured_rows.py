@@ -333,7 +333,7 @@ def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str
     if tflops_per_gpu is None:
         raise ValueError("neither step_time_s nor tflops_per_gpu is stated")
     model, seq = work.model, work.seq_len
-    layer = 2 * model.parts.matrices + 4 * seq * model.hidden_size
+    layer = 2 * model.parts.kinds[0].matrices[0] + 4 * seq * model.hidden_size
     logits = 2 * model.hidden_size * model.padded_vocab_size
     passes = 4 if "hw96" in notes else 3
     flops = passes * model.num_layers * layer + 3 * logits

@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.parts import new_one_layer, one_layer, only_layer
+from titan_like.models.parts import layers_of, new_one_of_each, one_of_each
 from titan_like.parallel.tensor_styles import replace_forward
 from titan_like.planner.shapes import description
 
@@ -22,7 +22,7 @@ _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 @lru_cache(maxsize=4096)
 def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
     """Bytes of a layer's inputs other than the hidden states, such as rotary tables."""
-    return sum(tensor.nbytes for tensor in one_layer(model).layer_inputs(torch.arange(seq_len, device="meta")))
+    return sum(tensor.nbytes for tensor in one_of_each(model).layer_inputs(torch.arange(seq_len, device="meta")))
 
 
 @lru_cache(maxsize=4096)
@@ -36,8 +36,8 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     on the meta device. The other operators run on the CPU: on the meta device, any sum of two tensors would first
     import torch's compiler.
     """
-    whole, parts, cpu = new_one_layer(model), description(model), torch.device("cpu")
-    layer = only_layer(whole).to(getattr(torch, dtype))
+    whole, parts, cpu = new_one_of_each(model), description(model), torch.device("cpu")
+    layer = layers_of(whole)[0].to(getattr(torch, dtype))
     for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
             replace_forward(module, _core)

@@ -19,7 +19,7 @@ from torch import nn
 from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.parts import entry_parameters, head_parameters, is_table, one_layer, only_layer
+from titan_like.models.parts import entry_parameters, head_parameters, is_table, layers_of, one_of_each
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import styles_by_module
@@ -104,8 +104,8 @@ def description(model: TransformerConfig) -> Description:
     Raises:
         ConfigError: the family's plan has an unknown style.
     """
-    whole = one_layer(model)
-    layer = only_layer(whole)
+    whole = one_of_each(model)
+    layer = layers_of(whole)[0]
     try:
         kinds = styles_by_module(whole)
     except ValueError as error:

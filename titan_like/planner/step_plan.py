@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
@@ -15,7 +16,7 @@ from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
-from titan_like.parallel.split import layers_per_stage, output_cost, split_layers
+from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
 from titan_like.planner.traffic import Collective, StageTraffic, step_collectives
@@ -70,8 +71,9 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
     steps = steps_as_run(shape.steps(place.pp, microbatches, backward=True), splits_backward)
     collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
-    output = output_cost(model, training.seq_len)
-    costs = [len(split.layers) + output * split.is_last for split in splits]
+    length = sample_length(config, model)
+    layers, output = layer_costs(model, length.encoder, length.decoder)
+    costs = [sum(layers[n] for n in split.layers) + output * split.is_last for split in splits]
     events = simulate(table, ranks, unit_time)
     real_events = simulate(table, ranks, lambda action: unit_time(action) * costs[action.stage])
     schedule = SchedulePlan(

@@ -26,7 +26,7 @@ from titan_like.evaluate.tasks import check_tasks, open_tasks
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
-from titan_like.models.parts import one_layer
+from titan_like.models.parts import one_of_each
 from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.layout import Layout
 from titan_like.train.environment import environment_number, number_of_processes
@@ -178,8 +178,10 @@ def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
     """Approximate size of a checkpoint: master weights and the optimizer's state."""
     element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
     values: float = model.num_parameters()
-    for name, parameter in one_layer(model).named_parameters():
-        values += state.of(name, parameter.shape) * (model.num_layers if name.startswith("layers.") else 1)
+    small = one_of_each(model)
+    counts = {f"layers.{kind}": count for kind, count in zip(small.layers, model.layer_counts, strict=True)}
+    for name, parameter in small.named_parameters():
+        values += state.of(name, parameter.shape) * counts.get(".".join(name.split(".")[:2]), 1)
     return int(element * values)
 
 

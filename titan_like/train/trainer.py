@@ -31,7 +31,7 @@ from titan_like.optim.grad_norm import count_zeros, global_grad_norm
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.tensor import sum_partial_gradients
-from titan_like.parallel.tied import sum_table_gradients
+from titan_like.parallel.tied import sum_gradients_of_copies
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
 from titan_like.train.loss import summed_cross_entropy
 from titan_like.train.setup import Run
@@ -377,13 +377,12 @@ class Trainer(TrainingState):
             dist.all_reduce(value, group=self.pp_group)
 
     def _complete_gradients(self) -> None:
-        """Sum the gradients that are still partial after data parallelism: of sequence parallelism and tied tables."""
+        """Sum the gradients that are still partial after data parallelism: of sequence parallelism and copies."""
         for stage in self.model.stages:
             if stage.module.sequence_shards > 1:
                 sum_partial_gradients(stage.module)
         if self.pp_group.size() > 1:
-            ranks = self.pipeline.shape.ranks
-            sum_table_gradients(self.model, self.pp_group, ranks[0], ranks[-1])
+            sum_gradients_of_copies(self.model, self.pp_group, self.pipeline.shape.ranks)
 
     def _logs(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0

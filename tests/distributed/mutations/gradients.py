@@ -27,7 +27,7 @@ from titan_like.train.trainer import Trainer
 @contextmanager
 def tied_tables_not_summed() -> Iterator[None]:
     """Each end of the pipeline keeps its own part of the table's gradient."""
-    with patch.object(trainer, "sum_table_gradients", lambda *_: None):
+    with patch.object(trainer, "sum_gradients_of_copies", lambda *_: None):
         yield
 
 

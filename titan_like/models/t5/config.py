@@ -66,3 +66,16 @@ class T5Config(TransformerConfig):
     def num_encoder_layers(self) -> int:
         """Layers of the encoder, which come first."""
         return self.num_layers - self.num_decoder_layers
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Encoder layers, the last encoder layer, which normalises the output, and decoder layers."""
+        return self.num_encoder_layers - 1, 1, self.num_decoder_layers
+
+    def with_layers(self, num_layers: int) -> dict[str, int]:
+        """Two layers in the encoder, if there are more, and the others in the decoder."""
+        return {"num_layers": num_layers, "num_decoder_layers": max(num_layers - 2, 1)}
+
+    def one_of_each(self) -> T5Config:
+        """Two encoder layers, the last one among them, and a decoder layer."""
+        return self.model_copy(update=self.with_layers(3))

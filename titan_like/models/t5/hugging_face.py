@@ -20,7 +20,7 @@ _MATRICES = {"gated_gelu": {"gate": "wi_0", "up": "wi_1"}, "relu": {"up": "wi"}}
 def stored_parameters(config: T5Config) -> Iterator[Stored]:
     """Where each parameter of the model is stored."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
-    table, inner = (config.padded_vocab_size, hidden), config.num_attention_heads * config.head_dim
+    table, inner = (config.padded_vocab_size, hidden), config.attention_size
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     copy = copies if config.tied_embeddings else copies[:2]
     yield whole("embedding.weight", "shared.weight", table, vocab, copy=copy)
