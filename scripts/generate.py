@@ -1,5 +1,6 @@
 """Continue a prompt: python scripts/generate.py --job.config_file train_configs/debug_gpt.toml --prompt "def main("
 
+A t5 reads the prompt, in which <extra_id_0>, <extra_id_1>, … stand for missing spans, and writes the spans.
 Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
 processes split the model in the configuration's layout; a single process loads the whole model.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.change import edit
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
 from titan_like.config.schema import utf8_text
@@ -33,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--prompt", default="\n", help="text to continue")
+    parser.add_argument("--prompt", default="\n", help="text to continue, or for t5 to read")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="maximum number of tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token")
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k most probable tokens; 0 uses all")
@@ -74,6 +76,7 @@ def main(argv: list[str]) -> int:
     config = load_config(settings, CHECKS)
 
     from titan_like.checkpoint.inference import find_checkpoint
+    from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import build_tokenizer
     from titan_like.models.registry import model_config
 
@@ -82,20 +85,33 @@ def main(argv: list[str]) -> int:
         check_predicts_next_token(config, model)
     path = find_checkpoint(config)
     tokenizer = build_tokenizer(config.data.tokenizer)
-    prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
-    tokens = sample(config, path, prompt, tokenizer.eod_id, options)
+    if model.is_causal:
+        prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod_id]
+        tokens = sample(config, path, prompt, tokenizer.eod_id, options)
+        answer = options.prompt + (continuation := tokenizer.decode(tokens))
+    else:
+        prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
+        start = [padding_of(config.data.tokenizer, tokenizer)]
+        tokens = sample(config, path, start, tokenizer.eod_id, options, prompt)
+        answer = continuation = decode_with_sentinels(tokenizer, tokens)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    continuation = tokenizer.decode(tokens)
     print(f"[{path}]", file=sys.stderr)
-    print(options.prompt + continuation)
+    print(answer)
     if options.json:
         result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
         Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
     return 0
 
 
-def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, options: argparse.Namespace) -> list[int]:
+def sample(
+    config: JobConfig,
+    path: Path,
+    prompt: list[int],
+    eod_id: int,
+    options: argparse.Namespace,
+    encoder_tokens: list[int] | None = None,
+) -> list[int]:
     """Generate tokens after the prompt, in one process or, under torchrun, in the run's layout."""
     import torch
 
@@ -118,6 +134,7 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
             seed=options.seed,
             eod_id=eod_id,
             prefix_lm=config.data.prefix_lm,
+            encoder_tokens=encoder_tokens,
         )
 
     world_size = number_of_processes()
@@ -127,11 +144,13 @@ def sample(config: JobConfig, path: Path, prompt: list[int], eod_id: int, option
         return continue_prompt(load_for_inference(config, path, device), device)
     shape, layout = check_settings(config, world_size)
     device = select_device(config.training.dtype)
-    max_tokens = min(shape.max_seq_len, len(prompt) + options.max_new_tokens)
+    max_tokens, encoder_len = min(shape.max_seq_len, len(prompt) + options.max_new_tokens), len(encoder_tokens or [])
+    if encoder_tokens is not None:  # whose length need not divide evenly; the weights are split alike without it
+        config = edit(config, {"parallelism.sequence_parallel": False})
     with process_group(device):
         mesh = build_mesh(layout, device.type)
         model = load_parallel_model(config, path, mesh, device)
-        return continue_prompt(ParallelInference(config, model, mesh, device, max_tokens), device)
+        return continue_prompt(ParallelInference(config, model, mesh, device, max_tokens, encoder_len), device)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, runs, updates
+from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, runs, spans, updates
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
 from titan_like.verify.processes import Prepare
@@ -50,6 +50,7 @@ DOCUMENTS = [
 LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
 BERT = ["--job.config_file", str(REPO / "train_configs/debug_bert.toml")]
 BERT_LAYOUT = [*PIPELINE, "--parallelism.tensor_parallel_degree", "2", "--parallelism.sequence_parallel", "true"]
+T5 = ["--job.config_file", str(REPO / "train_configs/debug_t5.toml")]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
@@ -140,6 +141,11 @@ BUGS = [
     (masks.prefix_one_token_short, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, ""),
     (masks.masks_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
     (masks.masks_drawn_by_each_process, [*BERT, *DATA], "data_parallel", Row.LOSS, ""),
+    (masks.masks_drawn_by_each_process, [*T5, *DATA], "data_parallel", Row.LOSS, ""),
+    (spans.decoder_sees_what_it_writes, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
+    (spans.sentinels_in_reverse, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
+    (spans.padding_carries_a_loss, [*T5, *ONE], "one_process", Row.LOSS, "the loss"),
+    (spans.the_same_spans_in_every_sample_of_validation, [*T5, *DATA], "one_process", Row.VALIDATION, ""),
     (masks.later_stages_of_bert_attend_causally, [*BERT, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),

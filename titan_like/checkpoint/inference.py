@@ -91,14 +91,23 @@ class ParallelInference:
     """
 
     def __init__(
-        self, config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, max_tokens: int
+        self,
+        config: JobConfig,
+        model: ParallelModel,
+        mesh: DeviceMesh,
+        device: torch.device,
+        max_tokens: int,
+        encoder_len: int = 0,
     ) -> None:
-        """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens."""
+        """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens, and those of an
+        encoder, without sequence parallelism.
+        """
         whole, section = model_config(config.model), config.parallelism
         shards = section.tensor_parallel_degree if section.sequence_parallel else 1
         # Sequence parallelism needs equal parts.
-        self._window = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
-        self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": self._window})
+        most = min(-(-max_tokens // shards), whole.max_seq_len // shards) * shards
+        self.config: TransformerConfig = whole.model_copy(update={"max_seq_len": most})
+        self._window = encoder_len + most
         self._pipeline = run_batches(config, model, mesh, device, batch=1, seq_len=self._window)
         self._last_rank = int(mesh.mesh[self._pipeline.shape.ranks[-1]].flatten()[0])  # a rank of the last stage
 
@@ -108,10 +117,14 @@ class ParallelInference:
 
     @torch.no_grad()
     def __call__(
-        self, tokens: torch.Tensor, positions: None = None, visible: VisibleKeys | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: None = None,
+        visible: VisibleKeys | None = None,
+        encoder_len: int | None = None,
     ) -> torch.Tensor:
         """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
-        last = tokens.shape[1] - 1
+        last = tokens.shape[1] - (encoder_len or 0) - 1
         # Messages between stages have a fixed shape, so pad; no token sees the padding.
         padding = 0, self._window - tokens.shape[1]
         padded = torch.nn.functional.pad(tokens, padding)
@@ -124,6 +137,6 @@ class ParallelInference:
         def keep(logits: torch.Tensor, _: int) -> torch.Tensor:
             return found.copy_(full_logits(logits, slice(last, last + 1)))
 
-        self._pipeline.forward([ModelInputs(padded, None, visible)], keep)
+        self._pipeline.forward([ModelInputs(padded, None, visible, encoder_len)], keep)
         dist.broadcast(found, src=self._last_rank)
         return found

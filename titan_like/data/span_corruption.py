@@ -7,6 +7,7 @@ last one never does. All samples have the same lengths (`titan_like.data.lengths
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.draws import sample_generator
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 
 
@@ -98,14 +99,48 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig) -> SpanCorru
             "one; use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
         )
         raise ConfigError("data.tokenizer", spec, problem)
-    if tokenizer.pad_id is None:
-        problem = "has no padding token, which begins the decoder's input; use a tokenizer with <pad> or [PAD]"
-        raise ConfigError("data.tokenizer", spec, problem)
-    largest = max(tokenizer.pad_id, *sentinels)
+    pad_id = padding_of(spec, tokenizer)
+    largest = max(pad_id, *sentinels)
     if largest >= model.vocab_size:
         problem = (
             f"its padding and sentinels go up to {largest}, but the model's vocab_size is {model.vocab_size}; "
             f"set model.overrides.vocab_size to {largest + 1}"
         )
         raise ConfigError("data.tokenizer", spec, problem)
-    return SpanCorruption(length, num_noise, tuple(sentinels), tokenizer.eod_id, tokenizer.pad_id)
+    return SpanCorruption(length, num_noise, tuple(sentinels), tokenizer.eod_id, pad_id)
+
+
+def padding_of(spec: str, tokenizer: Tokenizer) -> int:
+    """The padding token of the tokenizer ``spec``.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if tokenizer.pad_id is None:
+        problem = "has no padding token, which begins the decoder's input; use a tokenizer with <pad> or [PAD]"
+        raise ConfigError("data.tokenizer", spec, problem)
+    return tokenizer.pad_id
+
+
+def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text in which ``<extra_id_0>``, ``<extra_id_1>`` and so on stand for sentinels."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.encode(text).tolist()  # its sentinels are among its own special tokens
+    ids = list[int]()
+    for part in re.split(r"(<extra_id_\d+>)", text):
+        number = int(part[10:-1]) if re.fullmatch(r"<extra_id_\d{1,9}>", part) else -1
+        is_sentinel = 0 <= number < len(tokenizer.sentinel_ids)
+        ids += [tokenizer.sentinel_ids[number]] if is_sentinel else tokenizer.encode(part).tolist()
+    return ids
+
+
+def decode_with_sentinels(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of token ids, with ``<extra_id_0>`` and so on for sentinels."""
+    text, piece = "", list[int]()
+    for token in ids:
+        if token in tokenizer.sentinel_ids:
+            text += f"{tokenizer.decode(piece)}<extra_id_{tokenizer.sentinel_ids.index(token)}>"
+            piece = []
+        else:
+            piece.append(token)
+    return text + tokenizer.decode(piece)

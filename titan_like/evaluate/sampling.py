@@ -20,9 +20,17 @@ class LanguageModel(Protocol):
     config: TransformerConfig
 
     def __call__(
-        self, tokens: torch.Tensor, positions: None = None, visible: VisibleKeys | None = None, /
+        self,
+        tokens: torch.Tensor,
+        positions: None = None,
+        visible: VisibleKeys | None = None,
+        encoder_len: int | None = None,
+        /,
     ) -> torch.Tensor:
-        """tokens [1, seq] → logits [1, seq, vocab]; causal without ``visible``."""
+        """tokens [1, seq] → logits [1, seq, vocab]; causal without ``visible``.
+
+        With ``encoder_len`` the first tokens are an encoder's, and logits are those of the others.
+        """
 
     def eval(self) -> object:
         """Turn dropout off."""
@@ -65,22 +73,27 @@ def generate(
     seed: int = 0,
     eod_id: int | None = None,
     prefix_lm: bool = False,
+    encoder_tokens: list[int] | None = None,
     is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
     """Sample tokens after a prompt, until ``max_new_tokens`` or the end of the document.
 
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
     Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
-    the tokens of the prompt see each other, as those of a prefix do in training.
+    the tokens of the prompt see each other, as those of a prefix do in training. A model with an encoder reads
+    ``encoder_tokens``, all of them, and the prompt is its decoder's.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)
+    memory = None if encoder_tokens is None else torch.tensor([encoder_tokens], device=device)
+    encoder_len = None if encoder_tokens is None else len(encoder_tokens)
     model.eval()
     for _ in range(max_new_tokens):
         window = tokens[:, -model.config.max_seq_len :]
         prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
         visible = prefix_visible(window.shape[1], prefix_end, window.device) if prefix_lm else None
-        logits = model(window, None, visible)[:, -1].float()  # [1, vocab]
+        given = window if memory is None else torch.cat((memory, window), 1)
+        logits = model(given, None, visible, encoder_len)[:, -1].float()  # [1, vocab]
         if temperature == 0:
             following = logits.argmax(-1, keepdim=True)
         else:

@@ -1,0 +1,75 @@
+"""T5 writes what transformers' T5 writes with the same weights and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
+from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
+from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.sampling import generate
+from titan_like.hugging_face.to_hugging_face import to_hugging_face
+
+START, NO_END, NEW_TOKENS = 0, 1, 24
+
+
+@pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
+def test_greedy_generation_equals_transformers(mlp: str, tied: bool) -> None:
+    model = random_model(t5_config(mlp=mlp, tied_embeddings=tied), size=0.4).float().eval()
+    theirs, written = reference_of(model), []
+    theirs.config.tie_word_embeddings = tied
+    for length in (1, 7, 40):
+        prompt = torch.randint(2, 101, (1, length), generator=torch.Generator().manual_seed(length))
+        limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "decoder_start_token_id": START}
+        expected = theirs.generate(prompt, eos_token_id=NO_END, pad_token_id=START, **limits)[0, 1:].tolist()
+        ours = generate(model, [START], NEW_TOKENS, temperature=0, eod_id=NO_END, encoder_tokens=prompt[0].tolist())
+        assert expected[: len(ours)] == ours and expected[len(ours) :] in ([], [NO_END])
+        written.append(tuple(ours))
+    assert len(set(written)) == 3 and max(len(set(tokens)) for tokens in written) > 3
+
+
+def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -> None:
+    model = random_model(t5_config(vocab_size=359), size=0.4).float().eval()
+    shape = model.config.model_dump()
+    folder = tmp_path / "run"
+    settings = {"data": {"tokenizer": "byte"}, "checkpoint": {"folder": str(folder)}}
+    path = save_checkpoint(folder, model, **settings)
+    to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, "byte")
+    theirs = T5ForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (theirs.config.decoder_start_token_id, theirs.config.pad_token_id, theirs.config.eos_token_id) == (
+        258,
+        258,
+        256,
+    )
+    prompt = "def <extra_id_0>(é):\n    <extra_id_1>"
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ours = ByteTokenizer()
+    assert inputs.input_ids[0].tolist() == [*encode_with_sentinels(ours, prompt), 256]
+    expected = theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist()
+
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
+    shown = tmp_path / "generated.json"
+    overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in shape.items()]
+    options = ["--prompt", prompt, "--temperature", "0", "--max_new_tokens", str(NEW_TOKENS), "--json", str(shown)]
+    main([*options, "--model.family=t5", *overrides, f"--checkpoint.folder={folder}", "--training.steps=1"])
+    found = json.loads(shown.read_text())
+    assert found["tokens"] == expected[: len(found["tokens"])] and len(found["tokens"]) > 3
+    assert found["continuation"] == decode_with_sentinels(ours, found["tokens"])
+
+
+def test_sentinels_in_text() -> None:
+    tokenizer = ByteTokenizer()
+    text = "a<extra_id_0>b<extra_id_99><extra_id_1>"
+    ids = encode_with_sentinels(tokenizer, text)
+    assert ids == [97, 259, 98, 358, 260] and decode_with_sentinels(tokenizer, ids) == text
+    for plain in ("<extra_id_100>", "<extra_id_>", "<extra_id_0", ""):
+        assert encode_with_sentinels(tokenizer, plain) == list(plain.encode())
