@@ -6,7 +6,7 @@ torch, so `TransformerConfig` imports it only when something is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,10 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.transformer import Transformer
+from titan_like.models.transformer import Transformer, replace_forward
 
 Lengths = tuple[int, int]
 """Positions of a sample: those of an encoder, or of the only stack, and those of a decoder, or 0."""
+
+
+Stacks = Mapping[str, tuple[int, ...]]
+"""Name of a module in a layer → the stack whose positions it gets; of an attention core its queries' and its keys'."""
 
 
 class Core(NamedTuple):
@@ -86,9 +90,8 @@ def _build_on_meta(config: TransformerConfig) -> Transformer:
 def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
     model = one_of_each(config)
-    count = _layers_of_two_stacks if config.has_decoder else _layers_of_one_stack
     return Parts(
-        count(config),
+        tuple(map(_layer_parts, layers_of(model), stacks_of(config))),
         sum(parameter.numel() for _, parameter in shared_parameters(model)),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
@@ -97,55 +100,64 @@ def parts_of(config: TransformerConfig) -> Parts:
     )
 
 
-def _layers_of_one_stack(config: TransformerConfig) -> tuple[LayerParts, ...]:
-    """Every matrix is multiplied with every position, and every core is as the model's objective says."""
-    found = []
-    for layer in layers_of(one_of_each(config)):
-        sizes = [parameter.numel() for parameter in layer.parameters() if parameter.ndim == 2]
-        cores = sum(isinstance(module, AttentionCore) for module in layer.modules())
-        found.append(LayerParts(_size(layer), (sum(sizes), 0), (Core(0, 0, config.is_causal),) * cores))
-    return tuple(found)
+def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
+    matrices, cores = [0, 0], []
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim == 2:
+            (stack,) = stacks.get(name.rpartition(".")[0], (0,))
+            matrices[stack] += parameter.numel()
+    for name, module in layer.named_modules():
+        if isinstance(module, AttentionCore):
+            queries, keys = stacks.get(name, (0, 0))
+            cores.append(Core(queries, keys, module.is_causal))
+    size = sum(parameter.numel() for parameter in layer.parameters())
+    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores))
 
 
-def _layers_of_two_stacks(config: TransformerConfig) -> tuple[LayerParts, ...]:
-    """Run each layer on 2 positions of the encoder and 3 of the decoder, and see which of them its modules get.
+@lru_cache(maxsize=256)
+def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
+    """Which positions the modules of a layer get, for each kind of layers. What is left out gets those of stack 0.
 
-    Nothing is computed: stand-ins for all modules with parameters return tensors of the right shapes.
+    Without a decoder there is nothing to find out. With one, each layer runs on 2 positions of the encoder and 3 of the
+    decoder. Nothing is computed: stand-ins for all modules with parameters return tensors of the right shapes.
     """
-    model, lengths = new_one_of_each(config).eval(), (2, 3)
-    x, found = torch.zeros(1, sum(lengths), config.hidden_size), []
+    if not config.has_decoder:
+        return tuple({} for _ in config.layer_counts)
+    model, found = new_one_of_each(config).eval(), []
     for name in model.shared:
-        _replace(model.get_submodule(name), lambda *_: None)
-    inputs = model.layer_inputs(torch.arange(sum(lengths)), lengths[0])
+        replace_forward(model.get_submodule(name), lambda *_: None)
+    x = torch.zeros(1, sum(_TRIED), config.hidden_size)
+    inputs: Any = model.layer_inputs(torch.arange(sum(_TRIED)), _TRIED[0])  # type: ignore[call-arg]
     for layer in layers_of(model):
-        matrices, cores = [0, 0], []
-
-        def product(module: nn.Linear, x: torch.Tensor, matrices: list[int] = matrices) -> torch.Tensor:
-            matrices[lengths.index(x.shape[1])] += module.weight.numel()
-            return x.new_zeros(1).expand(*x.shape[:-1], module.out_features)
-
-        def attend(
-            module: AttentionCore, q: torch.Tensor, k: torch.Tensor, *_: Any, cores: list[Core] = cores
-        ) -> torch.Tensor:
-            cores.append(Core(lengths.index(q.shape[2]), lengths.index(k.shape[2]), module.is_causal))
-            return q
-
-        for module in layer.modules():
-            if isinstance(module, nn.Linear | AttentionCore):
-                _replace(module, partial(product if isinstance(module, nn.Linear) else attend, module))
+        stacks: dict[str, tuple[int, ...]] = {}
+        for name, module in layer.named_modules():
+            if isinstance(module, AttentionCore):
+                replace_forward(module, partial(_core, stacks, name))
+            elif isinstance(module, nn.Linear):
+                replace_forward(module, partial(_product, stacks, name, module.out_features))
             elif next(module.parameters(recurse=False), None) is not None:
-                _replace(module, lambda x: x)
+                replace_forward(module, partial(_norm, stacks, name))
         layer(x, *inputs)
-        found.append(LayerParts(_size(layer), (matrices[0], matrices[1]), tuple(cores)))
+        found.append(stacks)
     return tuple(found)
 
 
-def _replace(module: nn.Module, forward: Callable) -> None:
-    setattr(module, "forward", forward)  # noqa: B010
+_TRIED = (2, 3)  # positions of the encoder and of the decoder
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _core(stacks: dict[str, tuple[int, ...]], name: str, q: torch.Tensor, k: torch.Tensor, *_: Any) -> torch.Tensor:
+    stacks[name] = _TRIED.index(q.shape[2]), _TRIED.index(k.shape[2])
+    return q
+
+
+def _product(stacks: dict[str, tuple[int, ...]], name: str, width: int, x: torch.Tensor) -> torch.Tensor:
+    stacks[name] = (_TRIED.index(x.shape[1]),)
+    return x.new_zeros(1).expand(*x.shape[:-1], width)
+
+
+def _norm(stacks: dict[str, tuple[int, ...]], name: str, x: torch.Tensor) -> torch.Tensor:
+    stacks[name] = (_TRIED.index(x.shape[1]),)
+    return x
 
 
 def layers_of(model: Transformer) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
@@ -41,14 +42,14 @@ def build_pipeline(
     """
     model = build_parallel_model(config, model_config, mesh, device)
     model.init_weights(config.job.seed)
-    training = config.training
-    return run_batches(config, model, mesh, device, training.micro_batch_size, training.seq_len)
+    positions = sample_length(config, model_config).positions
+    return run_batches(config, model, mesh, device, config.training.micro_batch_size, positions)
 
 
 def run_batches(
     config: JobConfig, model: ParallelModel, mesh: DeviceMesh, device: torch.device, batch: int, seq_len: int
 ) -> Pipeline | WholeModel:
-    """Wrap a model in the object that runs microbatches of ``batch`` sequences through its stages."""
+    """Wrap a model in the object that runs microbatches of ``batch`` sequences of ``seq_len`` through its stages."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return WholeModel(model)

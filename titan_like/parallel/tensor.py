@@ -42,14 +42,8 @@ def apply_tensor_parallel(
     for name in ("num_kv_heads", "ffn_hidden_size"):
         if getattr(config, name) % mesh.size():
             raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Parallelize plan key")  # torch only warns if a key matches nothing
-        try:
-            styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
-            parallelize_module(model, mesh, styles, src_data_rank=None)
-        except UserWarning as warning:
-            named = str(warning).partition(" in module ")[0]
-            raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: {named}") from None
+    styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
+    parallelize_module(model, mesh, styles, src_data_rank=None)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out the parameter {name}")
@@ -67,19 +61,17 @@ def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
     Raises:
         ValueError: the plan names a style that does not exist or is not known here.
     """
-    found: dict[str, StyleKind] = {}
-    for pattern, style in styles_of(family_plan(model), model, sequence_parallel=False).items():
-        for name, module in model.named_modules():
-            if matches(pattern, name):
-                found[name] = kind_of(style, module)
-    return found
+    styles = styles_of(family_plan(model), model, sequence_parallel=False)
+    return {name: kind_of(style, model.get_submodule(name)) for name, style in styles.items()}
 
 
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Turn a plan's names into styles, leaving out patterns for modules that only other pipeline stages hold.
+    """Expand a plan's patterns and turn its names into styles: module name → style.
+
+    Patterns for modules that only other pipeline stages hold are left out.
 
     Raises:
-        ValueError: the plan names a style that does not exist.
+        ValueError: the plan names a style that does not exist, or modules that the model does not have.
     """
     styles: dict[str, ParallelStyle] = {}
     here = [name for name, _ in model.named_modules()]
@@ -88,14 +80,16 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
-        is_here = any(matches(pattern, name) for name in here)
-        if is_here or not any(matches(pattern, name) for name in model.absent):
-            styles[pattern] = STYLES[style](sequence_parallel) if isinstance(style, str) else style
+        found = [name for name in here if _matches(pattern, name)]
+        if not found and not any(_matches(pattern, name) for name in model.absent):
+            raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
+        one = STYLES[style](sequence_parallel) if isinstance(style, str) else style
+        styles.update(dict.fromkeys(found, one))
     return styles
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a plan's pattern is for the module of this name, as in `parallelize_module`."""
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a plan's pattern is for the module of this name: `*` stands for any one part between dots."""
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 

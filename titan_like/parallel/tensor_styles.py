@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
-from titan_like.models.transformer import PaddingMask, VocabularyBias
+from titan_like.models.transformer import PaddingMask, VocabularyBias, replace_forward
 from titan_like.parallel.collectives import CopyToTensorRegion, Group, ReduceFromTensorRegion
 from titan_like.parallel.weight_gradients import linear
 
@@ -282,11 +282,6 @@ def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
         return StyleKind({"weight": 1}, (), enters=False, leaves=True)
     known = "LocalStyle, or ColwiseParallel or RowwiseParallel for a linear layer"
     raise ValueError(f"how {type(style).__name__} splits a {type(module).__name__} is not known; use a {known}")
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    """Replace a module's forward pass and keep its hooks."""
-    setattr(module, "forward", forward)  # noqa: B010
 
 
 def mark_partial(module: nn.Module, *names: str) -> None:

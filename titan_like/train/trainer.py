@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
+from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import IGNORED_LABEL
@@ -64,8 +65,9 @@ class Trainer(TrainingState):
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
         peak = peak_tflops(peak_name, config.training.dtype)
+        length = sample_length(config, run.model)
         self.meter = ThroughputMeter(
-            run.model, config.training.seq_len, config.activation_checkpoint, dist.get_world_size(), peak
+            run.model, length.encoder, config.activation_checkpoint, dist.get_world_size(), peak, length.decoder
         )
 
     def train(self) -> None:

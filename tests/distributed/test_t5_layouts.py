@@ -1,0 +1,106 @@
+"""T5 in every kind of layout: encoder and decoder over stages that share bias tables, and both split over processes.
+
+As in `test_layout_matrix`, each layout is held to one process in float64 by the gradient norm before clipping, every
+gradient of the first step, every weight after two steps of SGD, and the losses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import Case, Result, run_cases, worst
+
+TOLERANCE = 1e-10
+COMMON: dict[str, Any] = {
+    "model.family": "t5",
+    "training.seq_len": 16,
+    "training.decoder_seq_len": 8,
+    "training.micro_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": 2,
+    "training.dtype": "float64",
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.1,
+    "optimizer.implementation": "for-loop",
+}
+
+
+def shape(encoder: int, decoder: int, **more: Any) -> dict[str, Any]:
+    fields = {"hidden_size": 64, "num_layers": encoder + decoder, "num_decoder_layers": decoder, "head_size": 24}
+    return {"model.overrides": fields | more}
+
+
+def pipeline(stages: int, schedule: str = "1f1b", virtual: int = 1) -> dict[str, Any]:
+    return {
+        "parallelism.pipeline_parallel_degree": stages,
+        "parallelism.pipeline_schedule": schedule,
+        "parallelism.virtual_stages_per_rank": virtual,
+    }
+
+
+def tensor(size: int, sequence_parallel: bool = False) -> dict[str, Any]:
+    return {"parallelism.tensor_parallel_degree": size, "parallelism.sequence_parallel": sequence_parallel}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"parallelism.zero_stage": stage}
+
+
+def recompute(mode: str) -> dict[str, Any]:
+    return {"activation_checkpoint.mode": mode}
+
+
+RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"zero {stage}": (2, shape(2, 2) | zero(stage)) for stage in range(4)},
+    "tensor 2": (2, shape(2, 2) | tensor(2)),
+    "tensor 2, sequence, recompute selective": (2, shape(2, 2) | tensor(2, True) | recompute("selective")),
+    "tensor 4, sequence, relu and tied": (4, shape(2, 2, **RELU_TIED) | tensor(4, True)),
+    "grouped queries, tensor 2": (2, shape(2, 2, num_kv_heads=2) | tensor(2)),
+    "2 stages, the first ends in the decoder": (2, shape(1, 4) | pipeline(2)),
+    "2 stages, the last begins in the encoder, relu and tied": (2, shape(4, 1, **RELU_TIED) | pipeline(2)),
+    "2 stages, 1 and 4 layers": (2, shape(3, 2) | pipeline(2) | {"parallelism.pipeline_layers": [1, 4]}),
+    "4 stages": (4, shape(4, 4) | pipeline(4)),
+    "2 × 2 stages, interleaved": (2, shape(3, 3) | pipeline(2, "interleaved_1f1b", 2)),
+    "2 × 2 stages, zbv, zero 3": (4, shape(3, 3) | pipeline(2, "zbv_zero_bubble", 2) | zero(3)),
+    "2 stages, tensor 2, sequence, recompute full": (
+        4,
+        shape(3, 3) | pipeline(2) | tensor(2, True) | recompute("full"),
+    ),
+    "2 stages, zero 2": (4, shape(2, 3) | pipeline(2) | zero(2)),
+    "2 × 2 stages, tensor 2, sequence, zero 3, relu and tied": (
+        8,
+        shape(3, 3, **RELU_TIED) | pipeline(2, "interleaved_1f1b", 2) | tensor(2, True) | zero(3),
+    ),
+}  # fmt: skip
+
+
+def reference(settings: dict[str, Any]) -> Case:
+    """The same model on one process, each global batch in one piece."""
+    model = {"model.overrides": settings["model.overrides"]}
+    return Case(json.dumps(model, sort_keys=True), COMMON | model | {"training.micro_batch_size": 8})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("t5")
+    references = {case.name: case for case in (reference(settings) for _, settings in LAYOUTS.values())}
+    found = run_cases(list(references.values()), 1, folder)
+    for ranks in (2, 4, 8):
+        cases = [Case(name, COMMON | settings) for name, (size, settings) in LAYOUTS.items() if size == ranks]
+        found |= run_cases(cases, ranks, Path(folder))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_training_as_one_process(results: dict[str, Result], name: str) -> None:
+    result, expected = results[name], results[reference(LAYOUTS[name][1]).name]
+    assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
+    assert worst(result.gradients, expected.gradients) <= (TOLERANCE, "")
+    assert worst(result.weights, expected.weights) <= (TOLERANCE, "")
+    assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert all(gradient.any() for gradient in expected.gradients.values())
