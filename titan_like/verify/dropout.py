@@ -23,14 +23,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.change import edit
+from titan_like.data.lengths import sample_length
 from titan_like.models.layers.init import local_part
 from titan_like.models.layers.random import generator_of
 from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
+from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.masks import described, take_dense_masks
+from titan_like.verify.places import joined
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
 from titan_like.verify.samples import Samples, has_masks
 from titan_like.verify.shrink import FLAVOR, Small
@@ -117,7 +120,7 @@ class Recorder:
         if is_attention:
             mask = options.get("attn_mask")
             drawn_from = drawn_from.tril() if options.get("is_causal") else drawn_from
-            drawn_from = drawn_from if mask is None else drawn_from & mask.cpu()
+            drawn_from = drawn_from if mask is None else drawn_from & _seen(mask).cpu()
         self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), kept, drawn_from))
         return result
 
@@ -198,14 +201,14 @@ def _replay(
     model, recorder = _fresh_model(run), Recorder(0, 0)
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
-    samples = cast(Samples, run.datasets["train"])
+    samples, lengths = cast(Samples, run.datasets["train"]), sample_length(run.config, run.model)
     pieces = [described(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
         parts = draws.get(Where(recorder.site, is_attention, 1, *current), {})
         kept = [draw.kept for _, draw in sorted(parts.items())]
         if kept and kept[0].shape != shape:  # each rank has a part of the sequence, or of the heads
-            kept = [torch.cat(kept, 1)]
+            kept = [torch.cat(kept, 1) if is_attention else joined(kept, lengths)]
         if kept and kept[0].shape == shape:
             return kept[0].double() / (1 - rate)
         told = f"data rank {current[0]} has no mask {list(shape)} after {recorder.site}"
@@ -221,12 +224,16 @@ def _replay(
         v: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
+        scale: float | None = None,
         **_: Any,
     ) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        everything = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
-        seen = (everything.tril() if is_causal else everything) if attn_mask is None else attn_mask
-        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
+        everything = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        seen = (everything.tril() if is_causal else everything) if attn_mask is None else _seen(attn_mask)
+        scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            scores = scores + attn_mask
+        scores = scores.masked_fill(~seen, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 
     num_tokens, loss = num_labels(pieces), 0.0
@@ -234,6 +241,11 @@ def _replay(
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
             loss += add_gradients(model, (piece,), num_tokens, torch.float64)
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    """Which keys an attention mask shows, if it is one of bool or one that is added to the scores."""
+    return mask > -math.inf if mask.is_floating_point() else mask
 
 
 def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
@@ -251,7 +263,7 @@ def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float
 
 
 def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) -> None:
-    """Check that every layer draws where the others do, and that masks of different activations differ.
+    """Check that every layer draws where others of its kind do, and that masks of different activations differ.
 
     Masks that should be equal are not checked here: if they differ, so do the loss and gradients of `_replay`.
     """
@@ -263,16 +275,18 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
     is_outside = any(not where.site.startswith("layers.") for where in draws)
     told = None if is_outside else "no dropout is drawn outside the layers"
     report.exact(Key(1, Row.MASKS_EVERYWHERE, "embedding"), told)
-    everywhere = set.union(*sites.values())
-    for layer, drawn in sites.items():
-        told = None if drawn and drawn == everywhere else "it does not draw dropout where the other layers do"
+    everywhere: dict[int, set[tuple[str, bool]]] = defaultdict(set)
+    for (_, drawn), kind in zip(sites.items(), kinds_of_layers(run.model), strict=True):
+        everywhere[kind] |= drawn
+    for (layer, drawn), kind in zip(sites.items(), kinds_of_layers(run.model), strict=True):
+        told = None if drawn and drawn == everywhere[kind] else "it does not draw dropout where the other layers do"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
+    section = run.config.parallelism
     for where, parts in draws.items():
         first = next(iter(parts.values()))
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
-        length = run.model.num_attention_heads if where.is_attention else run.config.training.seq_len
-        is_split = first.kept.shape[1] < length
+        is_split = section.tensor_parallel_degree > 1 if where.is_attention else section.sequence_parallel
         for draw in parts.values() if is_split else [first]:
             masks = draw.kept.flatten(0, 1) if where.is_attention else draw.kept
             # Two draws from the same state of a random stream may differ in shape, so the state is compared too.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
+from titan_like.data.lengths import sample_length
 from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
@@ -233,8 +234,9 @@ def compare_places(
     for stage in trainer.model.stages:
         found.follow(stage.module)
     trainer.steps_alone(1)
+    lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
-    yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step)
+    yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_like.data.lengths import SampleLength
 from titan_like.torch_private import is_in_backward_pass
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -51,12 +52,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(
-    found: Outputs, expected: Outputs, samples: list[list[int]], tensor_mesh: DeviceMesh, step: int
+    found: Outputs,
+    expected: Outputs,
+    samples: list[list[int]],
+    tensor_mesh: DeviceMesh,
+    step: int,
+    lengths: SampleLength,
 ) -> dict[Place, float]:
     """The places whose relative difference exceeds what rounding explains.
 
     ``expected`` holds the whole batch as one microbatch; ``samples`` lists the rows of it that each of this process's
-    microbatches takes.
+    microbatches takes, and ``lengths`` has their positions.
     """
     wrong: dict[Place, float] = {}
     for place, by_microbatch in found.tensors.items():
@@ -67,7 +73,8 @@ def differing(
         for microbatch, value in by_microbatch.items():
             if microbatch >= len(samples):
                 continue
-            part = _shard_like(value, whole[samples[microbatch]] if whole.ndim > 2 else whole, tensor_mesh)
+            rows = whole[samples[microbatch]] if whole.ndim > 2 else whole
+            part = _shard_like(value, rows, tensor_mesh, lengths)
             if value.shape != part.shape:
                 continue
             part = part.to(value.device)
@@ -80,13 +87,29 @@ def differing(
     return wrong
 
 
-def _shard_like(value: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _shard_like(value: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh, lengths: SampleLength) -> torch.Tensor:
     """The part of ``whole`` that this tensor-parallel rank holds if ``value`` is split, or all of it."""
     for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
         if value.shape[dim] != whole.shape[dim]:
-            pieces = whole.chunk(mesh.size(), dim)
-            whole = pieces[min(mesh.get_local_rank(), len(pieces) - 1)]
+            whole = _part_of(whole, dim, mesh, lengths)
     return whole
+
+
+def _part_of(whole: torch.Tensor, dim: int, mesh: DeviceMesh, lengths: SampleLength) -> torch.Tensor:
+    if lengths.decoder and dim == 1 and whole.shape[dim] == lengths.positions:  # a share of each of the two parts
+        both = whole.split([lengths.encoder, lengths.decoder], dim)
+        return torch.cat([part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in both], dim)
+    pieces = whole.chunk(mesh.size(), dim)
+    return pieces[min(mesh.get_local_rank(), len(pieces) - 1)]
+
+
+def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
+    """The whole of a tensor [batch, seq, …] of which each rank has a part by sequence parallelism."""
+    if lengths.decoder and len(parts) * parts[0].shape[1] == lengths.positions:
+        sizes = [lengths.encoder // len(parts), lengths.decoder // len(parts)]
+        both = zip(*(part.split(sizes, 1) for part in parts), strict=True)
+        return torch.cat([torch.cat(same, 1) for same in both], 1)
+    return torch.cat(parts, 1)
 
 
 def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) -> str | None:

@@ -105,7 +105,8 @@ def shrink(
         seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
-        fields["num_layers"] = sum(per_stage) if per_stage else stages + 1
+        kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
+        fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     spans = {} if full_size or model.objective != "span_corruption" else small_spans(config, model, seq_len, degrees)
     dropout = fields.get("dropout")
     if dropout is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -75,6 +75,10 @@ class T5Config(TransformerConfig):
     def with_layers(self, num_layers: int) -> dict[str, int]:
         """Two layers in the encoder, if there are more, and the others in the decoder."""
         return {"num_layers": num_layers, "num_decoder_layers": max(num_layers - 2, 1)}
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Initial weights follow from the sizes. Heads together stay wider or narrower than the hidden states."""
+        return {"init_std": self.init_std, "head_size": 12 if self.attention_size > self.hidden_size else 8}
 
     def one_of_each(self) -> T5Config:
         """Two encoder layers, the last one among them, and a decoder layer."""
