@@ -19,7 +19,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.change import edit
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser
-from titan_like.config.schema import utf8_text
+from titan_like.config.section import utf8_text
 from titan_like.train.rules import CHECKS, check_predicts_next_token
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from titan_like.config.schema import options_of
+from titan_like.config.section import options_of
 
 
 def format_help(config_type: type[BaseModel]) -> str:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
 from titan_like.config.help import format_help
 from titan_like.config.paths import expanded
-from titan_like.config.schema import JobConfig, options_of
+from titan_like.config.schema import JobConfig
+from titan_like.config.section import options_of
 from titan_like.config.toml import read_toml
 
 # Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.

@@ -4,88 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, Field
 
-from titan_like.config.paths import expanded
-
-# Limits are far above what anyone trains with. They refuse a typo at once, before it can fill the memory or overflow.
-# Whether this machine can run the job is checked elsewhere.
-_MOST_STEPS = 10**12
-_MOST_SAMPLES = 10**15
-_MOST_TOKENS = 10**18  # below 2⁶³
-_MOST_SEED = 2**63 - 1  # generators take 64 bits, and each process adds its own number
-_MOST_SEQ_LEN = 2**27
-_MOST_LAYERS = 2048
-_MOST_PROCESSES = 2**20
-_MOST_NODES = 2**15
-_MOST_SECONDS = 10**6  # socket timeouts are milliseconds in 32 bits
-
-
-def _as_list(value: Any) -> Any:
-    """A list setting may be given as a single value on the command line."""
-    return [value] if isinstance(value, str | int | float) else value
-
-
-def _expanded_or_none(path: str | None) -> str | None:
-    return None if path is None else expanded(path)
-
-
-def _expanded_list(paths: list[str]) -> list[str]:
-    return [expanded(path) for path in paths]
-
-
-def _as_texts(value: Any) -> Any:
-    """A list in which weights may stand as numbers."""
-    values = _as_list(value)
-    is_number = (
-        [isinstance(item, int | float) and not isinstance(item, bool) for item in values]
-        if isinstance(values, list)
-        else []
-    )
-    return (
-        [str(item) if number else item for item, number in zip(values, is_number, strict=True)] if is_number else values
-    )
-
-
-def _expanded_tokenizer(spec: str) -> str:
-    """The tokenizer setting with its path expanded, or the two paths after "gpt2:"."""
-    if not spec.startswith("gpt2:"):
-        return expanded(spec)
-    return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
-
-
-def utf8_text(text: str) -> str:
-    """Command-line text decoded as UTF-8 in any locale; Python turns bytes that its locale lacks into surrogates.
-
-    Raises:
-        ValueError: the bytes are not UTF-8.
-    """
-    try:
-        return text.encode("utf-8", errors="surrogateescape").decode("utf-8")
-    except UnicodeError:
-        raise ValueError("is not valid UTF-8; write it in a UTF-8 terminal") from None
-
-
-Text = Annotated[str, AfterValidator(utf8_text)]
-PathText = Annotated[str, AfterValidator(expanded)]
-OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
-TextList = Annotated[list[Text], BeforeValidator(_as_list)]
-PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(_expanded_list)]
-StepList = Annotated[list[Annotated[int, Field(gt=0, le=_MOST_STEPS)]], BeforeValidator(_as_list)]
-
-
-def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by their TOML key, which is an alias for `async`, a reserved word in Python."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, and values are frozen after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
-    )
+from titan_like.config.section import (
+    MOST_LAYERS,
+    MOST_NODES,
+    MOST_PROCESSES,
+    MOST_SAMPLES,
+    MOST_SECONDS,
+    MOST_SEED,
+    MOST_SEQ_LEN,
+    MOST_STEPS,
+    MOST_TOKENS,
+    OptionalPath,
+    PathList,
+    PathText,
+    Section,
+    StepList,
+    Text,
+    TextList,
+    expanded_tokenizer,
+)
 
 
 class Job(Section):
@@ -94,7 +33,7 @@ class Job(Section):
     config_file: OptionalPath = Field(None, description="TOML file to read the settings from")
     description: Text = Field("", description="one line about the run, shown in logs and in wandb")
     dump_folder: PathText = Field("outputs", description="folder for checkpoints, metrics and caches")
-    seed: int = Field(1234, ge=0, le=_MOST_SEED, description="seed of initial weights, data order and dropout")
+    seed: int = Field(1234, ge=0, le=MOST_SEED, description="seed of initial weights, data order and dropout")
     deterministic: bool = Field(False, description="use deterministic kernels only (slower)")
     dry_run: bool = Field(
         False,
@@ -104,7 +43,7 @@ class Job(Section):
     dry_run_rank: int = Field(
         0,
         ge=0,
-        lt=_MOST_PROCESSES,
+        lt=MOST_PROCESSES,
         description="rank of the process that a dry run describes, in a job of cluster.nodes × cluster.gpus_per_node "
         "processes (else WORLD_SIZE, else the product of the degrees)",
     )
@@ -144,7 +83,7 @@ class Data(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
-    tokenizer: Annotated[str, AfterValidator(_expanded_tokenizer)] = Field(
+    tokenizer: Annotated[str, AfterValidator(expanded_tokenizer)] = Field(
         "byte",
         description='"byte", the path of a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", or the name of a '
         "repository of the Hugging Face hub that has one",
@@ -198,16 +137,16 @@ class Data(Section):
 class Training(Section):
     """How much to train, in what batches and precision."""
 
-    seq_len: int = Field(256, gt=0, le=_MOST_SEQ_LEN, description="tokens per sample; of t5, the encoder's positions")
+    seq_len: int = Field(256, gt=0, le=MOST_SEQ_LEN, description="tokens per sample; of t5, the encoder's positions")
     decoder_seq_len: int = Field(
-        0, ge=0, le=_MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets take"
+        0, ge=0, le=MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets take"
     )
     micro_batch_size: int = Field(8, gt=0, le=2**16, description="samples per forward pass on one data-parallel rank")
     global_batch_size: int = Field(16, gt=0, le=2**20, description="samples per optimizer step over the whole job")
-    steps: int | None = Field(None, gt=0, le=_MOST_STEPS, description="length of the run in optimizer steps")
-    samples: int | None = Field(None, gt=0, le=_MOST_SAMPLES, description="length of the run in samples")
-    tokens: int | None = Field(None, gt=0, le=_MOST_TOKENS, description="length of the run in tokens")
-    batch_size_rampup: list[Annotated[int, Field(le=_MOST_SAMPLES)]] | None = Field(
+    steps: int | None = Field(None, gt=0, le=MOST_STEPS, description="length of the run in optimizer steps")
+    samples: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="length of the run in samples")
+    tokens: int | None = Field(None, gt=0, le=MOST_TOKENS, description="length of the run in tokens")
+    batch_size_rampup: list[Annotated[int, Field(le=MOST_SAMPLES)]] | None = Field(
         None,
         description="[start, increment, samples]: grow the global batch size linearly from start to "
         "global_batch_size over this many samples",
@@ -276,14 +215,14 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """The learning rate over the run."""
 
-    warmup_steps: int = Field(0, ge=0, le=_MOST_STEPS, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up from 0")
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"
     )
     decay_steps: int | None = Field(
         None,
         gt=0,
-        le=_MOST_STEPS,
+        le=MOST_STEPS,
         description="cosine, linear: step at which the decay ends, counted from the start (default: the run's length); "
         "wsd: length of the final decay (default: a tenth of the run)",
     )
@@ -299,11 +238,11 @@ class Parallelism(Section):
         "training.micro_batch_size, to suit the GPU and the number of processes",
     )
     tensor_parallel_degree: int = Field(
-        1, gt=0, le=_MOST_PROCESSES, description="processes that share each layer's matrices"
+        1, gt=0, le=MOST_PROCESSES, description="processes that share each layer's matrices"
     )
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
     pipeline_parallel_degree: int = Field(
-        1, gt=0, le=_MOST_PROCESSES, description="pipeline ranks, each of which holds a share of the layers"
+        1, gt=0, le=MOST_PROCESSES, description="pipeline ranks, each of which holds a share of the layers"
     )
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -311,23 +250,23 @@ class Parallelism(Section):
     virtual_stages_per_rank: int = Field(
         1,
         gt=0,
-        le=_MOST_LAYERS,
+        le=MOST_LAYERS,
         description="stages per pipeline rank for interleaved schedules; zbv_zero_bubble and dualpipe_v always have 2",
     )
-    pipeline_layers: list[Annotated[int, Field(le=_MOST_LAYERS)]] | None = Field(
+    pipeline_layers: list[Annotated[int, Field(le=MOST_LAYERS)]] | None = Field(
         None, description="layers of each stage, first to last (default: balanced, counting the output matrix)"
     )
-    context_parallel_degree: int = Field(1, gt=0, le=_MOST_PROCESSES, description="processes that share each sequence")
+    context_parallel_degree: int = Field(1, gt=0, le=MOST_PROCESSES, description="processes that share each sequence")
     expert_parallel_degree: int = Field(
-        1, gt=0, le=_MOST_PROCESSES, description="processes that share a layer's experts"
+        1, gt=0, le=MOST_PROCESSES, description="processes that share a layer's experts"
     )
     data_parallel_replicate_degree: int = Field(
-        1, gt=0, le=_MOST_PROCESSES, description="full replicas of the ZeRO-sharded group"
+        1, gt=0, le=MOST_PROCESSES, description="full replicas of the ZeRO-sharded group"
     )
     data_parallel_shard_degree: int = Field(
         -1,
         ge=-1,
-        le=_MOST_PROCESSES,
+        le=MOST_PROCESSES,
         description="processes that ZeRO shards over; -1 uses all that the other degrees leave",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
@@ -341,7 +280,7 @@ class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = Field(
         "none", description="full recomputes whole layers; selective keeps matrix products and recomputes the rest"
     )
-    every_n_layers: int = Field(1, gt=0, le=_MOST_LAYERS, description="checkpoint every n-th layer")
+    every_n_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="checkpoint every n-th layer")
 
 
 class Compile(Section):
@@ -355,7 +294,7 @@ class Checkpoint(Section):
 
     enable: bool = Field(False, description="save checkpoints, and resume from the newest one in the folder")
     interval: int = Field(
-        500, gt=0, le=_MOST_STEPS, description="steps between checkpoints; the last step is always saved"
+        500, gt=0, le=MOST_STEPS, description="steps between checkpoints; the last step is always saved"
     )
     async_: bool = Field(
         False,
@@ -367,9 +306,9 @@ class Checkpoint(Section):
         description="what to do if a checkpoint cannot be written, as on a full disk; a failure of the "
         "last one always stops the run",
     )
-    keep_latest: int = Field(0, ge=0, le=_MOST_STEPS, description="checkpoints to keep; 0 keeps all")
+    keep_latest: int = Field(0, ge=0, le=MOST_STEPS, description="checkpoints to keep; 0 keeps all")
     load_step: int | None = Field(
-        None, ge=0, le=_MOST_STEPS, description="step to resume from (default: the newest complete one)"
+        None, ge=0, le=MOST_STEPS, description="step to resume from (default: the newest complete one)"
     )
     folder: OptionalPath = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalPath = Field(
@@ -383,7 +322,7 @@ class Metrics(Section):
     """The log line's interval and the writers of metrics."""
 
     log_interval: int = Field(
-        10, gt=0, le=_MOST_STEPS, description="steps between console lines; metrics.jsonl has every step"
+        10, gt=0, le=MOST_STEPS, description="steps between console lines; metrics.jsonl has every step"
     )
     tensorboard: bool = Field(False, description="write TensorBoard events to <job.dump_folder>/tensorboard")
     wandb: bool = Field(False, description="log to Weights & Biases")
@@ -419,13 +358,13 @@ class Health(Section):
     max_consecutive_skips: int = Field(
         100,
         gt=0,
-        le=_MOST_STEPS,
+        le=MOST_STEPS,
         description="consecutive steps without an update (bad gradients, overflow, spikes) after which the run ends",
     )
     hang_timeout_seconds: float = Field(
         600.0,
         ge=0,
-        le=_MOST_SECONDS,
+        le=MOST_SECONDS,
         description="seconds without progress after which the job ends and names the process that hangs or has died; "
         "0 waits forever",
     )
@@ -440,7 +379,7 @@ class Profiling(Section):
         "exposed communication in <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
     )
     timeline_interval: int = Field(
-        0, ge=0, le=_MOST_STEPS, description="also time the passes of every n-th step; 0 turns this off"
+        0, ge=0, le=MOST_STEPS, description="also time the passes of every n-th step; 0 turns this off"
     )
     trace_steps: StepList = Field(
         default_factory=list,
@@ -451,8 +390,8 @@ class Profiling(Section):
 class Evaluation(Section):
     """Validation on held-out data."""
 
-    interval: int = Field(0, ge=0, le=_MOST_STEPS, description="steps between validations; 0 turns validation off")
-    steps: int = Field(10, gt=0, le=_MOST_STEPS, description="global batches per validation")
+    interval: int = Field(0, ge=0, le=MOST_STEPS, description="steps between validations; 0 turns validation off")
+    steps: int = Field(10, gt=0, le=MOST_STEPS, description="global batches per validation")
     datasets: TextList = Field(
         default_factory=list,
         description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103 or lambada",
@@ -467,7 +406,7 @@ class Cluster(Section):
         None, description='GPU against whose peak MFU is measured, for example "A100" (default: the one found)'
     )
     gpus_per_node: int | None = Field(None, gt=0, le=1024, description="GPUs per node, with one process each")
-    nodes: int | None = Field(None, gt=0, le=_MOST_NODES, description="number of nodes, for a dry run and the planner")
+    nodes: int | None = Field(None, gt=0, le=MOST_NODES, description="number of nodes, for a dry run and the planner")
     node_bandwidth: float | None = Field(
         None,
         ge=0.001,

@@ -1,0 +1,88 @@
+"""What the sections of the configuration are made of: their base class, limits, and types of texts, paths and lists."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from titan_like.config.paths import expanded
+
+# Limits are far above what anyone trains with. They refuse a typo at once, before it can fill the memory or overflow.
+# Whether this machine can run the job is checked elsewhere.
+MOST_STEPS = 10**12
+MOST_SAMPLES = 10**15
+MOST_TOKENS = 10**18  # below 2⁶³
+MOST_SEED = 2**63 - 1  # generators take 64 bits, and each process adds its own number
+MOST_SEQ_LEN = 2**27
+MOST_LAYERS = 2048
+MOST_PROCESSES = 2**20
+MOST_NODES = 2**15
+MOST_SECONDS = 10**6  # socket timeouts are milliseconds in 32 bits
+
+
+def _as_list(value: Any) -> Any:
+    """A list setting may be given as a single value on the command line."""
+    return [value] if isinstance(value, str | int | float) else value
+
+
+def _expanded_or_none(path: str | None) -> str | None:
+    return None if path is None else expanded(path)
+
+
+def _expanded_list(paths: list[str]) -> list[str]:
+    return [expanded(path) for path in paths]
+
+
+def _as_texts(value: Any) -> Any:
+    """A list in which weights may stand as numbers."""
+    values = _as_list(value)
+    is_number = (
+        [isinstance(item, int | float) and not isinstance(item, bool) for item in values]
+        if isinstance(values, list)
+        else []
+    )
+    return (
+        [str(item) if number else item for item, number in zip(values, is_number, strict=True)] if is_number else values
+    )
+
+
+def expanded_tokenizer(spec: str) -> str:
+    """The tokenizer setting with its path expanded, or the two paths after "gpt2:"."""
+    if not spec.startswith("gpt2:"):
+        return expanded(spec)
+    return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
+
+
+def utf8_text(text: str) -> str:
+    """Command-line text decoded as UTF-8 in any locale; Python turns bytes that its locale lacks into surrogates.
+
+    Raises:
+        ValueError: the bytes are not UTF-8.
+    """
+    try:
+        return text.encode("utf-8", errors="surrogateescape").decode("utf-8")
+    except UnicodeError:
+        raise ValueError("is not valid UTF-8; write it in a UTF-8 terminal") from None
+
+
+Text = Annotated[str, AfterValidator(utf8_text)]
+PathText = Annotated[str, AfterValidator(expanded)]
+OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(_expanded_list)]
+StepList = Annotated[list[Annotated[int, Field(gt=0, le=MOST_STEPS)]], BeforeValidator(_as_list)]
+
+
+def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section by their TOML key, which is an alias for `async`, a reserved word in Python."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, and values are frozen after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
+    )
