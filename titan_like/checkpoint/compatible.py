@@ -27,6 +27,7 @@ _MUST_STAY = [
     ("data", "mlm_max_ngram"),
     ("data", "noise_density"),
     ("data", "mean_noise_span_length"),
+    ("data", "sentence_objective"),
 ]
 
 

@@ -70,9 +70,10 @@ class Data(Section):
     dataset: Text = Field(
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
-        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; or a "
-        "dataset of your own package (docs/data.md)",
-        examples=["stdlib", "text", "indexed", "hf"],
+        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
+        "race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own package "
+        "(docs/data.md)",
+        examples=["stdlib", "text", "indexed", "hf", "race"],
     )
     paths: PathList = Field(
         default_factory=list,
@@ -115,6 +116,12 @@ class Data(Section):
     )
     mean_noise_span_length: float = Field(
         3.0, ge=1, le=10**6, description="span corruption: mean length of the spans that are taken out, tokens"
+    )
+    sentence_objective: Literal["none", "next_sentence", "sentence_order"] = Field(
+        "none",
+        description="of bert with sentence_head pair, in addition to masked tokens: tell whether the second of two "
+        "sentences follows the first or is of another text (next_sentence), or whether the two are swapped "
+        "(sentence_order)",
     )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"

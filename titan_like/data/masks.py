@@ -19,8 +19,10 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
 from titan_like.data.objective import NEXT_TOKENS, Objective
+from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
@@ -40,6 +42,8 @@ class Masks:
     eod_id: int | None  # None if the section does not need it
     seed: int
     objective: Objective = NEXT_TOKENS
+    pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
 
     @property
     def has_positions(self) -> bool:
@@ -55,6 +59,8 @@ class Masks:
         """A dataset's sample, int64 [2, raw], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
         inputs, labels = self.objective.apply(sample, self.seed, index)
+        if self.pairs is not None:
+            labels[0] = sample[1, 0]  # the class of the pair
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
         if section.eod_mask_loss:
@@ -77,6 +83,10 @@ class Masks:
         Of a model with encoder and decoder, the labels are of the decoder's positions alone.
         """
         inputs, labels, *others = batch.unbind(1)
+        if self.pair_tokens is not None:
+            types, seen = self.pair_tokens.types_and_visible(inputs)
+            seen = seen.with_blocks() if batch.is_cuda else seen
+            return ModelInputs(inputs, visible=seen, token_types=types), labels
         positions = others.pop(0) if self.has_positions else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
         if visible is not None and batch.is_cuda:
@@ -88,22 +98,31 @@ class Masks:
 class MaskedSamples(Dataset[torch.Tensor]):
     """A dataset's samples with the rows that masks add to them."""
 
-    def __init__(self, samples: Dataset[torch.Tensor], masks: Masks) -> None:
+    def __init__(self, samples: Samples, masks: Masks) -> None:
         self.samples, self.masks = samples, masks
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [rows, seq]."""
-        return self.masks.add_rows(self.samples[index], index)
+        pairs = self.masks.pairs
+        sample = self.samples[index] if pairs is None else pairs.make(self.samples, index, self.masks.seed)
+        return self.masks.add_rows(sample, index)
 
 
-def masks_of(section: Data, seed: int, objective: Objective = NEXT_TOKENS) -> Masks:
-    """The masks that [data] asks for.
+def masks_of(
+    section: Data, seed: int, objective: Objective = NEXT_TOKENS, model: TransformerConfig | None = None
+) -> Masks:
+    """The masks that [data] asks for, and what ``model`` needs where samples are two sentences.
 
     Raises:
         ConfigError: the tokenizer cannot be built, or lacks a token that is needed.
     """
     eod_id = build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None
-    return Masks(section, eod_id, seed, objective)
+    pairs, tokens = None, None
+    if model is not None and not {"pair", "choice"}.isdisjoint(model.predictions):
+        tokens = pair_tokens_of(section, model.vocab_size)
+        if "pair" in model.predictions:
+            pairs = SentencePairs(section.sentence_objective, tokens, build_tokenizer(section.tokenizer).eod_id)
+    return Masks(section, eod_id, seed, objective, pairs, tokens)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

@@ -49,6 +49,6 @@ def objective_of(config: JobConfig, model: TransformerConfig) -> Objective:
     Raises:
         ConfigError: the tokenizer cannot be built, or it or the model lacks a token that is needed.
     """
-    if model.objective == "mlm":
+    if model.objective == "mlm" and "tokens" in model.predictions:
         return masked_tokens_of(config.data, model.vocab_size)
     return span_corruption_of(config, model) if model.objective == "span_corruption" else NEXT_TOKENS

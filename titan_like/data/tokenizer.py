@@ -21,6 +21,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _MASKS = ("[MASK]", "<mask>")
 _PADS = ("<pad>", "[PAD]")
+_PAIR = (("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>"))
 _OTHER_SPECIAL = ("[CLS]", "[UNK]", "<s>", "<unk>")
 _NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -35,6 +36,7 @@ class Tokenizer(Protocol):
     mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
     pad_id: int | None  # fills the targets of an encoder-decoder, and begins the decoder's input; text never becomes it
     sentinel_ids: list[int]  # tokens that stand for a span in span corruption, in the order of their use; often none
+    pair_ids: tuple[int, int, int] | None  # around a pair of sentences: [CLS], [SEP] and [PAD], which may equal [CLS]
     special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
@@ -59,13 +61,15 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Uses UTF-8 bytes as tokens 0 to 255 and 256 as the end of a document.
 
-    Models with more tokens than these 257 have 257 as the mask, 258 as the padding, and 259 to 358 as sentinels.
+    Models with more tokens than these 257 have 257 as the mask. Encoder-decoders have 258 as the padding and 259 to 358
+    as sentinels, and models of pairs of sentences 258 to 260 as [CLS], [SEP] and [PAD].
     """
 
     vocab_size = 257
     eod_id = 256
     mask_id: int | None = 257
     pad_id: int | None = 258
+    pair_ids: tuple[int, int, int] | None = (258, 259, 260)
     special_ids = frozenset({256})
 
     def __init__(self) -> None:
@@ -100,6 +104,7 @@ class HuggingFaceTokenizer:
         self.first_ids = tokenizer.encode("").ids
         self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
         self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
+        self.pair_ids = _pair_ids(tokenizer)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
         named = _ids(tokenizer, (*_MASKS, *_PADS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT))
         self.special_ids = frozenset({*added, *named})
@@ -142,6 +147,13 @@ def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> I
             yield number
         elif stops:
             return
+
+
+def _pair_ids(tokenizer: HFTokenizer) -> tuple[int, int, int] | None:
+    first, separator, padding = (next(iter(_ids(tokenizer, names)), None) for names in _PAIR)
+    if first is None or separator is None:
+        return None
+    return first, separator, first if padding is None else padding
 
 
 def _is_of_word(character: str) -> bool:

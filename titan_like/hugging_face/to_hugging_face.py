@@ -16,7 +16,7 @@ from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards, write_safetensors
 from titan_like.hugging_face.tokenizer import GENERATION_FILE, copy_files, copy_tokenizer_files, write_tokenizer
-from titan_like.models.hugging_face import RefusedError, architectures, family_module, to_tensors
+from titan_like.models.hugging_face import RefusedError, architecture_of, family_module, to_tensors
 
 NO_TOKENIZER = "none"
 
@@ -57,7 +57,7 @@ def to_hugging_face(
             copy_files(weights.path, aside, [GENERATION_FILE])
         elif tokenizer != NO_TOKENIZER:
             tokens = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
-        config = _config(origin, fields, tokens, specs[0].dtype, architectures(module)[fields["model_type"]])
+        config = _config(origin, fields, tokens, specs[0].dtype, architecture_of(weights.model, fields["model_type"]))
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         values = _values(weights, specs)
         for name, shard in zip(names, shards, strict=True):

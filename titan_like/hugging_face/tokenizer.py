@@ -28,6 +28,7 @@ _TOKENIZER_FILES = (  # files that transformers may look for
     "merges.txt",
     "chat_template.jinja",
 )
+_PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
 def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[str, int]:
@@ -71,6 +72,11 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[s
         about["additional_special_tokens"] = [tokenizer.id_to_token(n) for n in ours.sentinel_ids if n in known]
         if ours.pad_id is not None and ours.pad_id in known:
             about["pad_token"] = tokenizer.id_to_token(ours.pad_id)
+    if ours.pair_ids is not None and _has_pairs(model):
+        about |= {
+            f"{name}_token": tokenizer.id_to_token(number)
+            for name, number in zip(("cls", "sep", "pad"), ours.pair_ids, strict=True)
+        }
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     return ids
 
@@ -85,9 +91,16 @@ def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"$A {end}", special_tokens=[(end, ours.eod_id)]
         )
+    if _has_pairs(model):
+        names += _PAIR
     names = names[: model.vocab_size - ours.vocab_size]
     tokenizer.add_special_tokens(names)
     assert all(tokenizer.token_to_id(name) == number for number, name in enumerate(names, start=ours.vocab_size))
+
+
+def _has_pairs(model: TransformerConfig) -> bool:
+    """Whether a sample of the model is two sentences."""
+    return model.predictions[-1] != "tokens"
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

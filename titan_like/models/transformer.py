@@ -21,6 +21,7 @@ class ModelInputs(NamedTuple):
     positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
     visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
     encoder_len: int | None = None  # in a model with an encoder, which takes this many of the tokens, the first ones
+    token_types: torch.Tensor | None = None  # int64 [batch, seq]; None: the first type, or the model knows none
 
 
 class TiedOutput(nn.Module):
@@ -72,6 +73,8 @@ class Transformer(nn.Module):
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
     head: tuple[str, ...] = ("norm",)  # modules between the layers and the output matrix, in the order of their use
     shared: tuple[str, ...] = ()  # modules that layers share; a layer names those that it needs in `uses`
+    pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
+    may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -89,7 +92,7 @@ class Transformer(nn.Module):
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
-        self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
+        self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
@@ -132,30 +135,38 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         visible: VisibleKeys | None = None,
         encoder_len: int | None = None,
-    ) -> torch.Tensor:
-        """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
-        bidirectional model. Layers get ``visible`` as their last argument, if it is given.
+        bidirectional model. Layers get ``visible`` as their last argument, if it is given, and `embed` gets
+        ``token_types``, [batch, seq].
 
-        With ``encoder_len`` the first tokens are an encoder's, and logits are those of the others.
+        With ``encoder_len`` the first tokens are an encoder's, and predictions are those of the others.
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
             positions = torch.arange(seq_len, device=x.device)
         lengths = () if encoder_len is None else (encoder_len,)
         if self.is_first:
-            x = self.embed(x, positions, *lengths)
+            types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
+            x = self.embed(x, positions, *lengths, *types)
         inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths)
         if visible is not None:
             inputs = (*inputs, visible)
         for layer in self.layers.values():
             x = layer(x, *inputs)
-        if not self.is_last:
-            return x
-        if encoder_len is not None:
+        if self.is_last and encoder_len is not None:
             x = x[:, encoder_len // self.sequence_shards :]
+        return self.predict(x) if self.is_last else x
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
+
+        The logits of tokens are [batch, seq, padded vocab], and those of padding are -inf.
+        """
         for name in self.head:
             x = self.get_submodule(name)(x)
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)

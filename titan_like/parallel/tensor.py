@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -68,20 +69,22 @@ def styles_by_module(model: Transformer) -> dict[str, StyleKind]:
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Expand a plan's patterns and turn its names into styles: module name → style.
 
-    Patterns for modules that only other pipeline stages hold are left out.
+    Patterns for modules that only other pipeline stages hold, or that this shape leaves out, are left out.
 
     Raises:
         ValueError: the plan names a style that does not exist, or modules that the model does not have.
     """
     styles: dict[str, ParallelStyle] = {}
-    here = [name for name, _ in model.named_modules()]
+    left_out = {name for name, module in model.named_children() if isinstance(module, nn.Identity)}
+    here = [name for name, _ in model.named_modules() if name not in left_out]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
         found = [name for name in here if _matches(pattern, name)]
-        if not found and not any(_matches(pattern, name) for name in model.absent):
+        is_elsewhere = pattern.partition(".")[0] in left_out or any(_matches(pattern, name) for name in model.absent)
+        if not found and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
         one = STYLES[style](sequence_parallel) if isinstance(style, str) else style
         styles.update(dict.fromkeys(found, one))

@@ -22,7 +22,7 @@ from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 from titan_like.evaluate.task import Task, TextSettings
-from titan_like.evaluate.tasks import check_tasks, open_tasks
+from titan_like.evaluate.tasks import check_predictions, check_tasks, open_tasks
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -70,7 +70,7 @@ def prepare_run(config: JobConfig) -> Run:
         device=device,
         datasets=open_data(config, model),
         checkpoint_folder=checkpoint_folder(config),
-        masks=masks_of(config.data, config.job.seed, objective_of(config, model)),
+        masks=masks_of(config.data, config.job.seed, objective_of(config, model), model),
         tasks=open_evaluation(config, model),
     )
 
@@ -200,6 +200,7 @@ def open_evaluation(config: JobConfig, model: TransformerConfig) -> list[Task]:
     """
     if not config.evaluation.datasets:
         return []
+    check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
     tokenizer = build_tokenizer(config.data.tokenizer)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
     settings = TextSettings.of(config.training.seq_len)
@@ -232,4 +233,8 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
         if all((sources["validation"][index][1] == IGNORED_LABEL).all() for index in first):
             problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
             raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
+    if config.data.sentence_objective == "next_sentence" and len(sources["train"]) == UNKNOWN_LENGTH:
+        problem = "takes the second sentence from anywhere in the data, and a stream is only read in order"
+        problem += '; use "sentence_order", or write the data with scripts/preprocess_data.py'
+        raise ConfigError("data.sentence_objective", "next_sentence", problem)
     return sources

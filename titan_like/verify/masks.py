@@ -9,22 +9,26 @@ import torch.nn.functional as F
 
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import prefix_length
+from titan_like.data.masks import MaskedSamples, prefix_length
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.transformer import Transformer
-from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, PAD, Samples, has_masks, objective_of
+from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, PAD, SEPARATOR, Samples, has_masks, masks_of_run
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
     """Samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
 
     Of span corruption, [n, 3, seq]: inputs, labels, and 1 at the encoder's positions. If [data] asks for masks,
-    [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees.
+    [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If samples are pairs of
+    sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions.
     """
-    objective, seed = objective_of(config), config.job.seed
+    masks = masks_of_run(config)
+    objective, seed, made = masks.objective, config.job.seed, MaskedSamples(samples, masks)
 
     def describe(index: int) -> torch.Tensor:
+        if masks.pair_tokens is not None:
+            return _with_types(made[index])
         sample = samples[index]
         if isinstance(objective, SpanCorruption):
             return _without_spans(sample, index, objective, seed)
@@ -38,17 +42,22 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
 def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...]:
     """What a model takes of samples from `described`.
 
-    Tokens; or tokens, positions and bool [n, 1, seq, seq]; or tokens, two times None and the encoder's length.
+    Tokens; or tokens, positions, bool [n, 1, seq, seq] and for pairs None and types; or tokens, two times None and the
+    encoder's length.
     """
-    if batch.shape[1] == 2:
+    rows, seq_len = batch.shape[1:]
+    if rows == 2:
         return (batch[:, 0],)
-    if batch.shape[1] == 3:
+    if rows == 3:
         return batch[:, 0], None, None, int(batch[0, 2].sum())
-    return batch[:, 0], batch[:, 2], batch[:, None, 3:].bool()
+    types = (None, batch[:, 3]) if rows == 4 + seq_len else ()
+    return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types
 
 
-def take_dense_masks(model: Transformer) -> None:
-    """Let a model's attention take a mask of all pairs in place of intervals."""
+def take_dense_masks(model: Transformer, config: JobConfig) -> None:
+    """Let a model's attention take a mask of all pairs in place of intervals, if there are any."""
+    if not has_masks(config.data) and masks_of_run(config).pair_tokens is None:
+        return
 
     def attend_with(core: AttentionCore) -> None:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -89,6 +98,16 @@ def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, 
     decoder_inputs = [PAD, *targets[:-1]]
     in_encoder = [1] * len(inputs) + [0] * len(targets)
     return torch.tensor([inputs + decoder_inputs, [IGNORED] * len(inputs) + labels, in_encoder])
+
+
+def _with_types(sample: torch.Tensor) -> torch.Tensor:
+    """A pair of sentences, int64 [2, seq] → [4 + seq, seq]."""
+    inputs, labels = sample.tolist()
+    positions = list(range(len(inputs)))
+    first, last = (at for at in positions if inputs[at] == SEPARATOR)
+    seen = [int(at <= last) for at in positions]
+    types = [int(first < at <= last) for at in positions]
+    return torch.tensor([inputs, labels, positions, types, *[seen] * len(inputs)])
 
 
 def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> torch.Tensor:

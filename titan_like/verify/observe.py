@@ -16,7 +16,6 @@ from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.lengths import sample_length
-from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import init
@@ -32,14 +31,7 @@ from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
-from titan_like.verify.samples import (
-    END_OF_DOCUMENT,
-    batches,
-    has_masks,
-    objective_of,
-    training_samples,
-    validation_samples,
-)
+from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -152,6 +144,9 @@ class ObservedTrainer(WatchedTrainer):
         section, training = self.config.parallelism, self.config.training
         if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # a tied table's: each stage rounds its own part
             return False
+        masks = self.run.masks
+        if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
+            return False
         sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
@@ -254,12 +249,7 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
         device=torch.device(member.device),
         datasets=cast(dict[str, Source], datasets),
         checkpoint_folder=folder / "checkpoint",
-        masks=Masks(
-            config.data,
-            END_OF_DOCUMENT if has_masks(config.data) else None,
-            config.job.seed,
-            objective_of(config),
-        ),
+        masks=masks_of_run(config),
     )
 
 
