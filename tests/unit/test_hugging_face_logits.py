@@ -64,7 +64,7 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
     assert types.sum(1).tolist() == [16, 21, 1, 16] and visible.end[:, 0].tolist() == [48, 26, 12, 48]
     attention = (torch.arange(SEQ) < visible.end[:, :1]).long()
     with torch.no_grad():
-        ours = model(inputs, None, visible, types)
+        ours = model(inputs, visible=visible, token_types=types)
         if head == "choice":
             theirs = reference(
                 input_ids=inputs[None], attention_mask=attention[None], token_type_ids=types[None]
@@ -74,7 +74,7 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
         theirs = reference(input_ids=inputs, attention_mask=attention, token_type_ids=types)
         labels = torch.where(torch.arange(SEQ) % 5 == 3, inputs, -100) * attention - 100 * (1 - attention)
         labels[:, 0] = torch.tensor([0, 1, -100, 1])
-        sums = summed_losses(model(inputs, None, visible, types), labels, model.config.predictions)
+        sums = summed_losses(model(inputs, visible=visible, token_types=types), labels, model.config.predictions)
     assert (ours[1][:, 0] - theirs.seq_relationship_logits).abs().max() < 1e-12
     seen = attention.bool()
     largest = theirs.prediction_logits.abs().max()
