@@ -35,7 +35,7 @@ def train(
 
     With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
     """
-    cross_entropy = trainer_module.summed_cross_entropy
+    summed_losses = trainer_module.summed_losses
     digests: dict[int, str] = {}
 
     class Watched(Trainer):
@@ -52,10 +52,10 @@ def train(
         if set_back is not None:
             trainer.consumed_samples = set_back
 
-        def sometimes_bad(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return cross_entropy(logits, labels) * bad.get(trainer.consumed_samples, 1.0)
+        def sometimes_bad(*arguments: Any) -> torch.Tensor:
+            return summed_losses(*arguments) * bad.get(trainer.consumed_samples, 1.0)
 
-        with patch.object(trainer_module, "summed_cross_entropy", sometimes_bad):
+        with patch.object(trainer_module, "summed_losses", sometimes_bad):
             try:
                 trainer.train()
             except RunError as error:

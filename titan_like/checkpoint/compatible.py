@@ -24,6 +24,7 @@ _MUST_STAY = [
     ("data", "mlm_probability"),
     ("data", "mlm_whole_words"),
     ("data", "mlm_max_ngram"),
+    ("data", "sentence_objective"),
 ]
 
 

@@ -171,6 +171,12 @@ class Data(Section):
         le=16,
         description="mask up to this many neighbouring tokens or words together, n of them with weight 1/n",
     )
+    sentence_objective: Literal["none", "next_sentence", "sentence_order"] = Field(
+        "none",
+        description="of bert with sentence_head pair, in addition to masked tokens: tell whether the second of two "
+        "sentences follows the first or is of another text (next_sentence), or whether the two are swapped "
+        "(sentence_order)",
+    )
     num_workers: int = Field(
         0, ge=0, le=1024, description="data loader processes per rank; 0 loads in a background thread"
     )

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.models.config import TransformerConfig
@@ -41,6 +42,8 @@ class Masks:
     eod_id: int | None  # None if the section does not need it
     seed: int
     masked: MaskedTokens | None = None  # of masked language modelling
+    pairs: SentencePairs | None = None  # of an objective over pairs of sentences
+    pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
 
     @property
     def has_positions(self) -> bool:
@@ -56,6 +59,8 @@ class Masks:
         """int64 [2, seq], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
         inputs, labels = sample if self.masked is None else self.masked.apply(sample, self.seed, index)
+        if self.pairs is not None:
+            labels[0] = sample[1, 0]  # the class of the pair
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
         if section.eod_mask_loss:
@@ -75,6 +80,9 @@ class Masks:
     def split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
         """A microbatch's rows, [micro_batch, rows, seq], as the model's inputs and the labels [micro_batch, seq]."""
         inputs, labels, *others = batch.unbind(1)
+        if self.pair_tokens is not None:
+            types, seen = self.pair_tokens.types_and_visible(inputs)
+            return ModelInputs(inputs, None, seen.with_blocks() if batch.is_cuda else seen, types), labels
         positions = others.pop(0) if self.has_positions else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
         if visible is not None and batch.is_cuda:
@@ -85,12 +93,14 @@ class Masks:
 class MaskedSamples(Dataset[torch.Tensor]):
     """A dataset's samples with the rows that masks add to them."""
 
-    def __init__(self, samples: Dataset[torch.Tensor], masks: Masks) -> None:
+    def __init__(self, samples: Samples, masks: Masks) -> None:
         self.samples, self.masks = samples, masks
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [rows, seq]."""
-        return self.masks.add_rows(self.samples[index], index)
+        pairs = self.masks.pairs
+        sample = self.samples[index] if pairs is None else pairs.make(self.samples, index, self.masks.seed)
+        return self.masks.add_rows(sample, index)
 
 
 def masks_of(section: Data, seed: int, model: TransformerConfig | None = None) -> Masks:
@@ -99,9 +109,16 @@ def masks_of(section: Data, seed: int, model: TransformerConfig | None = None) -
     Raises:
         ConfigError: the tokenizer cannot be built, or lacks a token that is needed.
     """
+    predictions = () if model is None else model.predictions
     eod_id = build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None
-    is_masked = model is not None and model.objective == "mlm"
-    return Masks(section, eod_id, seed, masked_tokens_of(section, model.vocab_size) if model and is_masked else None)
+    masked, pairs, tokens = None, None, None
+    if model is not None and model.objective == "mlm" and "tokens" in predictions:
+        masked = masked_tokens_of(section, model.vocab_size)
+    if model is not None and ("pair" in predictions or "choice" in predictions):
+        tokens = pair_tokens_of(section, model.vocab_size)
+    if tokens is not None and "pair" in predictions:
+        pairs = SentencePairs(section.sentence_objective, tokens, build_tokenizer(section.tokenizer).eod_id)
+    return Masks(section, eod_id, seed, masked, pairs, tokens)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

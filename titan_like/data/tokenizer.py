@@ -18,6 +18,7 @@ _KEY = "data.tokenizer"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _MASKS = ("[MASK]", "<mask>")
+_PAIR = (("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[PAD]", "<pad>"))
 _OTHER_SPECIAL = ("[CLS]", "[PAD]", "[UNK]", "<s>", "<pad>", "<unk>")
 _NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and byte-level vocabularies
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -30,6 +31,7 @@ class Tokenizer(Protocol):
     eod_id: int  # the end-of-document token, which follows every document
     first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
     mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
+    pair_ids: tuple[int, int, int] | None  # around a pair of sentences: [CLS], [SEP] and [PAD], which may equal [CLS]
     special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
@@ -52,11 +54,15 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Uses UTF-8 bytes as tokens 0 to 255, 256 as the end of a document, and 257, if a model has it, as the mask."""
+    """Uses UTF-8 bytes as tokens 0 to 255, 256 as the end of a document, and 257, if a model has it, as the mask.
+
+    Models of pairs of sentences also have 258 to 260 as [CLS], [SEP] and [PAD].
+    """
 
     vocab_size = 257
     eod_id = 256
     mask_id: int | None = 257
+    pair_ids: tuple[int, int, int] | None = (258, 259, 260)
     special_ids = frozenset({256})
 
     def __init__(self) -> None:
@@ -90,6 +96,7 @@ class HuggingFaceTokenizer:
         self.first_ids = tokenizer.encode("").ids
         by_name = [tokenizer.token_to_id(name) for name in (*_MASKS, *_OTHER_SPECIAL, *_END_OF_DOCUMENT)]
         self.mask_id = next((number for number in by_name[: len(_MASKS)] if number is not None), None)
+        self.pair_ids = _pair_ids(tokenizer)
         added = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
         self.special_ids = frozenset(added) | {number for number in by_name if number is not None}
 
@@ -121,6 +128,14 @@ class HuggingFaceTokenizer:
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
+
+
+def _pair_ids(tokenizer: HFTokenizer) -> tuple[int, int, int] | None:
+    found = [[tokenizer.token_to_id(name) for name in names] for names in _PAIR]
+    first, separator, padding = (next((number for number in ids if number is not None), None) for ids in found)
+    if first is None or separator is None:
+        return None
+    return first, separator, first if padding is None else padding
 
 
 def _is_of_word(character: str) -> bool:

@@ -26,8 +26,7 @@ def format_log_line(
     last = records[-1]
     seconds = sum(record.step_time_s for record in records)
     samples = sum(record.global_batch_size for record in records)
-    losses = [record.loss for record in records if math.isfinite(record.loss)]
-    loss = sum(losses) / len(losses) if losses else math.nan
+    losses = [record.losses or {"lm_loss": record.loss} for record in records]
     spikes = sum(record.spike or 0 for record in records)
     tflops = sum(record.throughput.tflops_per_device * record.step_time_s for record in records) / seconds
     parts = [
@@ -37,7 +36,7 @@ def format_log_line(
         f"elapsed time per iteration (ms): {1000 * seconds / len(records):.1f}",
         f"learning rate: {last.lr:.3E}",
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {loss:.6E}",
+        *(f"{name.replace('_', ' ')}: {_mean([each[name] for each in losses]):.6E}" for name in losses[-1]),
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {last.num_zeros or 0.0:.1f}",
         f"actual seq length: {seq_len:5d}",
@@ -58,10 +57,17 @@ def format_log_line(
     return " | ".join(parts) + " |"
 
 
-def format_validation(step: int, loss: float, evaluation: Mapping[str, float]) -> str:
-    """The line about a validation: its loss, and the figures of `evaluation.datasets` as TASK/FIGURE."""
+def _mean(values: list[float]) -> float:
+    """Of the finite values."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def format_validation(step: int, loss: float, losses: Mapping[str, float], evaluation: Mapping[str, float]) -> str:
+    """The line about a validation: its loss, or the terms of it, and `evaluation.datasets`' figures as TASK/FIGURE."""
     figures = [f"{name.replace('/', ' ').replace('_', ' ')}: {value:.6g}" for name, value in evaluation.items()]
-    return " | ".join([f" validation at iteration {step}", f"lm loss: {loss:.6E}", *figures]) + " |"
+    terms = [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in (losses or {"lm_loss": loss}).items()]
+    return " | ".join([f" validation at iteration {step}", *terms, *figures]) + " |"
 
 
 def format_sources(sources: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ class StepRecord:
     loss_scale: float | None = None  # float16 only
     validation_loss: float | None = None  # on steps followed by a validation
     evaluation: dict[str, float] = field(default_factory=dict)  # TASK/FIGURE, on steps followed by a validation
+    losses: dict[str, float] = field(default_factory=dict)  # see `named_losses`
+    validation_losses: dict[str, float] = field(default_factory=dict)  # the same of a validation, as validation_NAME
     sources: dict[str, float] = field(default_factory=dict)  # of a blend: samples and epochs, on logged steps
     profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
 
@@ -40,3 +43,13 @@ class StepRecord:
             flat |= value if isinstance(value, dict) else {key: value}
         optional = ("spike", "num_zeros", "loss_scale", "validation_loss")
         return {key: value for key, value in flat.items() if value is not None or key not in optional}
+
+
+_LOSS_NAMES = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
+
+
+def named_losses(predictions: Sequence[str], losses: Sequence[float]) -> dict[str, float]:
+    """The terms of a loss by name; empty if the tokens' is the only one."""
+    if tuple(predictions) == ("tokens",):
+        return {}
+    return {_LOSS_NAMES[prediction]: loss for prediction, loss in zip(predictions, losses, strict=True)}

@@ -12,6 +12,8 @@ from titan_like.config.errors import ConfigError
 if TYPE_CHECKING:
     from titan_like.models.parts import Parts
 
+NUM_OPTIONS = 4  # of a multiple-choice question: as many samples, one after the other
+
 
 class TransformerConfig(BaseModel):
     """The fields that every family has. A family's own class is in its package's `config` module.
@@ -70,6 +72,15 @@ class TransformerConfig(BaseModel):
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and the tokens before it."""
         return self.objective == "causal"
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """What the model predicts: a tensor that it returns, and a term of the loss, for each.
+
+        "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
+        sentences; "choice": the score of one of several options.
+        """
+        return ("tokens",)
 
     @property
     def head_dim(self) -> int:

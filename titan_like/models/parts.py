@@ -27,7 +27,7 @@ class Parts(NamedTuple):
     attention_cores: int  # attention cores in one layer
     entry: int  # parameters before the layers, without a table that is also the output matrix
     head: int  # parameters after the layers, with a table that is also the output matrix
-    head_matrices: int  # of these, the elements of matrices, each of which is multiplied once per token
+    head_matrices: int  # of these, the elements of matrices, each of which is multiplied once per token, not sequence
     token: int  # parameters that each token of the vocabulary has in the two ends
 
 
@@ -62,7 +62,7 @@ def parts_of(config: TransformerConfig) -> Parts:
         sum(isinstance(module, AttentionCore) for module in only_layer(model).modules()),
         sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
         sum(parameter.numel() for _, parameter in head_parameters(model)),
-        sum(parameter.numel() for _, parameter in head_parameters(model) if parameter.ndim == 2),
+        sum(p.numel() for name, p in head_parameters(model) if p.ndim == 2 and name.split(".")[0] not in model.pooled),
         sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
     )
 

@@ -19,6 +19,7 @@ class ModelInputs(NamedTuple):
     tokens: torch.Tensor  # int64 [batch, seq]
     positions: torch.Tensor | None = None  # int64 [batch, seq]; None: 0 to seq - 1
     visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
+    token_types: torch.Tensor | None = None  # int64 [batch, seq]; None: the first type, or the model knows none
 
 
 class TiedOutput(nn.Module):
@@ -69,6 +70,7 @@ class Transformer(nn.Module):
     residual_outputs: tuple[str, ...]  # name endings of the matrices that write to the residual stream
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
     head: tuple[str, ...] = ("norm",)  # modules between the layers and the output matrix, in the order of their use
+    pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     has_output_bias = False
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -85,7 +87,7 @@ class Transformer(nn.Module):
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
-        self.mask_padding = PaddingMask(config.vocab_size, config.padded_vocab_size)
+        self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold. Both the first and the last stage keep a tied embedding table."""
@@ -113,26 +115,37 @@ class Transformer(nn.Module):
         return ()
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor | None = None, visible: VisibleKeys | None = None
-    ) -> torch.Tensor:
-        """tokens [batch, seq] → logits [batch, seq, padded vocab], whose padding entries are -inf.
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        visible: VisibleKeys | None = None,
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
-        bidirectional model. Layers get ``visible`` as their last argument, if it is given.
+        bidirectional model. Layers get ``visible`` as their last argument, if it is given, and `embed` gets
+        ``token_types``, [batch, seq].
         """
         if positions is None:
             seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
             positions = torch.arange(seq_len, device=x.device)
         if self.is_first:
-            x = self.embed(x, positions)
+            types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
+            x = self.embed(x, positions, *types)
         inputs: tuple[Any, ...] = self.layer_inputs(positions)
         if visible is not None:
             inputs = (*inputs, visible)
         for layer in self.layers.values():
             x = layer(x, *inputs)
-        if not self.is_last:
-            return x
+        return self.predict(x) if self.is_last else x
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
+
+        The logits of tokens are [batch, seq, padded vocab], and those of padding are -inf.
+        """
         for name in self.head:
             x = self.get_submodule(name)(x)
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)

@@ -96,3 +96,18 @@ class ReduceFromTensorRegion(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The reverse: give every rank the full gradient, because a sum passes its gradient to each term."""
         return _spread(gradient, ctx.sequence_parallel, ctx.group), None, None
+
+
+class CopyFromFirstRank(torch.autograd.Function):
+    """Gives every rank the first one's tensor, from which all compute the same result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """x, of one shape on all ranks → the first rank's x."""
+        ctx.is_first = group.rank == 0
+        return all_gather(x[None], 0, group)[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each rank's gradient is complete already, so nothing is summed, and the first rank alone passes it on."""
+        return gradient if ctx.is_first else torch.zeros_like(gradient), None

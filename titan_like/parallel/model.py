@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.weight_gradients import WeightGradients
 
-LossFunction = Callable[[torch.Tensor, int], torch.Tensor]  # (logits [batch, seq, vocab], microbatch number) → scalar
+ModelOutput = torch.Tensor | tuple[torch.Tensor, ...]  # what `Transformer.predict` returns
+LossFunction = Callable[[Any, int], torch.Tensor]  # (the model's output, microbatch number) → scalar
 
 
 @dataclass(frozen=True)

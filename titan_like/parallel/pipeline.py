@@ -80,13 +80,13 @@ class RunningStage(PipelineStage):
             Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
         """
         step = Step("F", self.stage_index, fwd_chunk_id)
-        tokens, positions, visible = self._inputs[fwd_chunk_id]
+        tokens, *others = self._inputs[fwd_chunk_id]
         x = tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
         self._start(step)
         backward = torch.is_grad_enabled()
         if not self.is_first:
             x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
-        output = self.stage.module(x, positions, visible)
+        output = self.stage.module(x, *others)
         if self.is_last:
             assert self._loss_function is not None
             output = self._loss_function(output, fwd_chunk_id)

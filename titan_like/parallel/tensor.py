@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -96,10 +97,11 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
 
 
 def absent_modules(model: Transformer) -> set[str]:
-    """Names of the modules that this pipeline stage lacks because another stage holds them."""
+    """Names of the modules that this pipeline stage lacks: another stage holds them, or this shape has none."""
     absent = set() if model.is_first else set(model.entry)
     absent |= set() if model.is_last else {*model.head, "output", "output_bias", "mask_padding"}
-    return absent - {name for name, _ in model.named_children()}
+    absent -= {name for name, _ in model.named_children()}
+    return absent | {name for name, module in model.named_children() if isinstance(module, nn.Identity)}
 
 
 @torch.no_grad()

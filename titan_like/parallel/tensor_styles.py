@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask, VocabularyBias
-from titan_like.parallel.collectives import CopyToTensorRegion, Group, ReduceFromTensorRegion
+from titan_like.parallel.collectives import CopyFromFirstRank, CopyToTensorRegion, Group, ReduceFromTensorRegion
 from titan_like.parallel.weight_gradients import linear
 
 
@@ -103,14 +103,29 @@ class ReplicatedLinear(LocalStyle):
         return linear(module, x, module.weight, local(module.weight), bias)
 
 
+class FirstTokenOfAll(LocalStyle):
+    """Gives every rank the first token, which with sequence parallelism only the first rank has."""
+
+    def forward(self, module: nn.Module, group: Group, x: torch.Tensor) -> torch.Tensor:
+        """Activation between layers → [batch, 1, hidden], equal on every rank."""
+        return CopyFromFirstRank.apply(x[:, :1], group) if self.sequence_parallel else x[:, :1]
+
+
+class PooledLinear(LocalStyle):
+    """Replicates a linear layer over the first token, which all ranks compute alike, so its gradient is complete."""
+
+    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
+
+    def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 1, in] → [batch, 1, out]."""
+        return linear(module, x, module.weight, local(module.weight), local(module.bias))
+
+
 class Norm(LocalStyle):
     """Replicates the weights. With sequence parallelism each rank normalises its part of the sequence."""
 
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
     partial_gradients = ("weight", "bias")
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module if isinstance(module, nn.Identity) else super()._apply(module, device_mesh)
 
     def forward(self, module: nn.LayerNorm | nn.RMSNorm, group: Group, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
@@ -228,6 +243,8 @@ STYLES: dict[str, type[LocalStyle]] = {
     "norm": Norm,
     "replicated_linear": ReplicatedLinear,
     "split_heads": SplitHeads,
+    "first_token": FirstTokenOfAll,
+    "pooled_linear": PooledLinear,
     "position_embedding": PositionEmbedding,
     "vocabulary_embedding": VocabularyEmbedding,
     "vocabulary_output": VocabularyOutput,

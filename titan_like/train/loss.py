@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,14 +10,57 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.models.config import NUM_OPTIONS
 from titan_like.parallel.collectives import Group, all_gather
+
+
+def num_labels(labels: torch.Tensor, predictions: Sequence[str]) -> torch.Tensor:
+    """How many labels of a microbatch, [batch, seq], each of the model's predictions has: int64 [predictions]."""
+    return torch.stack([(own != IGNORED_LABEL).sum() for own in _labels_of_each(labels, predictions)])
+
+
+def summed_losses(
+    output: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor, predictions: Sequence[str]
+) -> torch.Tensor:
+    """The summed loss in nats of each of the model's predictions: [predictions], at least float32.
+
+    Sums, not means: the caller divides each once by its number of labels in the global batch, so that every layout and
+    accumulation count computes the same quantity.
+
+    Args:
+        output: what the model returns, see `Bert.predict`; logits [batch, seq, vocab] in most families.
+        labels: [batch, seq].
+        predictions: `TransformerConfig.predictions`.
+    """
+    parts = (output,) if isinstance(output, torch.Tensor) else output
+    losses = []
+    for name, part, own in zip(predictions, parts, _labels_of_each(labels, predictions), strict=True):
+        if name == "tokens":
+            losses.append(summed_cross_entropy(part, own))
+        else:  # [batch, classes], or [questions, options]
+            scores = part[:, 0] if name == "pair" else part.reshape(-1, NUM_OPTIONS)
+            scores = scores.to(_accumulator(scores))
+            losses.append(F.cross_entropy(scores, own.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"))
+    return torch.stack(losses)
+
+
+def _labels_of_each(labels: torch.Tensor, predictions: Sequence[str]) -> list[torch.Tensor]:
+    """The labels [batch, seq] by prediction. That of a pair or a choice is at the first position of a sample, and that
+    of a choice at the first of its options.
+    """
+    if "choice" in predictions:
+        return [labels[::NUM_OPTIONS, 0]]
+    if "pair" not in predictions:
+        return [labels]
+    of_tokens = labels.clone()
+    of_tokens[:, 0] = IGNORED_LABEL
+    return [of_tokens, labels[:, 0]]
 
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of token losses in nats: logits [batch, seq, vocab], labels [batch, seq] → scalar, at least float32.
 
-    A sum, not a mean: the caller divides once by the number of valid tokens in the global batch, so that every
-    layout and accumulation count computes the same quantity. Logits may be a DTensor split over the vocabulary. Each
+    Logits may be a DTensor split over the vocabulary. Each
     rank then returns the same loss as a plain tensor, and its backward pass gives the gradient of its own logits.
     """
     if not isinstance(logits, DTensor):

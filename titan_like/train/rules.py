@@ -12,7 +12,7 @@ from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import batch_sizes_to_check, total_steps
 from titan_like.data.registry import find_dataset
-from titan_like.models.config import TransformerConfig
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import find_rule
 from titan_like.optim.schedule import wsd_decay_steps
@@ -20,6 +20,7 @@ from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
+_SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those around them
 _MOST_INCREMENTS = 10_000  # in a batch-size ramp-up, whose steps are counted one increment at a time
 
 
@@ -52,7 +53,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
-        rules.append(lambda: _check_tasks(config, model))
+        rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
     rules.append(lambda: _check_available(config))
     for rule in rules:
         try:
@@ -295,6 +296,31 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         raise ConfigError(
             "data.prefix_lm_loss", "all", "there is no prefix; set data.prefix_lm to true or leave it out"
         )
+
+
+def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
+    """The head of the first token and the data that trains it go together."""
+    objective, dataset, training = config.data.sentence_objective, config.data.dataset, config.training
+    head = "pair" if "pair" in model.predictions else "choice" if "choice" in model.predictions else "none"
+    if objective != "none" and head != "pair":
+        problem = 'is for models with a head for pairs; set model.overrides.sentence_head to "pair", or leave it out'
+        if config.model.family != "bert":
+            problem = f'{config.model.family} has no head for pairs of sentences; leave it out, or train "bert"'
+        raise ConfigError("data.sentence_objective", objective, problem)
+    if head == "pair" and objective == "none":
+        problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
+        raise ConfigError("model.overrides.sentence_head", "pair", problem)
+    if (head == "choice") != (dataset == "race"):
+        problem = 'is for models that choose answers; set model.overrides.sentence_head to "choice"'
+        if head == "choice":
+            problem = 'has no questions with answers to choose from, which sentence_head "choice" needs; use "race"'
+        raise ConfigError("data.dataset", dataset, problem)
+    if head != "none" and training.seq_len < _SHORTEST_PAIR:
+        problem = f"two sentences take {_SHORTEST_PAIR} tokens; use at least that"
+        raise ConfigError("training.seq_len", training.seq_len, problem)
+    if head == "choice" and training.micro_batch_size % NUM_OPTIONS:
+        problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
+        raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)
 
 
 def _check_available(config: JobConfig) -> None:

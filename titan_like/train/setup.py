@@ -228,4 +228,8 @@ def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
         if all((sources["validation"][index][1] == IGNORED_LABEL).all() for index in first):
             problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
             raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
+    if config.data.sentence_objective == "next_sentence" and len(sources["train"]) == UNKNOWN_LENGTH:
+        problem = "takes the second sentence from anywhere in the data, and a stream is only read in order"
+        problem += '; use "sentence_order", or write the data with scripts/preprocess_data.py'
+        raise ConfigError("data.sentence_objective", "next_sentence", problem)
     return sources

@@ -18,22 +18,22 @@ from titan_like.config.errors import RunError
 from titan_like.data.batch_size import global_batch_size_at
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
-from titan_like.data.source import IGNORED_LABEL
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_log_line, format_sources, format_validation
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
-from titan_like.metrics.record import StepRecord
+from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.metrics.writers import Writer, build_writers
 from titan_like.optim.grad_norm import count_zeros, global_grad_norm
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import lr_factor
+from titan_like.parallel.model import ModelOutput
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_table_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
-from titan_like.train.loss import summed_cross_entropy
+from titan_like.train.loss import num_labels, summed_losses
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
@@ -55,6 +55,7 @@ class Trainer(TrainingState):
         self.save_is_due = False
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.unlogged: list[StepRecord] = []  # steps since the last log line
+        self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.console.print(f" {describe_run(run)}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
@@ -99,7 +100,10 @@ class Trainer(TrainingState):
                 is_last = self.step == total or self.stop_signal > 0
                 if self._validates():
                     record.validation_loss, record.evaluation = self.validate(), self.evaluate()
-                    self.console.print(format_validation(self.step, record.validation_loss, record.evaluation))
+                    named = named_losses(self.run.model.predictions, self.validation_losses)
+                    record.validation_losses = {f"validation_{name}": value for name, value in named.items()}
+                    line = format_validation(self.step, record.validation_loss, named, record.evaluation)
+                    self.console.print(line)
                 self._log_step(record, is_last)
                 self._save_if_due(is_last)
             if self.stop_signal and self.step < total:
@@ -126,30 +130,34 @@ class Trainer(TrainingState):
         batches = [batch.to(device, non_blocking=True) for batch in islice(data, num_microbatches)]
         data_time = time.perf_counter() - started
 
-        # The loss is the mean over the valid tokens of the global batch. Counting them first lets every microbatch
-        # divide by the same number, so gradients only need to be summed.
+        # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
+        # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
+        # only need to be summed.
         inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
-        num_tokens = torch.stack([(microbatch != IGNORED_LABEL).sum() for microbatch in labels]).sum()
+        predictions = self.run.model.predictions
+        num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
         if self.dp_size > 1:
-            dist.all_reduce(num_tokens, group=self.dp_group)
-        loss = torch.zeros((), device=device, dtype=self.loss_dtype)
+            dist.all_reduce(num_each, group=self.dp_group)
+        losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
-        def scaled_loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-            micro_loss = summed_cross_entropy(logits, labels[microbatch]) / num_tokens
-            loss.add_(micro_loss.detach())
+        def scaled_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
+            micro_losses = summed_losses(output, labels[microbatch], predictions) / num_each
+            losses.add_(micro_losses.detach())
+            micro_loss = micro_losses.sum()
             return micro_loss if self.scaler is None else micro_loss * self.scaler.scale.to(micro_loss.dtype)
 
         self.pipeline.forward_backward(inputs, scaled_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
-        self._sum_over_samples(loss)
+        self._sum_over_samples(losses)
+        loss = losses.sum()
         grad_norm = global_grad_norm(self.model.counted_parameters(), self.mesh).double() / self.loss_scale
         self.profiler.mark("gradient norm")
 
         # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
-        values = self._values_to_read(loss, grad_norm, spike)
+        values = self._values_to_read(losses, grad_norm, spike)
         self.saver.before_update()
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
@@ -175,8 +183,9 @@ class Trainer(TrainingState):
             factor = clip / self.loss_scale
         update(self.optimizer, self.model.parameters(), lr, factor, skip)
 
-    def _values_to_read(self, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [7]."""
+    def _values_to_read(self, losses: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
+        """Start copying this step's `StepValues` to the host: float64 [7 + predictions]."""
+        loss = losses.sum()
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
@@ -188,7 +197,7 @@ class Trainer(TrainingState):
             num_zeros = torch.full_like(loss, math.nan)
         scale = torch.ones_like(grad_norm) * self.loss_scale
         values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
-        return copy_to_host(torch.cat((torch.stack(values), noticed)))
+        return copy_to_host(torch.cat((torch.stack(values), noticed, losses.double())))
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
@@ -212,6 +221,7 @@ class Trainer(TrainingState):
         return StepRecord(
             step=issued.step,
             loss=values.loss,
+            losses=named_losses(self.run.model.predictions, values.losses),
             grad_norm=values.grad_norm,
             lr=issued.lr,
             consumed_samples=issued.consumed_samples,
@@ -301,25 +311,26 @@ class Trainer(TrainingState):
         data = BackgroundLoader(
             MaskedSamples(dataset, self.run.masks), sampler, config.data.num_workers, self.run.device
         )
-        total = torch.zeros(2, device=self.run.device, dtype=self.loss_dtype)  # summed loss, valid tokens
+        predictions = self.run.model.predictions
+        # For each prediction the summed loss, and the number of labels.
+        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
         while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
             inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
 
-            def add_loss(
-                logits: torch.Tensor, microbatch: int, labels: Sequence[torch.Tensor] = labels
-            ) -> torch.Tensor:
-                total[0] += summed_cross_entropy(logits, labels[microbatch])
-                total[1] += (labels[microbatch] != IGNORED_LABEL).sum()
-                return total[0]
+            def add_loss(output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels) -> torch.Tensor:
+                total[0] += summed_losses(output, labels[microbatch], predictions)
+                total[1] += num_labels(labels[microbatch], predictions)
+                return total[0].sum()
 
             self.pipeline.forward(inputs, add_loss)
         data.close()
         self.model.train()
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
-        return (total[0] / total[1]).item()
+        self.validation_losses = (total[0] / total[1]).tolist()
+        return sum(self.validation_losses)
 
     def evaluate(self) -> dict[str, float]:
         """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""

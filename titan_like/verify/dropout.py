@@ -32,7 +32,7 @@ from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.masks import described, take_dense_masks
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
-from titan_like.verify.samples import Samples, has_masks
+from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -183,8 +183,7 @@ def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:
 def _fresh_model(run: Run) -> Transformer:
     model = build_model(run.model, run.config.model.family).double()
     model.init_weights(run.config.job.seed)
-    if has_masks(run.config.data):
-        take_dense_masks(model)
+    take_dense_masks(model, run.config)
     return model
 
 
@@ -229,10 +228,10 @@ def _replay(
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
         return (scores.softmax(3) * mask(True, scores.shape)) @ v
 
-    num_tokens, loss = num_labels(pieces), 0.0
+    counts, loss = num_labels(model, pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
-            loss += add_gradients(model, (piece,), num_tokens, torch.float64)
+            loss += add_gradients(model, (piece,), counts, torch.float64)
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -8,32 +8,42 @@ import torch
 import torch.nn.functional as F
 
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.masks import prefix_length
+from titan_like.data.masks import MaskedSamples, prefix_length
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.transformer import Transformer
-from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, Samples, has_masks, masked_tokens
+from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, SEPARATOR, Samples, has_masks, masks_of_run
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
     """Samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
 
-    If [data] asks for masks, [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees.
+    If [data] asks for masks, [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If
+    samples are pairs of sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions.
     """
-    masked = masked_tokens(config)
-    if masked is not None:
-        return torch.stack([masked.apply(samples[index], config.job.seed, index) for index in indices])
+    masks = masks_of_run(config)
+    if masks.pair_tokens is not None:
+        made = MaskedSamples(samples, masks)
+        return torch.stack([_with_types(made[index]) for index in indices])
+    if masks.masked is not None:
+        return torch.stack([masks.masked.apply(samples[index], config.job.seed, index) for index in indices])
     if not has_masks(config.data):
         return torch.stack([samples[index] for index in indices])
     return torch.stack([_with_masks(samples[index], index, config.data, config.job.seed) for index in indices])
 
 
 def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a model takes of samples from `described`: tokens, or also positions and bool [n, 1, seq, seq]."""
-    return (batch[:, 0],) if batch.shape[1] == 2 else (batch[:, 0], batch[:, 2], batch[:, None, 3:].bool())
+    """What a model takes of samples from `described`: tokens, and positions, bool [n, 1, seq, seq] and types."""
+    rows, seq_len = batch.shape[1:]
+    if rows == 2:
+        return (batch[:, 0],)
+    types = (batch[:, 3],) if rows == 4 + seq_len else ()
+    return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types
 
 
-def take_dense_masks(model: Transformer) -> None:
-    """Let a model's attention take a mask of all pairs in place of intervals."""
+def take_dense_masks(model: Transformer, config: JobConfig) -> None:
+    """Let a model's attention take a mask of all pairs in place of intervals, if there are any."""
+    if not has_masks(config.data) and masks_of_run(config).pair_tokens is None:
+        return
 
     def attend_with(core: AttentionCore) -> None:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -45,6 +55,16 @@ def take_dense_masks(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, AttentionCore):
             attend_with(module)
+
+
+def _with_types(sample: torch.Tensor) -> torch.Tensor:
+    """A pair of sentences, int64 [2, seq] → [4 + seq, seq]."""
+    inputs, labels = sample.tolist()
+    positions = list(range(len(inputs)))
+    first, last = (at for at in positions if inputs[at] == SEPARATOR)
+    seen = [int(at <= last) for at in positions]
+    types = [int(first < at <= last) for at in positions]
+    return torch.tensor([inputs, labels, positions, types, *[seen] * len(inputs)])
 
 
 def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> torch.Tensor:

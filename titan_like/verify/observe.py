@@ -15,7 +15,6 @@ import torch.distributed as dist
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
-from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import init
@@ -31,14 +30,7 @@ from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
-from titan_like.verify.samples import (
-    END_OF_DOCUMENT,
-    batches,
-    has_masks,
-    masked_tokens,
-    training_samples,
-    validation_samples,
-)
+from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -252,12 +244,7 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
         device=torch.device(member.device),
         datasets=cast(dict[str, Source], datasets),
         checkpoint_folder=folder / "checkpoint",
-        masks=Masks(
-            config.data,
-            END_OF_DOCUMENT if has_masks(config.data) else None,
-            config.job.seed,
-            masked_tokens(config),
-        ),
+        masks=masks_of_run(config),
     )
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from titan_like.config.change import edit
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import JobConfig
+from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.layers import init
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -34,7 +35,7 @@ from titan_like.verify.masks import described, model_arguments, take_dense_masks
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import IGNORED, batches, has_masks, training_samples, validation_samples
+from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 
 MARGIN = 8.0
@@ -121,8 +122,7 @@ def train(
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
-    if has_masks(config.data):
-        take_dense_masks(model)
+    take_dense_masks(model, config)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.items()), config)
     samples, validation = training_samples(config), validation_samples(config)
@@ -139,8 +139,8 @@ def train(
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
         pieces = described(samples, batch, config).to(device).split(piece)
-        num_tokens = num_labels(pieces)
-        loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, num_tokens, compute_type, scale)
+        counts = num_labels(model, pieces)
+        loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
@@ -170,39 +170,61 @@ def train(
     return trace
 
 
-def num_labels(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Number of tokens with a loss. pieces: each [n, rows, seq], from `described`."""
-    return torch.stack([(piece[:, 1] != IGNORED).sum() for piece in pieces]).sum()
+def labels_of(model: Transformer, batch: torch.Tensor) -> list[torch.Tensor]:
+    """The labels of each of a model's predictions, in samples [n, rows, seq] from `described`."""
+    kind, labels = model.config.predictions, batch[:, 1]
+    if kind == ("choice",):
+        return [labels.unflatten(0, (-1, NUM_OPTIONS))[:, 0, 0]]
+    return [labels[:, 1:], labels[:, 0]] if "pair" in kind else [labels]
+
+
+def num_labels(model: Transformer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Number of labels of each prediction: [predictions]. pieces: each [n, rows, seq], from `described`."""
+    counts = [[(labels != IGNORED).sum() for labels in labels_of(model, piece)] for piece in pieces]
+    return torch.tensor(counts).sum(0)
 
 
 def add_gradients(
-    model: Transformer, pieces: Sequence[torch.Tensor], num_tokens: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+    model: Transformer, pieces: Sequence[torch.Tensor], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> float:
-    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], a sum over ``num_tokens``; return that."""
+    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], given all their `num_labels`; return that."""
     total = 0.0
     for piece in pieces:
-        loss = summed_loss(model, piece, dtype) / num_tokens
+        losses = summed_losses(model, piece, dtype)
+        loss = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)]).sum()
         (loss * scale).backward()
         total += loss.item()
     return total
 
 
-def summed_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> torch.Tensor:
-    """Sum of the token losses of samples [n, rows, seq] from `described`, at least float32."""
+def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> list[torch.Tensor]:
+    """Sums of the losses of each prediction, in samples [n, rows, seq] from `described`, at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
-    logits = torch.func.functional_call(model, weights, model_arguments(batch))
-    logits = logits[..., : model.config.vocab_size]  # whatever the model does to the padding
-    logits = logits.to(torch.promote_types(compute_type, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1].flatten(), ignore_index=IGNORED, reduction="sum")
+    found = torch.func.functional_call(model, weights, model_arguments(batch))
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    kind, labels = model.config.predictions, labels_of(model, batch)
+    if "tokens" in kind:
+        outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
+    if "pair" in kind:
+        outputs[0] = outputs[0][:, 1:]  # the first token's label is the pair's
+    if "choice" in kind:
+        outputs[0] = outputs[0].unflatten(0, (-1, NUM_OPTIONS)).flatten(1)
+    accumulator = torch.promote_types(compute_type, torch.float32)
+    return [
+        F.cross_entropy(
+            output.to(accumulator).reshape(-1, output.shape[-1]), own.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        for output, own in zip(outputs, labels, strict=True)
+    ]
 
 
 @torch.no_grad()
 def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> float:
-    """Mean loss over the valid tokens of held-out samples [n, rows, seq], without dropout."""
+    """The loss of held-out samples [n, rows, seq], without dropout: the sum of the mean losses of all predictions."""
     model.eval()
-    total = sum(summed_loss(model, part, compute_type).double() for part in batch.split(piece))
+    parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in batch.split(piece)]
     model.train()
-    return (total / num_labels([batch])).item()
+    return (torch.stack(parts).sum(0).cpu() / num_labels(model, [batch])).sum().item()
 
 
 def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:

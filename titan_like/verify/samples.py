@@ -6,6 +6,7 @@ On such samples a mean of means is not the mean over all tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,16 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens
+from titan_like.data.masks import Masks
 from titan_like.data.packed import token_fingerprint
+from titan_like.data.sentence_pairs import PairTokens, SentencePairs
+from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
+FIRST, SEPARATOR, PADDING = 5, 6, 7  # tokens around two sentences, where samples are such
 _SHARE_OF_ENDS = 0.15  # of tokens that end a document
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
@@ -36,6 +41,7 @@ class Samples(Dataset[torch.Tensor]):
     size: int = 1 << 40
     empty: frozenset[int] = frozenset()  # samples without any label
     has_documents: bool = False  # whether samples are made of several documents
+    has_options: bool = False  # whether samples are the options of multiple-choice questions
 
     def __len__(self) -> int:
         return self.size
@@ -53,7 +59,17 @@ class Samples(Dataset[torch.Tensor]):
         labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED
         if index >= self.size or index in self.empty:
             labels.fill_(IGNORED)
-        return torch.stack((inputs, labels))
+        return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
+
+    def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
+        """One option of a question, two sentences of random tokens. The first option's first label is the answer."""
+        text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.vocab_size - 1, tokens)
+        length = self.seq_len - index % 3
+        text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
+        answers = torch.full_like(labels, IGNORED)
+        if index % NUM_OPTIONS == 0 and (labels != IGNORED).any():
+            answers[0] = index // NUM_OPTIONS * 7 % NUM_OPTIONS
+        return torch.stack((text, answers))
 
     @property
     def fingerprint(self) -> str:
@@ -92,16 +108,21 @@ def training_samples(config: JobConfig) -> Samples:
     ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
-    vocab_size, has_documents = model_config(config.model).vocab_size, has_masks(config.data)
-    return Samples(2 * config.job.seed, config.training.seq_len, vocab_size, empty=empty, has_documents=has_documents)
+    return Samples(2 * config.job.seed, config.training.seq_len, empty=empty, **_kind_of(config))
 
 
 def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
-    batch, vocab_size = config.training.global_batch_size, model_config(config.model).vocab_size
+    batch, kind = config.training.global_batch_size, _kind_of(config)
     size = batch + max(1, batch // 2 - 1)
-    has_documents = has_masks(config.data)
-    return Samples(2 * config.job.seed + 1, config.training.seq_len, vocab_size, size, has_documents=has_documents)
+    size -= size % NUM_OPTIONS if kind["has_options"] else 0
+    return Samples(2 * config.job.seed + 1, config.training.seq_len, size=size, **kind)
+
+
+def _kind_of(config: JobConfig) -> dict[str, Any]:
+    model = model_config(config.model)
+    has_options = "choice" in model.predictions
+    return {"vocab_size": model.vocab_size, "has_documents": has_masks(config.data), "has_options": has_options}
 
 
 def masked_tokens(config: JobConfig) -> MaskedTokens | None:
@@ -109,9 +130,24 @@ def masked_tokens(config: JobConfig) -> MaskedTokens | None:
     model = model_config(config.model)
     if model.objective != "mlm":
         return None
-    ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK))
+    ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING))
     joins = np.arange(model.vocab_size) % 3 > 0
     return MaskedTokens(config.data, MASK, ordinary, np.stack((joins, joins)) if config.data.mlm_whole_words else None)
+
+
+def masks_of_run(config: JobConfig) -> Masks:
+    """What the trainer adds to these samples."""
+    model, around, pairs = model_config(config.model), PairTokens(FIRST, SEPARATOR, PADDING), None
+    if "pair" in model.predictions:
+        pairs = SentencePairs(config.data.sentence_objective, around, END_OF_DOCUMENT)
+    return Masks(
+        config.data,
+        END_OF_DOCUMENT if has_masks(config.data) else None,
+        config.job.seed,
+        masked_tokens(config),
+        pairs,
+        around if pairs is not None or "choice" in model.predictions else None,
+    )
 
 
 def has_masks(section: Data) -> bool:

@@ -17,7 +17,7 @@ from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling
 from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.models.config import TransformerConfig
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
@@ -100,7 +100,7 @@ def shrink(
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
-        micro_batch = min(micro_batch, 2)
+        micro_batch = min(micro_batch, NUM_OPTIONS if "choice" in model.predictions else 2)
         seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)

@@ -26,8 +26,8 @@ def later_stages_attend_causally() -> Iterator[None]:
     """Pipeline stages after the first get no mask."""
     original = Transformer.forward
 
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None) -> torch.Tensor:
-        return original(self, x, positions, visible if self.is_first else None)
+    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
+        return original(self, x, positions, visible if self.is_first else None, *types)
 
     with patch.object(Transformer, "forward", forward):
         yield
@@ -53,8 +53,8 @@ def later_stages_count_positions_through() -> Iterator[None]:
     """Pipeline stages after the first get no positions."""
     original = Transformer.forward
 
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None) -> torch.Tensor:
-        return original(self, x, positions if self.is_first else None, visible)
+    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
+        return original(self, x, positions if self.is_first else None, visible, *types)
 
     with patch.object(Transformer, "forward", forward):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from titan_like.models.config import TransformerConfig
 
@@ -13,11 +13,36 @@ class BertConfig(TransformerConfig):
     """The shape of BERT (arXiv 1810.04805) and Megatron-LM's BERT models (arXiv 1909.08053)."""
 
     objective: ClassVar = "mlm"
-    not_in_weights: ClassVar = frozenset({"init_std", "dropout"})
+    not_in_weights: ClassVar = frozenset({"init_std", "dropout", "sentence_head"})
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
-    num_token_types: int = Field(2, gt=0, description="rows of the token-type table; training uses the first alone")
+    num_token_types: int = Field(
+        2, gt=0, description="rows of the token-type table; the second is for the second of two sentences"
+    )
     norm_placement: Literal["pre", "post"] = Field(
         "pre",
         description="pre: a norm before attention and MLP and one after the last layer (Megatron-LM); post: a norm "
         "after each residual sum and after the embeddings (the original BERT)",
     )
+    sentence_head: Literal["none", "pair", "choice"] = Field(
+        "none",
+        description="what the first token predicts. pair: the class of a pair of sentences, in addition to masked "
+        "tokens (data.sentence_objective); choice: the score of an answer, in place of tokens (data.dataset race)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _untie(cls, values: dict) -> dict:
+        return {"tied_embeddings": False, **values} if values.get("sentence_head") == "choice" else values
+
+    @model_validator(mode="after")
+    def _check_head(self) -> BertConfig:
+        if self.sentence_head == "choice" and self.tied_embeddings:
+            raise ValueError("sentence_head choice has no output matrix to tie; set tied_embeddings to false")
+        if self.sentence_head != "none" and self.num_token_types < 2:
+            raise ValueError(f"sentence_head {self.sentence_head} needs two token types; set num_token_types to 2")
+        return self
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """Masked tokens, and what the head of the first token predicts."""
+        return {"none": ("tokens",), "pair": ("tokens", "pair"), "choice": ("choice",)}[self.sentence_head]

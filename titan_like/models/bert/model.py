@@ -1,4 +1,5 @@
-"""BERT: bidirectional attention, learned positions and token types, GELU, biases, dropout, a head for masked tokens.
+"""BERT: bidirectional attention, learned positions and token types, GELU, biases, dropout, a head for masked tokens and
+one for the first token.
 
 Norms stand before attention and MLP, as in Megatron-LM: that removes the instabilities of the original placement, after
 each residual sum, and lets larger models train to a lower loss (arXiv 1909.08053, section 5.3). The original placement
@@ -14,6 +15,7 @@ from torch import nn
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.mlp import GeluMLP
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import Transformer
 
 
@@ -37,12 +39,13 @@ class BertLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate="none")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]."""
+    def forward(self, x: torch.Tensor, visible: VisibleKeys | None = None) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]; every token sees all others without ``visible``."""
         if self.norms_first:
-            x = x + F.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+            attended = self.attention(self.attention_norm(x), None, visible)
+            x = x + F.dropout(attended, self.dropout, self.training)
             return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
-        x = self.attention_norm(x + F.dropout(self.attention(x), self.dropout, self.training))
+        x = self.attention_norm(x + F.dropout(self.attention(x, None, visible), self.dropout, self.training))
         return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training))
 
 
@@ -59,12 +62,24 @@ class Transform(nn.Module):
         return self.norm(F.gelu(self.dense(x)))
 
 
+class FirstToken(nn.Module):
+    """Takes the hidden state of the first token, [CLS]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, 1, hidden]."""
+        return x[:, :1]
+
+
 class Bert(Transformer):
-    """BERT over token sequences [batch, seq] of the first token type; see `Transformer.forward`."""
+    """BERT over token sequences [batch, seq]; see `Transformer.forward`.
+
+    Modules that a shape does not have are `nn.Identity`.
+    """
 
     residual_outputs: tuple[str, ...] = ("attention.proj", "mlp.fc2")
     entry = ("embedding", "position_embedding", "token_type_embedding", "embedding_norm")
-    head = ("norm", "transform")
+    head = ("norm", "transform", "first_token", "pooler", "pair", "choice")
+    pooled = ("pooler", "pair", "choice")
     has_output_bias = True
 
     def __init__(self, config: BertConfig) -> None:
@@ -76,20 +91,57 @@ class Bert(Transformer):
         self.embedding_norm = nn.LayerNorm(hidden, config.norm_eps) if is_post else nn.Identity()
         self.layers.update({str(i): BertLayer(config) for i in range(config.num_layers)})
         self.norm = nn.Identity() if is_post else nn.LayerNorm(hidden, config.norm_eps)
-        self.transform = Transform(config)
+        self.transform: nn.Module = Transform(config)
+        self.first_token: nn.Module = nn.Identity()
+        self.pooler: nn.Module = nn.Identity()
+        self.pair: nn.Module = nn.Identity()
+        self.choice: nn.Module = nn.Identity()
+        if config.sentence_head != "none":
+            self.first_token, self.pooler = FirstToken(), nn.Linear(hidden, hidden)
+        if config.sentence_head == "pair":
+            self.pair = nn.Linear(hidden, 2)
+        if config.sentence_head == "choice":
+            self.choice = nn.Linear(hidden, 1)
+            self.transform, self.output, self.output_bias = nn.Identity(), nn.Identity(), nn.Identity()
+            self.mask_padding = nn.Identity()
         if is_post:  # whose norms bound the residual stream
             self.residual_outputs = ()
 
     @property
     def last_norm(self) -> nn.Module:
         """The norm whose weights scale the logits. Only the last stage has it."""
-        return self.transform.norm
+        return self.transform.norm if isinstance(self.transform, Transform) else self.norm
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
-        first_type = self.token_type_embedding(torch.zeros_like(positions))
-        x = self.embedding(tokens) + self.position_embedding(positions) + first_type
+    def embed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens [batch, seq], positions [seq] or [batch, seq], types like either → hidden states [batch, seq, hidden].
+
+        Without ``token_types`` all tokens are of the first type.
+        """
+        types = torch.zeros_like(positions) if token_types is None else token_types
+        x = self.embedding(tokens) + self.position_embedding(positions) + self.token_type_embedding(types)
         return F.dropout(self.embedding_norm(x), self.dropout, self.training)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
+
+        They are the logits of tokens [batch, seq, padded vocab], those of a pair [batch, 1, 2], of which the first is
+        that of sentences in order, or the score of a choice [batch, 1, 1].
+        """
+        x, kind = self.norm(x), self.config.predictions
+        found = []
+        if "tokens" in kind:
+            hidden = self.transform(x)
+            logits = self.output(hidden, self.embedding.weight) if self.config.tied_embeddings else self.output(hidden)
+            found.append(self.mask_padding(self.output_bias(logits)))
+        if "pair" in kind or "choice" in kind:
+            pooled = torch.tanh(self.pooler(self.first_token(x)))
+            if "pair" in kind:
+                found.append(self.pair(pooled))
+            else:
+                found.append(self.choice(F.dropout(pooled, self.dropout, self.training)))
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 def build(config: BertConfig) -> Bert:

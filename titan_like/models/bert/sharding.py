@@ -3,7 +3,7 @@
 TENSOR_PARALLEL_PLAN = {
     "embedding": "vocabulary_embedding",
     "position_embedding": "position_embedding",
-    "token_type_embedding": "position_embedding",  # looked up by zeros in the shape of the positions
+    "token_type_embedding": "position_embedding",
     "embedding_norm": "norm",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "region",
@@ -17,6 +17,10 @@ TENSOR_PARALLEL_PLAN = {
     "norm": "norm",
     "transform.dense": "replicated_linear",
     "transform.norm": "norm",
+    "first_token": "first_token",
+    "pooler": "pooled_linear",
+    "pair": "pooled_linear",
+    "choice": "pooled_linear",
     "output": "vocabulary_output",
     "output_bias": "vocabulary_bias",
     "mask_padding": "vocabulary_mask",

@@ -1,0 +1,147 @@
+"""Pairs of sentences, BERT's second objective: [CLS] A [SEP] B [SEP] and the class of the pair.
+
+A and B are two parts of a text from one document, cut at a random token, as "a 'sentence' can be an arbitrary span of
+contiguous text" (arXiv 1810.04805, section 3). In half of the pairs
+
+- ``next_sentence`` replaces B by the text of another sample (arXiv 1810.04805, section 3.1);
+- ``sentence_order`` swaps A and B (arXiv 1909.11942, section 3.1; Megatron-LM's, arXiv 1909.08053, section 5.3).
+
+The class, 0 for the text as it was and 1 otherwise, is the label of the first position. The inputs say the rest: tokens
+after the first [SEP] are of the second type, and what follows the last one is padding, which no token sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Data
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.layers.visible import VisibleKeys
+
+ADDED = 3  # tokens around two sentences
+
+
+class Samples(Protocol):
+    """Samples of next-token prediction by their number in the run, int64 [2, seq]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """The tokens around two sentences."""
+
+    first: int  # [CLS]
+    separator: int  # [SEP]
+    padding: int  # [PAD]
+
+    def join(self, one: np.ndarray, two: np.ndarray, seq_len: int) -> np.ndarray:
+        """[CLS] one [SEP] two [SEP], padded: int64 [seq_len]. Both together have at most seq_len - 3 tokens."""
+        parts = (np.array([self.first]), one, np.array([self.separator]), two, np.array([self.separator]))
+        joined = np.concatenate(parts)
+        return np.pad(joined, (0, seq_len - len(joined)), constant_values=self.padding)
+
+    def types_and_visible(self, inputs: torch.Tensor) -> tuple[torch.Tensor, VisibleKeys]:
+        """The type of each token, int64 [batch, seq], and the keys that it sees: inputs int64 [batch, seq]."""
+        is_end = inputs == self.separator
+        types = (is_end.cumsum(1) - is_end.long() == 1).long()
+        order = torch.arange(inputs.shape[1], device=inputs.device)
+        length = (order * is_end).amax(1, keepdim=True) + 1
+        return types, VisibleKeys(torch.zeros_like(inputs), length.expand_as(inputs).contiguous())
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """Makes pairs of sentences from windows of text."""
+
+    objective: str  # next_sentence or sentence_order
+    tokens: PairTokens
+    eod_id: int
+
+    def make(self, samples: Samples, index: int, seed: int) -> torch.Tensor:
+        """Sample ``index`` of the run as a pair of sentences: int64 [2, seq].
+
+        What is drawn is a function of the seed and the number of the sample. The labels are the class at the first
+        position, and at those of the text the tokens themselves, where the dataset gives a label. A sample without any
+        label, or with fewer than two tokens of text, has none.
+        """
+        random = np.random.Generator(np.random.Philox(key=_key(seed, index)))
+        given, seq_len = samples[index].numpy(), samples[index].shape[1]
+        text, has_label = self._text(given, seq_len - ADDED, random)
+        cut = 1 + int(random.random() * (len(text) - 1))
+        (one, two), (label_one, label_two) = np.split(text, [cut]), np.split(has_label, [cut])
+        is_other = bool(random.random() < 0.5)
+        if is_other and self.objective == "sentence_order":
+            one, two, label_one, label_two = two, one, label_two, label_one
+        elif is_other:
+            other = self._other(samples, given, random)
+            two, label_two = self._text(other, seq_len - ADDED - len(one), random)
+        inputs = self.tokens.join(one, two, seq_len)
+        nothing = np.zeros(1, dtype=bool)
+        has_label = np.concatenate((nothing, label_one, nothing, label_two))
+        labels = np.full(seq_len, IGNORED_LABEL)
+        labels[: len(has_label)] = np.where(has_label, inputs[: len(has_label)], IGNORED_LABEL)
+        if len(text) > 1 and (given[1] != IGNORED_LABEL).any():
+            labels[0] = is_other
+        return torch.from_numpy(np.stack((inputs, labels)))
+
+    def _text(self, sample: np.ndarray, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
+
+        Both are int64 and bool [tokens], with 0 to ``most`` tokens: none if the sample has no text.
+        """
+        inputs, labels = sample
+        is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
+        places = np.flatnonzero(is_text)
+        if len(places) == 0:
+            return inputs[:0], labels[:0] != IGNORED_LABEL
+        token = places[int(random.random() * len(places))]
+        ends = np.flatnonzero(~is_text)
+        after = int(np.searchsorted(ends, token))
+        begin = int(ends[after - 1]) + 1 if after > 0 else 0
+        end = int(ends[after]) if after < len(ends) else len(inputs)
+        begin += int(random.random() * (max(0, end - begin - most) + 1))
+        chosen = slice(begin, min(end, begin + most))
+        return inputs[chosen], labels[chosen] != IGNORED_LABEL
+
+    def _other(self, samples: Samples, given: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Another sample than ``given``, or that one again if there is no other."""
+        drawn = int(random.random() * len(samples))
+        for number in (drawn, drawn + 1):
+            other = samples[number % len(samples)].numpy()
+            if not np.array_equal(other[0], given[0]):
+                break
+        return other
+
+
+def _key(seed: int, index: int) -> int:
+    digest = hashlib.blake2b(repr((seed, index)).encode(), digest_size=16, person=b"sentence pairs").digest()
+    return int.from_bytes(digest, "little")
+
+
+def pair_tokens_of(section: Data, vocab_size: int) -> PairTokens:
+    """The tokens around two sentences for a model of ``vocab_size`` tokens.
+
+    Raises:
+        ConfigError: the tokenizer cannot be built, lacks them, or has ones that the model lacks.
+    """
+    found = build_tokenizer(section.tokenizer).pair_ids
+    if found is None:
+        problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
+        raise ConfigError("data.tokenizer", section.tokenizer, problem)
+    if max(found) >= vocab_size:
+        problem = (
+            f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}, but the model's vocab_size is {vocab_size}; "
+            f"set model.overrides.vocab_size to {max(found) + 1}"
+        )
+        raise ConfigError("data.tokenizer", section.tokenizer, problem)
+    return PairTokens(*found)
