@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, runs, updates
+from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, pairs, runs, updates
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
 from titan_like.verify.processes import Prepare
@@ -50,6 +50,8 @@ DOCUMENTS = [
 LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
 BERT = ["--job.config_file", str(REPO / "train_configs/debug_bert.toml")]
 BERT_LAYOUT = [*PIPELINE, "--parallelism.tensor_parallel_degree", "2", "--parallelism.sequence_parallel", "true"]
+PAIRS = ["--job.config_file", str(REPO / "train_configs/debug_bert_pairs.toml")]
+NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 
@@ -141,6 +143,15 @@ BUGS = [
     (masks.masks_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
     (masks.masks_drawn_by_each_process, [*BERT, *DATA], "data_parallel", Row.LOSS, ""),
     (masks.later_stages_of_bert_attend_causally, [*BERT, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (pairs.types_dropped, [*PAIRS, *ONE], "one_process", Row.LOSS, "token_type_embedding"),
+    (pairs.padding_is_seen, [*PAIRS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (pairs.classes_swapped_on_one_process, [*NEXT, *DATA], "data_parallel", Row.LOSS, "the loss"),
+    (pairs.pairs_drawn_by_each_process, [*NEXT, *ZERO_3], "data_parallel", Row.LOSS, ""),
+    (pairs.pairs_divided_by_tokens, [*PAIRS, *ONE], "one_process", Row.LOSS, "the loss"),
+    (pairs.each_rank_takes_its_own_first_token, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.LOSS, "first_token"),
+    (pairs.first_token_gets_no_gradient, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "first_token"),
+    (pairs.gradients_of_the_pooler_summed, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "pair"),
+    (pairs.later_stages_see_padding, [*PAIRS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
@@ -175,7 +186,7 @@ def verify(
 
 
 @pytest.mark.parametrize(
-    "layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE], [*BERT, *BERT_LAYOUT]]
+    "layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE], [*PAIRS, *BERT_LAYOUT]]
 )
 def test_product_is_the_same(layout: list[str]) -> None:
     verdict = verify(layout)

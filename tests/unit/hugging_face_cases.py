@@ -127,22 +127,26 @@ def llama_state(ours, config):
 
 def bert_state(ours, config):
     """BERT's queries, keys and values are tensors of their own; its norms follow what MegatronBert's stand before."""
-    vocab, is_post = config.vocab_size, config.norm_placement == "post"
+    vocab, is_post, head = config.vocab_size, config.norm_placement == "post", config.sentence_head
     state = {
         "bert.embeddings.word_embeddings.weight": ours["embedding.weight"][:vocab],
         "bert.embeddings.position_embeddings.weight": ours["position_embedding.weight"],
         "bert.embeddings.token_type_embeddings.weight": ours["token_type_embedding.weight"],
-        "cls.predictions.decoder.weight": ours["embedding.weight" if config.tied_embeddings else "output.weight"][
-            :vocab
-        ],
-        "cls.predictions.decoder.bias": ours["output_bias.bias"][:vocab],
-        "cls.predictions.bias": ours["output_bias.bias"][:vocab],
     }
+    if head != "choice":
+        decoder = ours["embedding.weight" if config.tied_embeddings else "output.weight"][:vocab]
+        state |= {"cls.predictions.decoder.weight": decoder, "cls.predictions.bias": ours["output_bias.bias"][:vocab]}
+        state["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
     for part in ("weight", "bias"):
         outer = ("bert.embeddings.LayerNorm", "embedding_norm") if is_post else ("bert.encoder.ln", "norm")
         state[f"{outer[0]}.{part}"] = ours[f"{outer[1]}.{part}"]
-        state[f"cls.predictions.transform.dense.{part}"] = ours[f"transform.dense.{part}"]
-        state[f"cls.predictions.transform.LayerNorm.{part}"] = ours[f"transform.norm.{part}"]
+        if head != "choice":
+            state[f"cls.predictions.transform.dense.{part}"] = ours[f"transform.dense.{part}"]
+            state[f"cls.predictions.transform.LayerNorm.{part}"] = ours[f"transform.norm.{part}"]
+        if head != "none":
+            state[f"bert.pooler.dense.{part}"] = ours[f"pooler.{part}"]
+            theirs = {"pair": "cls.seq_relationship", "choice": "classifier"}[head]
+            state[f"{theirs}.{part}"] = ours[f"{head}.{part}"]
         for i in range(config.num_layers):
             layer, theirs = f"layers.{i}", f"bert.encoder.layer.{i}"
             qkv = split_qkv(ours[f"{layer}.attention.qkv.{part}"], config)
@@ -166,8 +170,8 @@ def reference_model(config):
     if isinstance(config, BertConfig):
         is_post = config.norm_placement == "post"
         shape = transformers.BertConfig if is_post else transformers.MegatronBertConfig
-        kind = transformers.BertForMaskedLM if is_post else transformers.MegatronBertForMaskedLM
-        return kind(
+        task = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}[config.sentence_head]
+        return getattr(transformers, f"{'Bert' if is_post else 'MegatronBert'}{task}")(
             shape(
                 vocab_size=config.vocab_size,
                 hidden_size=config.hidden_size,

@@ -45,6 +45,8 @@ MODELS = {
     "gpt, untied, narrow mlp": gpt_config(vocab_size=VOCAB, tied_embeddings=False, ffn_hidden_size=72),
     "bert": bert_config(vocab_size=VOCAB, norm_placement="post", ffn_hidden_size=72),
     "bert, norms first": bert_config(vocab_size=VOCAB),
+    "bert, pairs": bert_config(vocab_size=VOCAB, sentence_head="pair"),
+    "bert, choices": bert_config(vocab_size=VOCAB, norm_placement="post", sentence_head="choice"),
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
     "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
@@ -63,14 +65,33 @@ def load(folder: Path, caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        is_causal = "Causal" in (name := json.loads((folder / "config.json").read_text())["architectures"][0])
-        auto = transformers.AutoModelForCausalLM if is_causal or "GPT" in name else transformers.AutoModelForMaskedLM
-        model, info = auto.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+        task = name.partition("Bert")[2] or "ForCausalLM"
+        model, info = getattr(transformers, f"AutoModel{task}").from_pretrained(
+            folder, output_loading_info=True, local_files_only=True
+        )
     finally:
         logger.removeHandler(caplog.handler)
     assert not any(info.values()), info
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     return model.eval()
+
+
+def outputs(ours, tokens) -> list[torch.Tensor]:
+    """What our model returns, without the padding of the vocabulary."""
+    with torch.no_grad():
+        found = ours(tokens)
+    return [part[..., :VOCAB] for part in (found if isinstance(found, tuple) else (found,))]
+
+
+def outputs_of_theirs(theirs, tokens) -> list[torch.Tensor]:
+    with torch.no_grad():
+        if "MultipleChoice" in type(theirs).__name__:
+            return [theirs(tokens[None]).logits.view(-1, 1, 1)]
+        found = theirs(tokens)
+    return (
+        [found.prediction_logits, found.seq_relationship_logits[:, None]] if "seq_r" in str(found) else [found.logits]
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -95,17 +116,22 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     save_checkpoint(tmp_path / "run", model)
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--max_shard_size", 1e-4)
     theirs = load(tmp_path / "hf", caplog)
-    classes = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}
-    wanted = "MegatronBertForMaskedLM" if name == "bert, norms first" else classes[name.partition(",")[0]]
-    assert type(theirs).__name__ == wanted
+    classes = {
+        "gpt": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "bert": "BertForMaskedLM",
+        "bert, norms first": "MegatronBertForMaskedLM",
+        "bert, pairs": "MegatronBertForPreTraining",
+        "bert, choices": "BertForMultipleChoice",
+    }
+    assert type(theirs).__name__ == classes.get(name, classes[name.partition(",")[0]])
     assert theirs.dtype == torch.float32
     tokens = torch.randint(VOCAB, (4, 64), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        ours, logits = model(tokens)[..., :VOCAB], theirs(tokens).logits
-    assert logits.shape == (4, 64, VOCAB)
-    assert 1 < logits.abs().max() < 50
-    print(name, "largest logit", logits.abs().max().item(), "largest difference", (ours - logits).abs().max().item())
-    assert (ours - logits).abs().max() <= 1e-5
+    for ours, logits in zip(outputs(model, tokens), outputs_of_theirs(theirs, tokens), strict=True):
+        assert logits.shape == ours.shape and 0.2 < logits.abs().max() < 50
+        difference = (ours - logits).abs().max().item()
+        print(name, "largest logit", logits.abs().max().item(), "largest difference", difference)
+        assert difference <= 1e-5
     if not model.config.is_causal:
         return
 
@@ -119,7 +145,7 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, norms first"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices"])
 def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     theirs = reference_of(random_model(MODELS[name]).to(dtype))
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
@@ -181,8 +207,8 @@ def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, na
     config = JobConfig.model_validate(settings)
     loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
     tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens)[..., :VOCAB], model(tokens)[..., :VOCAB])
+    for one, other in zip(outputs(loaded, tokens), outputs(model, tokens), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_bert_with_tensorflow_s_names_pooler_and_sentence_head_is_read_alike(tmp_path):

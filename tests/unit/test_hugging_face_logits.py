@@ -1,13 +1,17 @@
 """Logits equal those of transformers' classes, an independent implementation."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from tests.unit.hugging_face_cases import SCALING, bert_config, gpt_config, llama_config, random_model, reference_of
+from titan_like.data.sentence_pairs import PairTokens
 from titan_like.models.layers.rope import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import flavors
+from titan_like.train.loss import num_labels, summed_losses
 
 EPS32 = torch.finfo(torch.float32).eps
 SEQ = 48
@@ -38,6 +42,39 @@ def test_bert_equals_bert_and_megatron_bert(placement, name, tied):
     ours, theirs = logits_of(model)
     assert theirs.abs().max() > 1
     assert (ours - theirs).abs().max() < 1e-11 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("head", ["pair", "choice"])
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
+    model = random_model(bert_config(norm_placement=placement, sentence_head=head)).eval()
+    reference = reference_of(model)
+    around = PairTokens(first=1, separator=2, padding=0)
+    ids = [around.join(np.arange(5, 5 + one), np.arange(40, 40 + two), SEQ) for one, two in ((30, 15), (3, 20), (9, 0))]
+    inputs = torch.from_numpy(np.stack([*ids, ids[0]]))
+    types, visible = around.types_and_visible(inputs)
+    assert types.sum(1).tolist() == [16, 21, 1, 16] and visible.end[:, 0].tolist() == [48, 26, 12, 48]
+    attention = (torch.arange(SEQ) < visible.end[:, :1]).long()
+    with torch.no_grad():
+        ours = model(inputs, None, visible, types)
+        if head == "choice":
+            theirs = reference(
+                input_ids=inputs[None], attention_mask=attention[None], token_type_ids=types[None]
+            ).logits
+            assert ours.shape == (4, 1, 1) and (ours.flatten() - theirs[0]).abs().max() < 1e-12
+            return
+        theirs = reference(input_ids=inputs, attention_mask=attention, token_type_ids=types)
+        labels = torch.where(torch.arange(SEQ) % 5 == 3, inputs, -100) * attention - 100 * (1 - attention)
+        labels[:, 0] = torch.tensor([0, 1, -100, 1])
+        sums = summed_losses(model(inputs, None, visible, types), labels, model.config.predictions)
+    assert (ours[1][:, 0] - theirs.seq_relationship_logits).abs().max() < 1e-12
+    seen = attention.bool()
+    largest = theirs.prediction_logits.abs().max()
+    assert (ours[0][..., :101][seen] - theirs.prediction_logits[seen]).abs().max() < 1e-11 * largest
+    of_tokens = F.cross_entropy(theirs.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    of_pairs = F.cross_entropy(theirs.seq_relationship_logits, labels[:, 0], reduction="sum")
+    assert sums.tolist() == pytest.approx([of_tokens.item(), of_pairs.item()], rel=1e-11)
+    assert num_labels(labels, model.config.predictions).tolist() == [int((labels[:, 1:] != -100).sum()), 3]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -66,12 +66,15 @@ def resume(
 
 
 def load_checkpoint(
-    path: Path, model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: Path,
+    model: ParallelModel | nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    may_lack: tuple[str, ...] = (),
 ) -> RunState:
     """Load a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
 
     Random generators are restored if the checkpoint has the state of this rank. Without an optimizer only weights are
-    loaded.
+    loaded. Weights of the modules ``may_lack`` stay as they are if the checkpoint does not have them.
 
     Raises:
         Exception: of any type, on every rank, if a file is damaged.
@@ -79,7 +82,10 @@ def load_checkpoint(
     run = read_run_state(path)
     reader = TensorReader(path)
     stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
-    tensors = model_tensors(model)
+    new = tuple(f"model.{name}." for name in may_lack)
+    tensors = {
+        name: tensor for name, tensor in model_tensors(model).items() if name in stored or not name.startswith(new)
+    }
     if optimizer is not None:
         optimizer.state.clear()
         if any(name.startswith("optimizer.") for name in stored):  # before the first update there is no state

@@ -23,11 +23,11 @@ from titan_like.models.hugging_face import (
     Fields,
     RefusedError,
     Stored,
-    architectures,
+    architecture_of,
     families_by_model_type,
     family_module,
     family_of,
-    head_prefix,
+    head_prefixes,
 )
 
 CONFIG_FILE = "config.json"
@@ -86,7 +86,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         fields = _read_json(path, CONFIG_FILE)
         family, model = _model_of(Fields(fields))
         tensors = _tensors(path, family)
-        _check_tensors(model, tensors, architectures(family_module(family))[fields["model_type"]])
+        _check_tensors(model, tensors, architecture_of(model, fields["model_type"]))
     except RefusedError as refusal:
         raise ConfigError(key, str(path), _printable(str(refusal))) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
@@ -162,13 +162,13 @@ def _model_of(fields: Fields) -> tuple[str, TransformerConfig]:
     family = known.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         fields.refuse("model_type", f"but only {', '.join(known)} can be read")
-    module = family_module(family)
-    wanted = architectures(module)[str(model_type)]
-    if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
-        fields.refuse("architectures", f"but only {wanted} can be read")
     if fields.values.get("quantization_config") is not None:
         fields.refuse("quantization_config", "but quantised weights cannot be read; export it in 16 or 32 bits")
-    return family, module.from_fields(fields)
+    model = family_module(family).from_fields(fields)
+    wanted = architecture_of(model, str(model_type))
+    if fields.values.get("architectures") is not None and fields.values["architectures"] != [wanted]:
+        fields.refuse("architectures", f"but only {wanted} can be read")
+    return family, model
 
 
 def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
@@ -179,7 +179,7 @@ def _tensors(path: Path, family: str) -> dict[str, FileTensor]:
         name = tensor.name
         for old, new in _OLD_NAMES.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
-        if not name.startswith((module.PREFIX, head_prefix(module))):
+        if not name.startswith((module.PREFIX, *head_prefixes(module))):
             name = module.PREFIX + name
         if name in tensors:
             raise RefusedError(f"the tensor {name} is in {tensors[name].file.name} and again in {tensor.file.name}")

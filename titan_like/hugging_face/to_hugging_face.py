@@ -16,7 +16,7 @@ from titan_like.hugging_face.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards, write_safetensors
 from titan_like.hugging_face.tokenizer import GENERATION_FILE, copy_files, copy_tokenizer_files, write_tokenizer
-from titan_like.models.hugging_face import RefusedError, architectures, family_module, to_tensors
+from titan_like.models.hugging_face import RefusedError, architecture_of, family_module, to_tensors
 
 NO_TOKENIZER = "none"
 
@@ -58,7 +58,7 @@ def to_hugging_face(
         elif tokenizer != NO_TOKENIZER:
             eod_id = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
             tokens = {"bos_token_id": eod_id, "eos_token_id": eod_id}
-        config = _config(origin, fields, tokens, specs[0].dtype, architectures(module)[fields["model_type"]])
+        config = _config(origin, fields, tokens, specs[0].dtype, architecture_of(weights.model, fields["model_type"]))
         write_durably(aside / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         values = _values(weights, specs)
         for name, shard in zip(names, shards, strict=True):

@@ -28,6 +28,7 @@ _TOKENIZER_FILES = (  # files that transformers may look for
     "merges.txt",
     "chat_template.jinja",
 )
+_PAIR = ("[CLS]", "[SEP]", "[PAD]")
 
 
 def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
@@ -47,6 +48,10 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     if has_mask and spec == "byte":
         tokenizer.add_special_tokens(["<mask>"])
         assert tokenizer.token_to_id("<mask>") == ours.mask_id
+    has_pairs = ours.pair_ids is not None and model.predictions[-1] != "tokens"
+    if has_pairs and spec == "byte":
+        tokenizer.add_special_tokens(list(_PAIR))
+        assert tuple(map(tokenizer.token_to_id, _PAIR)) == ours.pair_ids
     files = tokenizer_files(spec, _KEY)
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
@@ -65,6 +70,9 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> int:
     }
     if has_mask and ours.mask_id is not None:
         about["mask_token"] = tokenizer.id_to_token(ours.mask_id)
+    if has_pairs and ours.pair_ids is not None:
+        names = ("cls_token", "sep_token", "pad_token")
+        about |= {name: tokenizer.id_to_token(number) for name, number in zip(names, ours.pair_ids, strict=True)}
     write_durably(folder / ABOUT_FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     return eod_id
 

@@ -52,8 +52,9 @@ class Stored:
 class Family(Protocol):
     """The interface of a family's module `hugging_face`.
 
-    Two more names are optional. ``HEAD`` begins the names of the head's tensors, "lm_head." by default. A family that
-    is several classes in transformers has ``ARCHITECTURES``, model_type → class; `to_fields` then gives the model_type.
+    Three more names are optional. ``HEAD`` begins the names of the head's tensors, "lm_head." by default; it may be a
+    tuple. A family that is several classes in transformers has ``ARCHITECTURES``, model_type → class; `to_fields` then
+    gives the model_type. If the class depends on more than that, ``architecture(config)`` names it.
     """
 
     MODEL_TYPE: str  # the family's name in config.json
@@ -114,9 +115,17 @@ def architectures(family: Family) -> dict[str, str]:
     return getattr(family, "ARCHITECTURES", None) or {family.MODEL_TYPE: family.ARCHITECTURE}
 
 
-def head_prefix(family: Family) -> str:
+def architecture_of(config: TransformerConfig, model_type: str) -> str:
+    """The class in transformers that a model of this shape is."""
+    family = family_of(config)
+    named = getattr(family, "architecture", None)
+    return architectures(family)[model_type] if named is None else named(config)
+
+
+def head_prefixes(family: Family) -> tuple[str, ...]:
     """How the names of the head's tensors begin."""
-    return getattr(family, "HEAD", "lm_head.")
+    prefix = getattr(family, "HEAD", "lm_head.")
+    return prefix if isinstance(prefix, tuple) else (prefix,)
 
 
 def whole(

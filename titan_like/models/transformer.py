@@ -71,6 +71,7 @@ class Transformer(nn.Module):
     entry: tuple[str, ...] = ("embedding",)  # modules before the layers
     head: tuple[str, ...] = ("norm",)  # modules between the layers and the output matrix, in the order of their use
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
+    may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
     has_output_bias = False
 
     def __init__(self, config: TransformerConfig) -> None:

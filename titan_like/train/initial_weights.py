@@ -60,7 +60,7 @@ def load_initial_weights(path: str, model: ParallelModel) -> None:
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
-            load_checkpoint(folder, model)
+            load_checkpoint(folder, model, may_lack=model.stages[0].module.may_be_new)
         else:
             agree(_read_hugging_face(folder, model))
     except Exception as error:  # a damaged file may raise anything
@@ -77,9 +77,11 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
         shape = model.stages[0].module.config
         tensors = model_tensors(model)
         read = TensorSlices(source.tensors)
+        may_lack = tuple(f"{name}." for name in model.stages[0].module.may_be_new)
         for stored in source.stored_parameters(shape):
             tensor = tensors.get(f"model.{stored.name}")
-            if tensor is not None:  # otherwise another pipeline stage holds it
+            is_new = stored.name.startswith(may_lack) and not stored.sources.keys() <= source.tensors.keys()
+            if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
                 fill_part(*local_part(tensor), stored, read)
         read.close()
         for copy, original in model.copies():
@@ -108,6 +110,8 @@ def _check_same(
 ) -> None:
     if family != config.model.family:
         raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
+    if "tokens" not in model.predictions:  # then there is no output matrix
+        may_differ |= {"tied_embeddings"}
     for name, value in model.model_dump(mode="json").items():
         if name not in may_differ and shape.get(name) != value:
             problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"

@@ -143,6 +143,9 @@ class ObservedTrainer(WatchedTrainer):
         section, training = self.config.parallelism, self.config.training
         if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # a tied table's: each stage rounds its own part
             return False
+        masks = self.run.masks
+        if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
+            return False
         sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)

@@ -1,4 +1,8 @@
-"""The mapping between BERT and Hugging Face's BertForMaskedLM (post-norm) and MegatronBertForMaskedLM (pre-norm)."""
+"""The mapping between BERT and Hugging Face's classes: BertFor… (norms after) and MegatronBertFor… (norms before).
+
+The head of the first token decides which: MaskedLM has none, PreTraining one for pairs of sentences, and MultipleChoice
+one for answers in place of that for tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,17 @@ MODEL_TYPE = "bert"
 ARCHITECTURE = "BertForMaskedLM"
 ARCHITECTURES = {MODEL_TYPE: ARCHITECTURE, "megatron-bert": "MegatronBertForMaskedLM"}
 PREFIX = "bert."
-HEAD = "cls."
+HEAD = ("cls.", "classifier.")
+_HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}
 _PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
 _UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
+
+
+def architecture(config: BertConfig) -> str:
+    """The class in transformers."""
+    model = "Bert" if config.norm_placement == "post" else "MegatronBert"
+    return model + _HEADS[config.sentence_head]
 
 
 def stored_parameters(config: BertConfig) -> Iterator[Stored]:
@@ -51,6 +62,13 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
         yield from linear(f"{ours}.mlp.fc2", f"{theirs}.output.dense", hidden, ffn)
     if not is_post:
         yield from norm("norm", "bert.encoder.ln")
+    if config.sentence_head != "none":
+        yield from linear("pooler", "bert.pooler.dense", hidden, hidden)
+    if config.sentence_head == "pair":
+        yield from linear("pair", "cls.seq_relationship", 2, hidden)
+    if config.sentence_head == "choice":
+        yield from linear("choice", "classifier", 1, hidden)
+        return
     yield from linear("transform.dense", "cls.predictions.transform.dense", hidden, hidden)
     yield from norm("transform.norm", "cls.predictions.transform.LayerNorm")
     if not config.tied_embeddings:
@@ -69,7 +87,7 @@ def to_fields(config: BertConfig) -> dict[str, Any]:
     Raises:
         RefusedError: the model has grouped-query attention or an output matrix of its own, which BERT lacks.
     """
-    if not config.tied_embeddings:
+    if not config.tied_embeddings and config.sentence_head != "choice":
         raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
     if config.num_kv_heads != config.num_attention_heads:
         raise RefusedError(
@@ -90,7 +108,7 @@ def to_fields(config: BertConfig) -> dict[str, Any]:
         "type_vocab_size": config.num_token_types,
         "initializer_range": config.init_std,
         "layer_norm_eps": config.norm_eps,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tied_embeddings,
     }
 
 
@@ -102,9 +120,13 @@ def from_fields(fields: Fields) -> TransformerConfig:
     """
     fields.must_be("hidden_act", "gelu")
     fields.must_be("position_embedding_type", "absolute")
-    fields.must_be("tie_word_embeddings", True)
     fields.must_be("is_decoder", False)
     fields.must_be("add_cross_attention", False)
+    classes = fields.values.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    head = next((head for head, ending in _HEADS.items() if name.endswith(ending)), "none")
+    if head != "choice":  # which has no output matrix
+        fields.must_be("tie_word_embeddings", True)
     dropout, of_attention = (
         fields.number(name, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
     )
@@ -115,6 +137,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
         BertConfig,
         {
             "norm_placement": _PLACEMENTS[fields.values["model_type"]],
+            "sentence_head": head,
             "num_layers": fields.integer("num_hidden_layers"),
             "hidden_size": fields.integer("hidden_size"),
             "num_attention_heads": fields.integer("num_attention_heads"),

@@ -79,7 +79,7 @@ class Bert(Transformer):
     residual_outputs: tuple[str, ...] = ("attention.proj", "mlp.fc2")
     entry = ("embedding", "position_embedding", "token_type_embedding", "embedding_norm")
     head = ("norm", "transform", "first_token", "pooler", "pair", "choice")
-    pooled = ("pooler", "pair", "choice")
+    pooled = may_be_new = ("pooler", "pair", "choice")
     has_output_bias = True
 
     def __init__(self, config: BertConfig) -> None:

@@ -1,0 +1,125 @@
+"""Bugs in the objective over pairs of sentences and in the head of the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from titan_like.data.masks import Masks
+from titan_like.data.sentence_pairs import SentencePairs
+from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.parallel.collectives import CopyFromFirstRank
+from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
+from titan_like.train import trainer
+
+
+@contextmanager
+def _changed_inputs(**values: Any) -> Iterator[None]:
+    original = Masks.split_rows
+
+    def split_rows(self: Masks, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        inputs, labels = original(self, batch)
+        return inputs._replace(**values), labels
+
+    with patch.object(Masks, "split_rows", split_rows):
+        yield
+
+
+@contextmanager
+def types_dropped() -> Iterator[None]:
+    """All tokens are of the first type."""
+    with _changed_inputs(token_types=None):
+        yield
+
+
+@contextmanager
+def padding_is_seen() -> Iterator[None]:
+    """Attention sees the padding."""
+    with _changed_inputs(visible=None):
+        yield
+
+
+@contextmanager
+def later_stages_see_padding() -> Iterator[None]:
+    """Pipeline stages after the first see the padding."""
+    original = Transformer.forward
+
+    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
+        return original(self, x, positions, visible if self.is_first else None, *types)
+
+    with patch.object(Transformer, "forward", forward):
+        yield
+
+
+@contextmanager
+def _pairs_made(change: Any) -> Iterator[None]:
+    original = SentencePairs.make
+
+    def make(self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
+        return change(original, self, samples, index, seed)
+
+    with patch.object(SentencePairs, "make", make):
+        yield
+
+
+@contextmanager
+def classes_swapped_on_one_process() -> Iterator[None]:
+    """The last process labels pairs in order as those that are not."""
+
+    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
+        pair = original(self, samples, index, seed)
+        if pair[1, 0] >= 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
+            pair[1, 0] = 1 - pair[1, 0]
+        return pair
+
+    with _pairs_made(change):
+        yield
+
+
+@contextmanager
+def pairs_drawn_by_each_process() -> Iterator[None]:
+    """Each process makes other pairs of the same samples."""
+
+    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
+        return original(self, samples, index, seed + dist.get_rank())
+
+    with _pairs_made(change):
+        yield
+
+
+@contextmanager
+def pairs_divided_by_tokens() -> Iterator[None]:
+    """The loss of pairs is divided by the number of masked tokens."""
+    original = trainer.num_labels
+    with patch.object(trainer, "num_labels", lambda *arguments: original(*arguments)[:1].expand(2)):
+        yield
+
+
+@contextmanager
+def each_rank_takes_its_own_first_token() -> Iterator[None]:
+    """Under sequence parallelism each rank takes the first token of its part of the sequence."""
+    with patch.object(FirstTokenOfAll, "forward", lambda self, module, group, x: x[:, :1]):
+        yield
+
+
+@contextmanager
+def first_token_gets_no_gradient() -> Iterator[None]:
+    """Under sequence parallelism the layers get no gradient from the head of the first token."""
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(gradient), None
+
+    with patch.object(CopyFromFirstRank, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def gradients_of_the_pooler_summed() -> Iterator[None]:
+    """Gradients that every rank has in full are summed as if they were partial."""
+    with patch.object(PooledLinear, "partial_gradients", ("weight", "bias")):
+        yield
