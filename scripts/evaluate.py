@@ -1,7 +1,8 @@
 """Evaluate a checkpoint: python scripts/evaluate.py --job.config_file train_configs/debug_gpt.toml --task text=FILE
 
-Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words), and
-with --lm_eval those of EleutherAI's evaluation harness.
+Tasks: text=FILE (perplexity and bits per byte), wikitext103=FILE (perplexity per word), lambada=FILE (last words),
+race=FOLDER (multiple choice, for a BERT that was fine-tuned to choose), and with --lm_eval those of EleutherAI's
+evaluation harness.
 Uses the newest checkpoint of the run that the configuration describes, or --checkpoint.load_step N. Under torchrun the
 processes split the model in the configuration's layout; a single process loads the whole model. The model sees
 training.seq_len tokens at once.
@@ -90,11 +91,15 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings
-    from titan_like.evaluate.tasks import check_tasks
+    from titan_like.evaluate.tasks import check_predictions, check_tasks
     from titan_like.models.registry import model_config
 
-    if not model_config(config.model).is_causal:
-        problem = "attends in both directions and predicts no next token; choose a causal family, such as gpt or llama"
+    shape = model_config(config.model)
+    if not shape.is_causal and "choice" not in shape.predictions:
+        problem = (
+            "attends in both directions and predicts no next token; choose a causal family, such as gpt or llama, "
+        )
+        problem += "or for RACE a model with sentence_head choice"
         raise ConfigError("model.family", config.model.family, problem)
 
     key, specs = "--task", options.task or []
@@ -103,6 +108,9 @@ def main(argv: list[str]) -> int:
         if not specs:
             raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
     check_tasks(key, specs)
+    check_predictions(key, specs, config.model.family, shape.predictions)
+    if options.lm_eval and not shape.is_causal:
+        raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
     path = find_checkpoint(config)
     windows = TextSettings.of(config.training.seq_len, options.stride)
     if windows.stride > windows.seq_len:
@@ -111,7 +119,8 @@ def main(argv: list[str]) -> int:
     results, of_harness = score(config, path, key, specs, windows, options)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    print(f"[{path}] windows of {windows.seq_len} tokens, stride {windows.stride}", file=sys.stderr)
+    stride = f", stride {windows.stride}" if shape.is_causal else ""
+    print(f"[{path}] windows of {windows.seq_len} tokens{stride}", file=sys.stderr)
     if results:
         print(format_results(results))
     if of_harness:

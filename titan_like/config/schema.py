@@ -131,9 +131,10 @@ class Data(Section):
     dataset: Text = Field(
         "stdlib",
         description="stdlib: the source files of the Python standard library; text: the files named by paths; indexed: "
-        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; or a "
-        "dataset of your own package (docs/data.md)",
-        examples=["stdlib", "text", "indexed", "hf"],
+        "Megatron-LM's .bin and .idx files; hf: files or a Hugging Face dataset, tokenized as the run reads them; "
+        "race: the folder of RACE, for bert with sentence_head choice; or a dataset of your own package "
+        "(docs/data.md)",
+        examples=["stdlib", "text", "indexed", "hf", "race"],
     )
     paths: PathList = Field(
         default_factory=list,

@@ -90,7 +90,9 @@ class SentencePairs:
         has_label = np.concatenate((nothing, label_one, nothing, label_two))
         labels = np.full(seq_len, IGNORED_LABEL)
         labels[: len(has_label)] = np.where(has_label, inputs[: len(has_label)], IGNORED_LABEL)
-        if len(text) > 1 and (given[1] != IGNORED_LABEL).any():
+        if (given[1] == IGNORED_LABEL).all():  # a sample past the end of held-out data
+            labels[:] = IGNORED_LABEL
+        elif len(text) > 1:
             labels[0] = is_other
         return torch.from_numpy(np.stack((inputs, labels)))
 

@@ -86,7 +86,7 @@ class Source(Dataset[torch.Tensor], ABC):
         """
         if self.request.split == "train":
             epoch, within = divmod(index, len(self))
-            return self.sample(_epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
+            return self.sample(epoch_order(len(self), self.request.seed, self.request.part, epoch)(within))
         if index < len(self):
             return self.sample(index)
         inputs = self.sample(0)[0]
@@ -94,5 +94,6 @@ class Source(Dataset[torch.Tensor], ABC):
 
 
 @lru_cache(maxsize=256)  # of two epochs of each source of a blend
-def _epoch_order(num_samples: int, *key: int) -> Permutation:
+def epoch_order(num_samples: int, *key: int) -> Permutation:
+    """The order of an epoch, given the seed, the number of the source in a blend and the epoch."""
     return Permutation(num_samples, *key)

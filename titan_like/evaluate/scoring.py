@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.evaluate.windows import Score, Window
 from titan_like.models.transformer import ModelInputs
@@ -46,6 +48,12 @@ class Scorer:
         self._dp_rank, self._dp_size = dp_mesh.get_local_rank(), dp_mesh.size()
         self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
+
+    @cached_property
+    def _around(self) -> PairTokens | None:
+        """The tokens around two sentences, for a model that scores the options of questions."""
+        shape = self.model.stages[0].module.config
+        return pair_tokens_of(self.config.data, shape.vocab_size) if "choice" in shape.predictions else None
 
     @property
     def num_actions(self) -> int:
@@ -97,11 +105,14 @@ class Scorer:
             length = len(tokens) - 1
             inputs[row, :length] = torch.from_numpy(tokens[:-1])
             labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
-        microbatches = [ModelInputs(part) for part in inputs.to(self.device).split(rows)]
+        microbatches = [self._model_inputs(part) for part in inputs.to(self.device).split(rows)]
         targets = labels.to(self.device).split(rows)
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+            if self._around is not None:
+                scores[microbatch, :, 0] = logits.flatten().double()
+                return logits.sum()
             log_probability, is_right = token_scores(logits, targets[microbatch])
             scores[microbatch, :, 0] = log_probability.double().sum(1)
             scores[microbatch, :, 1] = is_right.sum(1).double()
@@ -109,6 +120,12 @@ class Scorer:
 
         self._pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
+
+    def _model_inputs(self, inputs: torch.Tensor) -> ModelInputs:
+        if self._around is None:
+            return ModelInputs(inputs)
+        types, visible = self._around.types_and_visible(inputs)
+        return ModelInputs(inputs, None, visible.with_blocks() if inputs.is_cuda else visible, types)
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

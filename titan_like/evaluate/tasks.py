@@ -10,16 +10,19 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.evaluate.lambada import lambada_task
+from titan_like.evaluate.race import race_task
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import Task, TaskError, TextSettings
 from titan_like.evaluate.text import text_task
 from titan_like.evaluate.wikitext import wikitext_task
 
-_TASKS: dict[str, Callable[[str, str, Tokenizer, TextSettings], Task]] = {
+_OF_TEXT: dict[str, Callable[[str, str, Tokenizer, TextSettings], Task]] = {
     "text": text_task,
     "wikitext103": wikitext_task,
     "lambada": lambada_task,
 }
+_OF_FOLDERS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {"race": race_task}
+_TASKS = (*_OF_TEXT, *_OF_FOLDERS)
 
 
 def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
@@ -42,6 +45,11 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
             path = Path(expanded(written))
         except ValueError as error:
             raise ConfigError(key, spec, f"the path {error}") from None
+        if name in _OF_FOLDERS:
+            if not path.is_dir():
+                raise ConfigError(key, spec, f"{path} is not a folder; name one of the data set's")
+            found.append((name, path))
+            continue
         problem_of_file = file_problem(path)
         if problem_of_file is not None:
             raise ConfigError(key, spec, f"{path} {problem_of_file}; name a readable text file")
@@ -51,6 +59,19 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
         if labels.count(label) > 1:
             raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
     return found
+
+
+def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
+    """Check that a model predicts what tasks written NAME=PATH score: next tokens, or answers for RACE.
+
+    Raises:
+        ConfigError: the first task that it cannot do.
+    """
+    for spec in specs:
+        if (spec.partition("=")[0] in _OF_FOLDERS) != ("choice" in predictions):
+            chooses = f"{family} with this head chooses answers; only {', '.join(_OF_FOLDERS)} is for it"
+            predicts = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
+            raise ConfigError(key, spec, chooses if "choice" in predictions else predicts)
 
 
 def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: TextSettings) -> list[Task]:
@@ -65,8 +86,11 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
     tasks = []
     for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
         try:
+            if name in _OF_FOLDERS:
+                tasks.append(_OF_FOLDERS[name](label, path, tokenizer, settings))
+                continue
             text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-            tasks.append(_TASKS[name](label, text, tokenizer, settings))
+            tasks.append(_OF_TEXT[name](label, text, tokenizer, settings))
         except UnicodeDecodeError as error:
             problem = f"byte {error.start} of {path} is not valid UTF-8; convert the file"
             raise ConfigError(key, spec, problem) from None

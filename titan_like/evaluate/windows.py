@@ -20,7 +20,7 @@ class Window:
 class Score(NamedTuple):
     """A model's score on the targets of one window."""
 
-    log_probability: float  # of all targets together, in nats
+    log_probability: float  # of all targets together, in nats; or the score of an option, of a model that chooses
     num_right: int  # targets that are the most probable token given all tokens before
 
 

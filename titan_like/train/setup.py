@@ -20,7 +20,7 @@ from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 from titan_like.evaluate.task import Task, TextSettings
-from titan_like.evaluate.tasks import check_tasks, open_tasks
+from titan_like.evaluate.tasks import check_predictions, check_tasks, open_tasks
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import TransformerConfig
@@ -196,6 +196,7 @@ def open_evaluation(config: JobConfig, model: TransformerConfig) -> list[Task]:
     """
     if not config.evaluation.datasets:
         return []
+    check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
     tokenizer = build_tokenizer(config.data.tokenizer)
     check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
     settings = TextSettings.of(config.training.seq_len)

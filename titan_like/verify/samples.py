@@ -128,7 +128,7 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
 def masked_tokens(config: JobConfig) -> MaskedTokens | None:
     """How samples are masked, if that is the objective. Where words are masked, a third of the tokens are in none."""
     model = model_config(config.model)
-    if model.objective != "mlm":
+    if model.objective != "mlm" or "tokens" not in model.predictions:
         return None
     ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING))
     joins = np.arange(model.vocab_size) % 3 > 0

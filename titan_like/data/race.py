@@ -1,0 +1,164 @@
+"""RACE: multiple-choice questions about passages (arXiv 1704.04683), on which arXiv 1909.08053, section 5.3, fine-tunes
+BERT.
+
+The data set is a folder with ``train``, ``dev`` and ``test``, and in each of them ``middle`` and ``high``. Each line of
+the .txt files in them is a JSON object with an article, questions, four options for each, and answers A to D.
+
+A question is four samples, one after the other: [CLS] passage [SEP] question and option [SEP]. The first label of the
+first of them is the number of the answer. As in Megatron-LM (tasks/race), an option replaces the blank, _, of a
+question that has one, and else follows it. Both together are cut after `MOST_OF_QUESTION` tokens, and the passage to
+what is left. Runs of white space are one space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titan_like.config.errors import ConfigError
+from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
+from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, epoch_order
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from titan_like.models.config import NUM_OPTIONS
+
+MOST_OF_QUESTION = 128  # tokens of a question with an option
+FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
+
+
+class RaceError(ValueError):
+    """A folder that is not of RACE, as the predicate of a sentence about it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its passage, tokenized: int64 [tokens] each."""
+
+    passage: np.ndarray
+    options: list[np.ndarray]  # each with the question
+    answer: int
+    group: str  # the folder of its file: middle or high
+
+    def inputs(self, option: int, around: PairTokens, seq_len: int) -> np.ndarray:
+        """[CLS] passage [SEP] question and option [SEP], padded: int64 [seq_len]."""
+        most = min(MOST_OF_QUESTION, (seq_len - ADDED) // 2)
+        question = self.options[option][:most]
+        return around.join(self.passage[: seq_len - ADDED - len(question)], question, seq_len)
+
+
+def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
+    """All questions of the files in a folder and its subfolders, in the order of the files' names.
+
+    Raises:
+        RaceError: there are none, or a file is not of RACE.
+    """
+    files = sorted(folder.rglob("*.txt"))
+    if not files:
+        raise RaceError("has no .txt files; name a folder of RACE, such as RACE/test")
+    records = [(file.parent.name, record) for file in files for record in _records(file)]
+    passages = tokenizer.encode_all([_clean(record["article"]) for _, record in records])
+    texts = [
+        _clean(question.replace("_", option) if "_" in question else f"{question} {option}")
+        for _, record in records
+        for question, options in zip(record["questions"], record["options"], strict=True)
+        for option in options
+    ]
+    options = iter(tokenizer.encode_all(texts))
+    return [
+        Question(passage, [next(options) for _ in range(NUM_OPTIONS)], ord(answer) - ord("A"), group)
+        for (group, record), passage in zip(records, passages, strict=True)
+        for answer in record["answers"]
+    ]
+
+
+def _clean(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _records(file: Path) -> Iterator[dict]:
+    """The JSON objects of a file, one a line, checked."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RaceError(f"has the file {file.name}, which cannot be read ({error}); get the data set anew") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            is_whole = isinstance(record["article"], str) and len(record["questions"]) == len(record["answers"])
+            is_whole = is_whole and len(record["options"]) == len(record["questions"])
+            is_whole = is_whole and all(isinstance(question, str) for question in record["questions"])
+            is_whole = is_whole and all(answer in ("A", "B", "C", "D") for answer in record["answers"])
+            is_whole = is_whole and all(
+                len(options) == NUM_OPTIONS and all(isinstance(option, str) for option in options)
+                for options in record["options"]
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_whole = False
+        if not is_whole:
+            problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
+            raise RaceError(f"{problem} {file.name}; get the data set anew")
+        yield record
+
+
+class RaceSource(Source):
+    """One split of RACE. The order of the questions in an epoch of training is a function of the seed and the epoch."""
+
+    def __init__(self, request: DataRequest) -> None:
+        """Read and tokenize the questions.
+
+        Raises:
+            ConfigError: the folder is not of RACE, or the tokenizer does not fit the model.
+        """
+        super().__init__(request)
+        section = request.section
+        if len(section.paths) != 1:
+            problem = 'dataset "race" needs one folder, in which train, dev and test are'
+            raise ConfigError("data.paths", section.paths, problem)
+        tokenizer = build_tokenizer(section.tokenizer)
+        check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
+        self._around = pair_tokens_of(section, request.vocab_size)
+        folder = Path(section.paths[0]) / FOLDERS[request.split]
+        try:
+            self._questions = read_questions(folder, tokenizer)
+        except RaceError as error:
+            raise ConfigError("data.paths", str(folder), str(error)) from None
+
+    def __len__(self) -> int:
+        return NUM_OPTIONS * len(self._questions)
+
+    def sample(self, position: int) -> torch.Tensor:
+        """One option of a question: int64 [2, seq]."""
+        number, option = divmod(position, NUM_OPTIONS)
+        question = self._questions[number]
+        inputs = torch.from_numpy(question.inputs(option, self._around, self.request.seq_len))
+        labels = torch.full_like(inputs, IGNORED_LABEL)
+        if option == 0:
+            labels[0] = question.answer
+        return torch.stack((inputs, labels))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Sample ``index`` of the run. The options of a question stay together."""
+        if self.request.split != "train":
+            return super().__getitem__(index)
+        question, option = divmod(index, NUM_OPTIONS)
+        epoch, within = divmod(question, len(self._questions))
+        order = epoch_order(len(self._questions), self.request.seed, self.request.part, epoch)
+        return self.sample(NUM_OPTIONS * order(within) + option)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all questions' tokens and answers."""
+        digest = hashlib.blake2b(digest_size=16)
+        for question in self._questions:
+            for tokens in (question.passage, *question.options):
+                digest.update(np.int64(len(tokens)).tobytes() + tokens.tobytes())
+            digest.update(bytes([question.answer]))
+        return digest.hexdigest()
