@@ -21,7 +21,7 @@ _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 
 
 @lru_cache(maxsize=4096)
-def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: int, tensor: int) -> float:
+def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0, tensor: int = 1) -> float:
     """Bytes of a layer's inputs other than the hidden states, such as rotary tables.
 
     Those that are computed from parameters, such as the biases of positions, are split by tensor parallelism.

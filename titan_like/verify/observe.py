@@ -150,7 +150,7 @@ class ObservedTrainer(WatchedTrainer):
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
         section, training = self.config.parallelism, self.config.training
-        if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # a tied table's: each stage rounds its own part
+        if name in self.model.copies_in:  # each stage rounds its own part
             return False
         sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
