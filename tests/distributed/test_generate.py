@@ -16,8 +16,10 @@ from titan_like.checkpoint.inference import (
     load_for_inference,
     load_parallel_model,
 )
+from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
-from titan_like.evaluate.sampling import generate
+from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.evaluate.sampling import LanguageModel, generate
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -32,6 +34,7 @@ SAMPLING: list[dict[str, Any]] = [
 PIPELINE = {"pipeline_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
+FAMILIES = ("gpt", "llama", "t5")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b, tensor": PIPELINE | TENSOR,
     "v, sequence": PIPELINE | SEQUENCE | {"pipeline_schedule": "zbv_zero_bubble"},
@@ -44,15 +47,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
     settings = {f"parallelism.{key}": value for key, value in layout.items()}
     # The text grows past max_seq_len; large weights give a distribution that is far from uniform.
-    overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 0.3}
+    overrides = {"max_seq_len": 18 if family == "llama" else 17, "init_std": 2.0 if family == "t5" else 0.3}
     few = {"training.steps": 1, "training.seq_len": 16, "checkpoint.enable": True}
+    few |= {"training.decoder_seq_len": 6} if family == "t5" else {}
     return base_config(folder / family, settings | few | {"model.family": family, "model.overrides": overrides})
+
+
+def write(model: LanguageModel, family: str, options: dict[str, Any]) -> list[int]:
+    """What follows the prompt, or what a t5 writes that reads it."""
+    if family != "t5":
+        return generate(model, PROMPT, NEW_TOKENS, **options)
+    options = {key: value for key, value in options.items() if key != "prefix_lm"}
+    return generate(model, [ByteTokenizer.pad_id], NEW_TOKENS, encoder_tokens=PROMPT, **options)
 
 
 def train_and_generate(rank: int, folder: Path) -> None:
     """Trained on all processes, asked in every layout: all tokens to a file."""
     found: dict[str, torch.Tensor] = {}
-    for family in ("gpt", "llama"):
+    for family in FAMILIES:
         (folder / family).mkdir(exist_ok=True)
         trainer = Trainer(prepare_run(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
         trainer.train()
@@ -60,11 +72,14 @@ def train_and_generate(rank: int, folder: Path) -> None:
             config = config_of(folder, family, layout)
             run = prepare_run(config)
             mesh = build_mesh(run.layout, "cpu")
-            most = min(run.model.max_seq_len, len(PROMPT) + NEW_TOKENS)
+            lengths = {"max_tokens": min(run.model.max_seq_len, len(PROMPT) + NEW_TOKENS)}
+            if family == "t5":  # as scripts/generate.py does
+                config = edit(config, {"parallelism.sequence_parallel": False})
+                lengths = {"max_tokens": 1 + NEW_TOKENS, "encoder_len": len(PROMPT)}
             split = load_parallel_model(config, find_checkpoint(config), mesh, run.device)
-            model = ParallelInference(config, split, mesh, run.device, most)
+            model = ParallelInference(config, split, mesh, run.device, **lengths)
             for number, options in enumerate(SAMPLING):
-                tokens = generate(model, PROMPT, NEW_TOKENS, **options)
+                tokens = write(model, family, options)
                 everywhere: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everywhere, tokens)
                 assert everywhere == [tokens] * dist.get_world_size()
@@ -80,7 +95,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder, torch.load(folder / "tokens.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_continues_like_one_process(
     generated: tuple[Path, dict[str, torch.Tensor]], family: str, layout: str
@@ -92,7 +107,8 @@ def test_every_layout_continues_like_one_process(
     if family == "gpt" and LAYOUTS[layout].get("sequence_parallel"):
         model.config = model.config.model_copy(update={"max_seq_len": 16})
     for number, options in enumerate(SAMPLING):
-        expected = generate(model, PROMPT, NEW_TOKENS, **options)
+        expected = write(model, family, options)
         assert len(set(expected)) > 1
         assert tokens[f"{family} {layout} {number}"].tolist() == expected
-    assert generate(model, PROMPT, NEW_TOKENS, **SAMPLING[0]) != generate(model, PROMPT, NEW_TOKENS, **SAMPLING[1])
+    if family != "t5":
+        assert write(model, family, SAMPLING[0]) != write(model, family, SAMPLING[1])

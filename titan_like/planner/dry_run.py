@@ -25,6 +25,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.indexed import prefix_of
+from titan_like.data.objective import objective_of
 from titan_like.data.packed import split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.text import corpus_files, corpus_folder, corpus_job
@@ -266,6 +267,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset == "indexed":
         return _counted(config, model)
     check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
+    objective_of(config, model)  # raises ConfigError where a token is missing
     if section.dataset == "hf":
         open_data(config, model)  # reads the first sample
         return f"a stream, read by {section.num_readers} readers, so its samples are not counted"

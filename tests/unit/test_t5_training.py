@@ -1,0 +1,121 @@
+"""30 steps of training T5 are those of a plain loop over transformers' model; resumed runs draw the same spans."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from tests.unit.hugging_face_cases import reference_of
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
+from titan_like.data.masks import MaskedSamples
+from titan_like.models.registry import build_model
+from titan_like.train.job import run_job
+from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.setup import prepare_run
+
+STEPS, BATCH = 30, 4
+
+
+def config_of(folder: Path, **settings: object) -> JobConfig:
+    text = folder / "words.txt"
+    text.write_text("".join(f"the {number} missing spans of line {number % 7}\n" for number in range(2000)))
+    settings = {
+        "model.family": "t5",
+        "model.overrides.num_layers": 2,
+        "model.overrides.hidden_size": 64,
+        "data.dataset": "text",
+        "data.paths": f'["{text}"]',
+        "training.seq_len": 64,
+        "training.decoder_seq_len": 20,
+        "training.micro_batch_size": BATCH // 2,
+        "training.global_batch_size": BATCH,
+        "training.steps": STEPS,
+        "training.max_norm": 0,
+        "training.dtype": "float64",  # the comparison is then of the algorithm alone
+        "optimizer.lr": 1e-3,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay": "constant",
+        "evaluation.interval": 0,
+        "job.dump_folder": folder / "out",
+    } | settings
+    return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
+
+
+def losses_of(config: JobConfig) -> list[float]:
+    text = (Path(config.job.dump_folder) / "metrics.jsonl").read_text()
+    return [json.loads(line)["loss"] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
+def test_30_steps_equal_a_plain_loop_over_transformers(
+    mlp: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"model.overrides.mlp": mlp, "model.overrides.tied_embeddings": str(tied).lower()}
+    run = prepare_run(config_of(tmp_path, **shape))
+    run_job(run)
+
+    in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
+    monkeypatch.setattr(T5LayerNorm, "forward", in_float64)  # which transformers' own rounds to float32
+    ours = build_model(run.model, "t5").double()
+    ours.init_weights(run.config.job.seed)
+    theirs = reference_of(ours).train()
+    section = run.config.optimizer
+    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": section.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    samples = MaskedSamples(run.datasets["train"], run.masks)
+    expected, stream = [], (samples[index] for index in range(STEPS * BATCH))
+    for _ in range(STEPS):
+        inputs, labels = torch.stack(list(islice(stream, BATCH))).unbind(1)
+        logits = theirs(input_ids=inputs[:, :64], decoder_input_ids=inputs[:, 64:]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 64:].flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[0] > 5 and expected[-1] < expected[0] - 1
+    assert losses_of(run.config) == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+
+
+def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
+    settings = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
+    whole = config_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
+    run_job(prepare_run(whole))
+    for steps in (3, 6):
+        part = config_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
+        run_job(prepare_run(part))
+    assert losses_of(part) == losses_of(whole)
+    changed = config_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
+    with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
+        prepare_run(changed)
+
+
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    def refusal(*settings: str, processes: int = 1) -> str:
+        with pytest.raises(ConfigError) as error:
+            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings], CHECKS), processes)
+        return str(error.value)
+
+    tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]
+    told = refusal(*tensor, processes=4)
+    assert "training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4" in told and "as 60" in told
+    resolve_settings(
+        load_config(["--model.family=t5", "--training.steps=1", "--training.decoder_seq_len=60", *tensor]), 4
+    )
+    assert "training.seq_len = 2000: the model's max_seq_len is 1024" in refusal("--training.seq_len=2000")
+    for setting in ("reset_attention_mask", "prefix_lm"):
+        assert "t5 has only an encoder's and a decoder's attention" in refusal(f"--data.{setting}=true")
+    assert "t5 writes the spans that a text lacks, never" in refusal("--data.eod_mask_loss=true")
+    assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
+    told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
+    assert "t5 writes the spans that a text lacks, but these predict the next token" in told
