@@ -198,7 +198,17 @@ def verify(
 
 
 @pytest.mark.parametrize(
-    "layout", [PIPELINE, ZERO_3, SEQUENCE, BFLOAT16, RAMPUP, [*LLAMA_MASKS, *SEQUENCE], [*PAIRS, *BERT_LAYOUT]]
+    "layout",
+    [
+        PIPELINE,
+        ZERO_3,
+        SEQUENCE,
+        BFLOAT16,
+        RAMPUP,
+        [*LLAMA_MASKS, *SEQUENCE],
+        [*PAIRS, *BERT_LAYOUT],
+        [*T5, *BERT_LAYOUT],
+    ],
 )
 def test_product_is_the_same(layout: list[str]) -> None:
     verdict = verify(layout)

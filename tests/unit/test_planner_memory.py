@@ -92,8 +92,10 @@ def test_state_of_our_trainer_is_its_own_formula(zero_stage, dtype, model):
 
 def test_parameters_of_all_ranks_are_those_of_the_model():
     for model in MODELS:
-        once = sum(rank_parameters(model, n, first, last, 1) for n, first, last in [(1, True, False), (1, False, True)])
-        layers = rank_parameters(model, model.num_layers - 2, False, False, 1) if model.num_layers > 2 else 0
+        once = sum(
+            rank_parameters(model, (n,), first, last, 1) for n, first, last in [(1, True, False), (1, False, True)]
+        )
+        layers = rank_parameters(model, (model.num_layers - 2,), False, False, 1) if model.num_layers > 2 else 0
         twice = model.padded_vocab_size * model.hidden_size if model.tied_embeddings else 0
         assert once + layers == model.num_parameters() + twice
 
@@ -105,7 +107,7 @@ def test_parameters_of_many_layers_are_a_sum():
             stage = split_layers([layers])[0]
             units = stage_units(model, type(stage)(stage.layers, first, last))
             assert (
-                rank_parameters(model, layers, first, last, tensor)
+                rank_parameters(model, (layers,), first, last, tensor)
                 == rank_state(units, Storage(0, split)).num_parameters
             )
 
@@ -116,7 +118,7 @@ def test_logits_and_buffers_take_what_the_profile_says():
     logits = 2 * 1024 * work.model.padded_vocab_size
     assert plain.logits == 4 * logits
     assert more.logits == 12 * logits
-    assert more.gathered - plain.gathered == 4 * rank_parameters(work.model, work.model.num_layers, True, True, 1)
+    assert more.gathered - plain.gathered == 4 * rank_parameters(work.model, work.model.layer_counts, True, True, 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -150,10 +152,10 @@ def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
     )
     outside = tensor if work.sequence_parallel else 1
     whole = s * b * h * (10 / outside + 24 / tensor + 5 * a * s / (h * tensor))  # equations 2 and 4
-    assert layer_activations(work)[0] == pytest.approx(whole)
-    selective = layer_activations(work._replace(recompute="selective"))[0]
+    assert layer_activations(work)[0][0] == pytest.approx(whole)
+    selective = layer_activations(work._replace(recompute="selective"))[0][0]
     assert selective == pytest.approx(s * b * h * (10 / outside + 24 / tensor))  # equation 6
-    assert layer_activations(work._replace(recompute="full"))[0] == pytest.approx(2 * s * b * h / outside)
+    assert layer_activations(work._replace(recompute="full"))[0][0] == pytest.approx(2 * s * b * h / outside)
 
 
 def test_table_1_of_ptd_p_fits_into_80_gib():
@@ -203,7 +205,7 @@ def random_ranks(count):
         optimizer = pick([ADAMW_STATE, ADAFACTOR_STATE, MUON_STATE])
         sharing = Sharing(tensor, shard if zero else 1, shard > 1, zero, compute, optimizer)
         splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
-        counts = tuple(count for count, owner in zip(layers, ranks, strict=True) if owner == rank)
+        counts = tuple((count,) for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
         turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
         found = trainer_state(model, here, *turns, sharing)

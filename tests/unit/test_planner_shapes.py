@@ -31,25 +31,33 @@ def test_a_layer_is_built_once_for_all_depths():
 
 def test_regions():
     gpt_mlp = Region("mlp", HIDDEN, columns=512, rows=512, outputs=HIDDEN, cores=0, enters=1, leaves=1)
-    assert description(GPT).regions == (Region("attention", HIDDEN, 3 * HIDDEN, HIDDEN, HIDDEN, 1, 1, 1), gpt_mlp)
+    (gpt,), (llama,) = description(GPT).kinds, description(LLAMA).kinds
+    assert gpt.regions == (Region("attention", HIDDEN, 3 * HIDDEN, HIDDEN, HIDDEN, 1, 1, 1), gpt_mlp)
     ffn = LLAMA.ffn_hidden_size
-    attention, mlp = description(LLAMA).regions
+    attention, mlp = llama.regions
     assert attention == Region("attention", HIDDEN, HIDDEN + 2 * KV, HIDDEN, HIDDEN, 1, 1, 1)
     assert mlp == Region("mlp", HIDDEN, 2 * ffn, ffn, HIDDEN, 0, 1, 1)  # gate and up
-    assert description(LLAMA).norms == ("attention_norm", "mlp_norm")
+    assert llama.norms == ("attention_norm", "mlp_norm")
     assert (description(GPT).entry_leaves, description(GPT).head_enters) == (1, 1)
+
+
+def saved(model, dtype):
+    """Of a model whose layers are alike and work on one sequence."""
+    (inside,) = saved_inside(model, dtype)
+    assert all(of_decoder == 0 for _, of_decoder in inside.values())
+    return {name: total for name, (total, _) in inside.items()}
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_what_autograd_saves_inside(dtype, size):
     ffn = LLAMA.ffn_hidden_size
     # Queries, keys and values share the projection's result; the heads' output.
-    assert saved_inside(GPT, dtype) == {"attention": size * (3 * HIDDEN + HIDDEN), "mlp": size * 2 * 512}
+    assert saved(GPT, dtype) == {"attention": size * (3 * HIDDEN + HIDDEN), "mlp": size * 2 * 512}
     rotated = HIDDEN + KV
     inside = {"attention": size * (HIDDEN + 2 * KV + rotated + HIDDEN), "mlp": size * 4 * ffn}
-    assert saved_inside(LLAMA, dtype) == inside
+    assert saved(LLAMA, dtype) == inside
     grouped = GPT.model_copy(update={"num_kv_heads": 2})  # queries of two heads to a key are copied out
-    assert saved_inside(grouped, dtype)["attention"] == size * (HIDDEN + 2 * KV + HIDDEN + HIDDEN)
+    assert saved(grouped, dtype)["attention"] == size * (HIDDEN + 2 * KV + HIDDEN + HIDDEN)
     assert (layer_input_bytes(GPT, 32), layer_input_bytes(LLAMA, 32)) == (0, 2 * 4 * 32 * 32 // 2)
 
 
@@ -57,7 +65,7 @@ def test_looking_changes_no_random_numbers_and_needs_no_gradients():
     dropout = GPT.model_copy(update={"dropout": 0.5, "ffn_hidden_size": 256})
     before = torch.get_rng_state()
     with torch.no_grad():
-        assert saved_inside(dropout, "float32")["mlp"] == 4 * 2 * 256
+        assert saved(dropout, "float32")["mlp"] == 4 * 2 * 256
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -87,9 +95,9 @@ def family(monkeypatch, plan):
 def test_torch_s_styles_in_a_plan(monkeypatch):
     plan = {name: style for name, style in TENSOR_PARALLEL_PLAN.items() if name != "layers.*.mlp"}
     mixed = plan | {"layers.*.mlp.fc1": ColwiseParallel(), "layers.*.mlp.fc2": RowwiseParallel()}
-    found, ours = description(family(monkeypatch, mixed)), description(GPT)
+    (found,), (ours,) = description(family(monkeypatch, mixed)).kinds, description(GPT).kinds
     assert found.regions == ours.regions
-    assert [(p.name, p.tensor_dim) for p in found.layer] == [(p.name, p.tensor_dim) for p in ours.layer]
+    assert [(p.name, p.tensor_dim) for p in found.parameters] == [(p.name, p.tensor_dim) for p in ours.parameters]
 
 
 def test_wrong_plans_are_one_sentence(monkeypatch):

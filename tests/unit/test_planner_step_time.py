@@ -118,7 +118,7 @@ def test_closed_form_agrees_with_the_event_driven_simulation(schedule, virtual, 
         forward = action.kind == "F"
         per_layer = layer.forward if forward else layer.backward
         extra = [cost.forward if forward else cost.backward for cost in (entry, head)]
-        return counts[action.stage] * per_layer + first * extra[0] + last * extra[1]
+        return sum(counts[action.stage]) * per_layer + first * extra[0] + last * extra[1]
 
     table = schedule_table(schedule, degree, virtual, microbatches)
     simulated = end_of(simulate(table, stage_ranks(schedule, degree, virtual), duration))

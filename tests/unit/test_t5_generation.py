@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
 from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.to_hugging_face import to_hugging_face
 
@@ -50,9 +50,10 @@ def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -
         258,
         256,
     )
+    ours, again = ByteTokenizer(), build_tokenizer(str(tmp_path / "hf" / "tokenizer.json"))
+    assert (again.mask_id, again.pad_id, again.sentinel_ids) == (257, 258, ours.sentinel_ids)
     prompt = "def <extra_id_0>(é):\n    <extra_id_1>"
     inputs = tokenizer(prompt, return_tensors="pt")
-    ours = ByteTokenizer()
     assert inputs.input_ids[0].tolist() == [*encode_with_sentinels(ours, prompt), 256]
     expected = theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0, 1:].tolist()
 

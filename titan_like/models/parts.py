@@ -23,7 +23,8 @@ Lengths = tuple[int, int]
 
 
 Stacks = Mapping[str, tuple[int, ...]]
-"""Name of a module in a layer → the stack whose positions it gets; of an attention core its queries' and its keys'."""
+"""Name of a module in a layer → the stack whose positions it gets; of an attention core its queries' and its keys', and
+1 if it gets a bias."""
 
 
 class Core(NamedTuple):
@@ -32,6 +33,7 @@ class Core(NamedTuple):
     queries: int
     keys: int
     is_causal: bool
+    is_biased: bool = False  # with a bias that has a gradient
 
 
 class LayerParts(NamedTuple):
@@ -101,17 +103,21 @@ def parts_of(config: TransformerConfig) -> Parts:
 
 
 def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
-    matrices, cores = [0, 0], []
+    matrices = [0, 0]
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2:
             (stack,) = stacks.get(name.rpartition(".")[0], (0,))
             matrices[stack] += parameter.numel()
-    for name, module in layer.named_modules():
-        if isinstance(module, AttentionCore):
-            queries, keys = stacks.get(name, (0, 0))
-            cores.append(Core(queries, keys, module.is_causal))
     size = sum(parameter.numel() for parameter in layer.parameters())
-    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores))
+    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores_of(layer, stacks)))
+
+
+def cores_of(module: nn.Module, stacks: Stacks, prefix: str = "") -> Iterator[Core]:
+    """The attention cores in a layer, or in the module of it that is called ``prefix``."""
+    for name, core in module.named_modules(prefix=prefix):
+        if isinstance(core, AttentionCore):
+            queries, keys, biases = stacks.get(name, (0, 0, 0))
+            yield Core(queries, keys, core.is_causal, biases > 0)
 
 
 @lru_cache(maxsize=256)
@@ -125,7 +131,7 @@ def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
         return tuple({} for _ in config.layer_counts)
     model, found = new_one_of_each(config).eval(), []
     for name in model.shared:
-        replace_forward(model.get_submodule(name), lambda *_: None)
+        replace_forward(model.get_submodule(name), lambda *_: True)
     x = torch.zeros(1, sum(_TRIED), config.hidden_size)
     inputs: Any = model.layer_inputs(torch.arange(sum(_TRIED)), _TRIED[0])  # type: ignore[call-arg]
     for layer in layers_of(model):
@@ -145,8 +151,16 @@ def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
 _TRIED = (2, 3)  # positions of the encoder and of the decoder
 
 
-def _core(stacks: dict[str, tuple[int, ...]], name: str, q: torch.Tensor, k: torch.Tensor, *_: Any) -> torch.Tensor:
-    stacks[name] = _TRIED.index(q.shape[2]), _TRIED.index(k.shape[2])
+def _core(
+    stacks: dict[str, tuple[int, ...]],
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    _v: torch.Tensor,
+    _visible: None = None,
+    bias: bool | None = None,
+) -> torch.Tensor:
+    stacks[name] = _TRIED.index(q.shape[2]), _TRIED.index(k.shape[2]), bias is not None
     return q
 
 

@@ -34,8 +34,8 @@ class LocalStyle(ParallelStyle):
 
     placements: ClassVar[dict[str, Placement]] = {}  # of the module's own parameters
     partial_gradients: ClassVar[tuple[str, ...]] = ()  # parameters whose gradients sequence parallelism leaves partial
-    enters: ClassVar[bool] = False  # takes the activation between layers through `CopyToTensorRegion`
-    leaves: ClassVar[bool] = False  # sums its outputs over the ranks with `ReduceFromTensorRegion`
+    enters: ClassVar[int] = 0  # number of activations between layers that it takes through `CopyToTensorRegion`
+    leaves: ClassVar[int] = 0  # number of outputs that it sums over the ranks with `ReduceFromTensorRegion`
 
     def __init__(self, sequence_parallel: bool) -> None:
         self.sequence_parallel = sequence_parallel
@@ -55,7 +55,7 @@ class LocalStyle(ParallelStyle):
 class Region(LocalStyle):
     """Attention or MLP: the first matrices are split by columns, the last by rows."""
 
-    enters = True
+    enters = 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace_forward(module, partial(self.enter, module.forward, Group.of(device_mesh)))
@@ -68,6 +68,8 @@ class Region(LocalStyle):
 
 class CrossRegion(Region):
     """A region that takes a second activation between layers: attention of one sequence to another."""
+
+    enters = 2
 
     def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on both full activations."""
@@ -90,7 +92,7 @@ class ColumnLinear(LocalStyle):
 class RowLinear(LocalStyle):
     """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
 
-    leaves = True
+    leaves = 1
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
     partial_gradients = ("bias",)
 
@@ -147,7 +149,7 @@ class Norm(LocalStyle):
 class VocabularyEmbedding(LocalStyle):
     """Splits the rows of the table. A rank gives zeros for tokens in other ranks' rows, and the results are summed."""
 
-    leaves = True
+    leaves = 1
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Embedding, group: Group, tokens: torch.Tensor) -> torch.Tensor:
@@ -192,7 +194,7 @@ class HeadTable(LocalStyle):
 class VocabularyOutput(LocalStyle):
     """Splits the rows of the output matrix or tied table. Each rank computes the logits of its own tokens."""
 
-    enters = True
+    enters = 1
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Module, group: Group, x: torch.Tensor, table: DTensor | None = None) -> torch.Tensor:
@@ -280,8 +282,8 @@ class StyleKind(NamedTuple):
 
     split: dict[str, int]  # own parameter → the dimension that is split; all others are replicated
     partial_gradients: tuple[str, ...]
-    enters: bool
-    leaves: bool
+    enters: int
+    leaves: int
 
 
 def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
@@ -294,9 +296,9 @@ def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
         split = {name: at.dim for name, at in style.placements.items() if isinstance(at, Shard)}
         return StyleKind(split, style.partial_gradients, style.enters, style.leaves)
     if isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear):
-        return StyleKind({"weight": 0, "bias": 0}, (), enters=True, leaves=False)
+        return StyleKind({"weight": 0, "bias": 0}, (), enters=1, leaves=0)
     if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear):
-        return StyleKind({"weight": 1}, (), enters=False, leaves=True)
+        return StyleKind({"weight": 1}, (), enters=0, leaves=1)
     known = "LocalStyle, or ColwiseParallel or RowwiseParallel for a linear layer"
     raise ValueError(f"how {type(style).__name__} splits a {type(module).__name__} is not known; use a {known}")
 

@@ -20,19 +20,20 @@ tests/distributed/test_activation_memory.py checks these formulas against torch'
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from torch import nn
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
-from titan_like.models.parts import layers_of, one_of_each
+from titan_like.models.parts import Core, layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import Counts, Workload
 
 _LOSS_BLOCK = 4 << 20  # bytes of logits per block of the loss on a CPU
 
@@ -41,7 +42,7 @@ class Kept(NamedTuple):
     """Bytes on one GPU for one microbatch."""
 
     stage: float  # until the backward pass, for a whole stage, whatever its layers
-    layer: float  # per layer: the mean of recomputed and other layers
+    layers: tuple[float, ...]  # per layer of each kind: the mean of recomputed and other layers
     entry: float  # by the embedding and whatever else is before the layers
     head: float  # by the final norm and whatever else is before the output matrix
     logits: float  # by the loss
@@ -61,50 +62,31 @@ def kept(
     recompute_every: int,
     dtype: str,
     device: Device,
+    decoder_seq_len: int = 0,
 ) -> Kept:
-    """What a microbatch of ``tokens`` tokens keeps on one of the ``tensor`` processes that share each layer."""
+    """What a microbatch of ``tokens`` tokens keeps on one of the ``tensor`` processes that share each layer.
+
+    A decoder's tokens come in addition, in the ratio of the two lengths.
+    """
     e, t, h = BYTES[dtype], tensor, model.hidden_size
     outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token on this process
-    gathered = h if sequence_parallel else 0
     dropout = getattr(model, "dropout", 0.0) > 0
     mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps the mask as factors
-    parts, layer_module = description(model), layers_of(one_of_each(model))[0]
-    saved = saved_inside(model, dtype)
-
-    # A layer without recomputation, in bytes per token: its norms, the gathered input and the dropout mask of each
-    # region, and what each region keeps inside, where tensor parallelism splits it.
-    whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in parts.norms)
-    whole += len(parts.regions) * (e * h + mask)
-    for region in parts.regions:
-        if not region.cores:
-            whole += saved[region.name] / t
-        elif _has_fused_core(model, dtype, dropout, device):  # plus the log-sum-exp of each row
-            whole += saved[region.name] / t + region.cores * 4 * model.num_attention_heads / t
-        else:
-            whole += e * region.rows / t + region.cores * _unfused_core(model, seq_len, t, dtype, dropout, device)
-    kept_of_recomputed, unused = whole, 0.0
-    # The same for a layer that is recomputed.
-    if recompute == "full":
-        kept_of_recomputed = e * outside
-    elif recompute == "selective":
-        # The backward pass needs neither the MLP's last product nor its sum, but both stay until the layer is done.
-        unused = e * (h + (outside if t > 1 else 0))
-        kept_of_recomputed = e * (outside + sum(region.columns for region in parts.regions) / t)
-        kept_of_recomputed += len(parts.regions) * unused
-    share = -(-model.num_layers // recompute_every) / model.num_layers
-    layer = share * kept_of_recomputed + (1 - share) * whole
-    # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
-    # the larger of the gathered gradients and the MLP's inner gradients, some of which are freed before others exist.
-    mlps = [region for region in parts.regions if not region.cores]
-    inner = max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
-    layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
+    lengths, of_stack = (seq_len, decoder_seq_len), (tokens, tokens * decoder_seq_len / seq_len)
+    how = _How(model, lengths, t, sequence_parallel, dtype, device, outside, mask, dropout, recompute, recompute_every)
+    layers, layer_work = [], 0.0
+    for kind in range(len(model.layer_counts)):
+        found = [_layer(how, kind, stack) for stack in range(1 + model.has_decoder)]
+        layers.append(sum([n * one for n, (one, _) in zip(of_stack, found, strict=False)]))
+        layer_work = max(layer_work, sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
+    labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
 
     # The loss: what it keeps until its backward pass, and its work space.
     logits = model.padded_vocab_size / t
     if t == 1 and device.is_cpu:  # the logits, whose memory their gradient takes over, and a label per token
-        block = min(4 * logits, _LOSS_BLOCK / tokens)  # float32 probabilities; 16-bit logits are also copied
+        block = min(4 * logits, _LOSS_BLOCK / labelled)  # float32 probabilities; 16-bit logits are also copied
         # After the loss the peak may be the gradients of the head's input and weight, before the latter is accumulated.
-        loss, loss_work = e * logits + 8, max((1 + (e < 4)) * block, e * h * (1 + logits / tokens))
+        loss, loss_work = e * logits + 8, max((1 + (e < 4)) * block, e * h * (1 + logits / labelled))
     elif t == 1:  # log-softmax; its backward pass holds two gradients of it
         loss, loss_work = 4 * logits, 8 * logits
     else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
@@ -112,8 +94,77 @@ def kept(
     ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
     norm = _end(ends, ends.head, h, outside, dtype, device) + e * h  # its output is the next product's input
-    per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
-    return Kept(layer_input_bytes(model, seq_len), *(tokens * part for part in per_token))
+    return Kept(
+        layer_input_bytes(model, seq_len, decoder_seq_len, t),
+        tuple(layers),
+        positions * entry,
+        labelled * norm,
+        labelled * loss,
+        layer_work,
+        labelled * loss_work,
+        positions * (e * outside),
+    )
+
+
+class _How(NamedTuple):
+    """What the bytes of a layer depend on."""
+
+    model: TransformerConfig
+    lengths: tuple[int, int]
+    t: int
+    sequence_parallel: bool
+    dtype: str
+    device: Device
+    outside: float  # elements of the residual stream per token on this process
+    mask: float  # bytes of a dropout mask per token there
+    dropout: bool
+    recompute: str
+    recompute_every: int
+
+
+def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
+    """Bytes that one layer keeps per token of one stack, and the work space of its backward pass."""
+    model, t, dtype, device, outside = how.model, how.t, how.dtype, how.device, how.outside
+    e, h = BYTES[dtype], model.hidden_size
+    gathered = h if how.sequence_parallel else 0
+    parts, layer_module = description(model).kinds[kind], layers_of(one_of_each(model))[kind]
+    saved = saved_inside(model, dtype)[kind]
+    norms = [name for name, of in zip(parts.norms, parts.norm_stacks, strict=True) if of == stack]
+    regions = [region for region in parts.regions if region.stack == stack]
+
+    # A layer without recomputation, in bytes per token: its norms, the gathered input and the dropout mask of each
+    # region, and what each region keeps inside, where tensor parallelism splits it.
+    whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in norms)
+    whole += len(regions) * (e * h + how.mask)
+    for region, core in zip(parts.regions, parts.cores, strict=True):
+        if region.stack != stack:  # of another stack, which cross attention takes as its memory
+            whole += (e * h + saved[region.name][stack] / t) * (region.memory > 0)
+        elif core is None:
+            whole += saved[region.name][stack] / t
+        elif _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
+            whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
+        else:
+            matrix = _unfused_core(model, how.lengths[core.keys], t, dtype, how.dropout, device)
+            whole += e * region.rows / t + region.cores * matrix
+    if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
+        whole += e * outside
+    kept_of_recomputed, unused = whole, 0.0
+    # The same for a layer that is recomputed.
+    if how.recompute == "full":
+        kept_of_recomputed = e * outside
+    elif how.recompute == "selective":
+        # The backward pass needs neither the MLP's last product nor its sum, but both stay until the layer is done.
+        unused = e * (h + (outside if t > 1 else 0))
+        memory = sum(region.memory for region in parts.regions if region.stack != stack)
+        kept_of_recomputed = e * (outside + (sum(region.columns for region in regions) + memory) / t)
+        kept_of_recomputed += len(regions) * unused
+    share = -(-model.num_layers // how.recompute_every) / model.num_layers
+    layer = share * kept_of_recomputed + (1 - share) * whole
+    # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
+    # the larger of the gathered gradients and the MLP's inner gradients, some of which are freed before others exist.
+    mlps = [region for region in regions if not region.cores]
+    inner = max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
+    return layer, whole - kept_of_recomputed + unused + e * (outside + inner)
 
 
 def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
@@ -140,13 +191,13 @@ def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dr
     """Bytes per token: scaled queries, keys and values; of the matrix the softmax, the dropout mask and its result."""
     e = BYTES[dtype]
     mask = (e if device.is_cpu else 1) + e if dropout else 0
-    return 3 * e * model.hidden_size / t + model.num_attention_heads / t * seq_len * (e + mask)
+    return 3 * e * model.attention_size / t + model.num_attention_heads / t * seq_len * (e + mask)
 
 
-def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device) -> bool:
+def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device, core: Core) -> bool:
     """Whether torch's scaled_dot_product_attention has a kernel that does not keep the attention matrix."""
     if device.is_cpu:
-        return not dropout
+        return not (dropout or core.is_biased)
     is_grouped = model.num_kv_heads != model.num_attention_heads
     return not (is_grouped and (dtype == "float32" or "V100" in device.name))
 
@@ -163,6 +214,7 @@ def kept_of(work: Workload, device: Device) -> Kept:
         work.recompute_every,
         work.dtype,
         device,
+        work.decoder_seq_len,
     )
 
 
@@ -180,7 +232,7 @@ class Moment(NamedTuple):
 
 
 def fullest_moment(
-    work: Workload, one: Kept, layers: int, held: int, stages: int, ends: tuple[bool, bool], gradients: float
+    work: Workload, one: Kept, layers: Counts, held: int, stages: int, ends: tuple[bool, bool], gradients: float
 ) -> Moment:
     """What a rank holds at its fullest moment, apart from weights and optimizer state.
 
@@ -190,7 +242,7 @@ def fullest_moment(
     Args:
         work: the run.
         one: what one of its microbatches keeps.
-        layers: layers on the rank.
+        layers: layers on the rank, by kind.
         held: the most microbatches in flight, summed over the rank's stages.
         stages: stages on the rank.
         ends: whether the rank has the first stage, and whether it has the last.
@@ -199,7 +251,7 @@ def fullest_moment(
     m, (is_first, is_last) = work.microbatches, ends
     # A last stage runs each backward pass right after its forward pass, unless all forward passes come first.
     losses = m if work.schedule in ("gpipe", "looped_bfs") else 1
-    chunk = one.stage + (layers * one.layer + is_first * one.entry) / stages
+    chunk = one.stage + (sum(map(mul, layers, one.layers)) + is_first * one.entry) / stages
     found = held * chunk + is_last * losses * one.head
     if work.pipeline > 1:
         found += (min(MAX_PENDING_SENDS, m * stages) + 2) * one.message
@@ -215,5 +267,6 @@ def fullest_moment(
     # If every microbatch is in flight at once, there are two more candidates: the backward pass of a stage's first
     # layer, whose own gradients come last, and the moment after it, with all gradients and one microbatch less.
     left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
-    last_layer = gradients * (1 - 1 / (layers + 1)), left + one.stage + one.layer + one.layer_work, left_logits
+    in_layer = left + one.stage + max(one.layers) + one.layer_work
+    last_layer = gradients * (1 - 1 / (sum(layers) + 1)), in_layer, left_logits
     return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))

@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.parts import Core
 from titan_like.planner.dtypes import NARROW, element_bytes, stored_dtype
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import description
+from titan_like.planner.shapes import LayerDescription, description
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
@@ -53,11 +54,17 @@ class Microbatch(NamedTuple):
     compiled: bool = False
     accumulates: bool = False  # whole gradients are added to those of earlier microbatches
     causal: bool = True
+    decoder_seq_len: int = 0
 
     @property
     def tokens(self) -> float:
-        """Tokens of the microbatch on one rank. Context parallelism splits each sequence."""
+        """Tokens of the microbatch on one rank, without a decoder's. Context parallelism splits each sequence."""
         return self.size * self.seq_len / self.context
+
+    @property
+    def stack_tokens(self) -> tuple[float, float]:
+        """The same, and the decoder's."""
+        return self.tokens, self.size * self.decoder_seq_len / self.context
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
@@ -91,18 +98,20 @@ def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profi
     return forward, inwards + weights
 
 
-def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float]:
-    """Seconds of the attention core, from QKᵀ to PV: forward and backward.
+def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile, core: Core) -> tuple[float, float]:
+    """Seconds of an attention core, from QKᵀ to PV: forward and backward.
 
     Fused attention (arXiv 2205.14135) is bound by computation, with five products in the backward pass and two in the
     forward pass. Unfused attention has two batched products forward and four backward, and reads and writes the matrix
     for softmax, dropout and mask.
     """
     heads, width = model.num_attention_heads / mb.tensor, model.head_dim
-    rows, columns = mb.seq_len / mb.context, mb.seq_len
+    lengths = mb.seq_len, mb.decoder_seq_len
+    rows, columns = lengths[core.queries] / mb.context, lengths[core.keys]
     flops = 4 * mb.size * heads * rows * columns * width
     if mb.flash:
-        half = 0.5 if profile.causal_half and mb.causal else 1.0
+        is_causal = core.is_causal if mb.decoder_seq_len else mb.causal
+        half = 0.5 if profile.causal_half and is_causal else 1.0
         peak = profile.device.peak_flops(stored_dtype(mb.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward
@@ -137,26 +146,34 @@ def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> fl
 
 
 @lru_cache(maxsize=65536)
-def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Cost:
-    """Seconds of one transformer layer on one of the ranks that share it."""
-    tokens, t, dtype, parts = mb.tokens, mb.tensor, mb.dtype, description(model)
+def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile, kind: int = 0) -> Cost:
+    """Seconds of one transformer layer, of one kind, on one of the ranks that share it."""
+    t, dtype, parts, sizes = mb.tensor, mb.dtype, description(model).kinds[kind], model.parts.kinds[kind]
     element = element_bytes(dtype)
     bandwidth = profile.memory_rate
-    outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream
     mask = 1 if mb.dropout else 0
-    regions, norms = len(parts.regions), len(parts.norms)
     # Bytes moved between products. Forward: norms (2 each), residual additions with bias and dropout (3 each),
     # activation functions, and copies of queries, keys, values and the heads' output. Backward: gradients in and out,
     # and the saved inputs.
-    forward_bytes = outside * ((2 * norms + 3 * regions) * element + regions * mask)
-    backward_bytes = outside * ((4 * norms + 3 * regions) * element + regions * mask)
+    forward_bytes = backward_bytes = 0.0
+    for stack, tokens in enumerate(mb.stack_tokens):
+        outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream
+        norms, regions = parts.norm_stacks.count(stack), sum(region.stack == stack for region in parts.regions)
+        forward_bytes += outside * ((2 * norms + 3 * regions) * element + regions * mask)
+        backward_bytes += outside * ((4 * norms + 3 * regions) * element + regions * mask)
     forward = backward = core_forward = core_backward = last_product = 0.0
-    for region in parts.regions:
+    for region, attention in zip(parts.regions, parts.cores, strict=True):
+        tokens, others = mb.stack_tokens[region.stack], mb.stack_tokens[1 - region.stack]
         first = linear_times(tokens, region.inputs, region.columns / t, dtype, profile)
         last = linear_times(tokens, region.rows / t, region.outputs, dtype, profile)
         forward, backward, last_product = forward + first[0] + last[0], backward + first[1] + last[1], last[0]
-        if region.cores:
-            core = attention_times(model, mb, profile)
+        if region.memory:
+            memory = linear_times(others, region.inputs, region.memory / t, dtype, profile)
+            forward, backward = forward + memory[0], backward + memory[1]
+            copied = 2 * element * others * region.memory / t
+            forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
+        if attention is not None:
+            core = attention_times(model, mb, profile, attention)
             core_forward, core_backward = core_forward + region.cores * core[0], core_backward + region.cores * core[1]
             copied = 2 * element * tokens * (region.columns + region.rows) / t
             forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
@@ -169,18 +186,18 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
         backward_bytes *= profile.compiled_traffic
     forward = forward + core_forward + forward_bytes / bandwidth
     backward = backward + core_backward + backward_bytes / bandwidth
-    backward += accumulation_time(model.layer_parameters, mb, profile)
+    backward += accumulation_time(sizes.parameters, mb, profile)
 
     recomputed = 0.0
     if mb.recompute == "full":
         recomputed = forward - (0 if profile.recompute_whole else last_product)
     elif mb.recompute == "selective" and not mb.flash:
         recomputed = core_forward
-    forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(model, mb, profile)
+    forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(model, mb, profile, parts)
 
     # The host launches the layer's operators and its collectives.
     operators_forward, operators_backward = profile.host_operators
-    messages = parts.leaves if t > 1 else 0
+    messages = sum(parts.leaves) if t > 1 else 0
     if not mb.flash and not softmax_is_fused(model, mb, profile):
         operators_forward += _UNFUSED_SOFTMAX[0]
         operators_backward += _UNFUSED_SOFTMAX[1]
@@ -196,7 +213,9 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> Co
     )
 
 
-def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[float, float, float]:
+def _layer_communication(
+    model: TransformerConfig, mb: Microbatch, profile: Profile, parts: LayerDescription
+) -> tuple[float, float, float]:
     """Seconds of exposed tensor- and context-parallel communication: forward, backward, repeated forward.
 
     Attention and the MLP each need one all-reduce of the hidden states per pass (arXiv 1909.08053, figure 4). Sequence
@@ -209,9 +228,14 @@ def _layer_communication(model: TransformerConfig, mb: Microbatch, profile: Prof
     element = element_bytes(mb.dtype)
     forward = backward = recomputed = 0.0
     if mb.tensor > 1:
-        sums = description(model).leaves
-        forward = sums * profile.links.all_reduce(mb.tokens * model.hidden_size * element, mb.tensor, 1)
-        backward = forward
+        sums = sum(parts.leaves)
+        for stack, tokens in enumerate(mb.stack_tokens):
+            if tokens:
+                one = profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+                forward += parts.leaves[stack] * one
+                # Cross attention also takes the encoder's positions, whose gradients are summed.
+                backward += sum(region.memory > 0 and region.stack != stack for region in parts.regions) * one
+        backward += forward
         if mb.recompute == "full":
             # Everything but the last sum. With sequence parallelism that is a reduce-scatter, half an all-reduce.
             last = 0 if profile.recompute_whole else 0.5 if mb.sequence_parallel else 1
@@ -232,7 +256,8 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     twice backward; a fused one reads and writes them as they are. The sums of a few numbers per token over the ranks
     are not counted.
     """
-    tokens, hidden, t = mb.tokens, model.hidden_size, mb.tensor
+    positions, hidden, t = sum(mb.stack_tokens), model.hidden_size, mb.tensor
+    tokens = mb.stack_tokens[1] if mb.decoder_seq_len else mb.tokens  # with logits
     element = element_bytes(mb.dtype)
     bandwidth = profile.memory_rate
     product_type = stored_dtype(mb.dtype)
@@ -242,11 +267,11 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     copies = 0 if profile.fused_loss else 4
     loss_forward = tokens * vocabulary * (element + 5 * copies) / bandwidth
     loss_backward = tokens * vocabulary * (element + (2 * copies or element)) / bandwidth
-    around = tokens * hidden * element
-    reduce = profile.links.all_reduce(around, t, 1) * profile.tensor_exposed
+    before, around = positions * hidden * element, tokens * hidden * element
+    reduce, sums = (profile.links.all_reduce(size, t, 1) * profile.tensor_exposed for size in (around, before))
     host = 10 * profile.operator_time
     table = accumulation_time(model.padded_vocab_size * hidden, mb, profile)  # the gradient of a table is dense
-    entry = Cost(3 * around / bandwidth, 4 * around / bandwidth + table, 0, reduce, 0, 0, host, host)
+    entry = Cost(3 * before / bandwidth, 4 * before / bandwidth + table, 0, sums, 0, 0, host, host)
     head = Cost(
         logits[0] + loss_forward + 2 * around / bandwidth,
         logits[1] + loss_backward + 4 * around / bandwidth + table,

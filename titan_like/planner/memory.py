@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
+from titan_like.models.parts import LayerParts
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.parallel.split import split_layers
 from titan_like.planner.activations import fullest_moment, kept_of
 from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import ParameterSplit, ShardOf, description, stage_units
+from titan_like.planner.shapes import LayerDescription, ParameterSplit, ShardOf, description, units_of_counts
 from titan_like.planner.training_state import Storage, rank_state
 from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_state
-from titan_like.planner.workload import PipelineRanks, Workload, pipeline_of, ranks_from
+from titan_like.planner.workload import Counts, PipelineRanks, Workload, many_of, pipeline_of, ranks_from, with_count
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
 
@@ -105,10 +105,10 @@ def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact:
     """Memory of some pipeline ranks; ``exact`` as in `largest_memory`."""
     pipeline, m = pipeline_of(work), work.microbatches
     if profile.trainer_state:
-        one, of_layer = kept_of(work, profile.device), (0.0, 0.0)
+        one, of_layers = kept_of(work, profile.device), []
         states = _trainer_states(work, pipeline, ranks, exact)
     else:
-        one, of_layer = None, layer_activations(work)
+        one, of_layers = None, layer_activations(work)
         states = (_other_state(work, profile, pipeline, rank) for rank in ranks)
     for rank, (parameters, gradients, optimizer, gathered) in zip(ranks, states, strict=True):
         here, layers = pipeline.here[rank], pipeline.layers[rank]
@@ -117,7 +117,7 @@ def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact:
         if one is not None:
             gradients, activations, logits = fullest_moment(work, one, layers, held, per_rank, ends, gradients)
         else:
-            activations, logits = _activations(work, of_layer, layers, held / per_rank, ends, profile.logit_state)
+            activations, logits = _activations(work, of_layers, layers, held / per_rank, ends, profile.logit_state)
         overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
         total = parameters + gradients + optimizer + gathered + activations + logits + overhead
         yield RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
@@ -125,8 +125,8 @@ def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact:
 
 def _activations(
     work: Workload,
-    of_layer: tuple[float, float],
-    layers: int,
+    of_layers: list[tuple[float, float]],
+    layers: Counts,
     held: float,
     ends: tuple[bool, bool],
     logit_state: float,
@@ -135,18 +135,20 @@ def _activations(
 
     Args:
         work: the run.
-        of_layer: the result of `layer_activations`.
-        layers: layers on the rank.
+        of_layers: the result of `layer_activations`.
+        layers: layers on the rank, by kind.
         held: microbatches whose activations all the rank's layers hold.
         ends: whether the rank has the first stage, and whether it has the last.
         logit_state: bytes per logit at the loss, apart from the logit itself.
     """
-    chunk, working = of_layer
-    activations = held * chunk * layers + (working if layers else 0)
-    tokens, element = work.tokens, element_bytes(work.dtype)
+    activations = 0.0
+    for (chunk, _), count in zip(of_layers, layers, strict=True):
+        activations += held * chunk * count
+    activations += max(working * (count > 0) for (_, working), count in zip(of_layers, layers, strict=True))
+    element = element_bytes(work.dtype)
     if ends[0]:
-        activations += held * tokens * work.model.hidden_size * element
-    logits = tokens * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
+        activations += held * work.positions * work.model.hidden_size * element
+    logits = work.labelled * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
     return activations, logits
 
 
@@ -163,12 +165,14 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 
 def layer_kept(work: Workload, profile: Profile) -> float:
-    """Bytes that one layer keeps of one microbatch; a rank holds `in_flight` of them."""
-    return kept_of(work, profile.device).layer if profile.trainer_state else layer_activations(work)[0]
+    """Bytes that one layer, of the smallest kind, keeps of one microbatch; a rank holds `in_flight` of them."""
+    if profile.trainer_state:
+        return min(kept_of(work, profile.device).layers)
+    return min(kept for kept, _ in layer_activations(work))
 
 
-def layer_activations(work: Workload) -> tuple[float, float]:
-    """Bytes that one layer keeps of a microbatch until its backward pass, and bytes that only the running layer needs.
+def layer_activations(work: Workload) -> list[tuple[float, float]]:
+    """Bytes that one layer of each kind keeps of a microbatch until its backward pass, and that it needs to run.
 
     arXiv 2205.05198, per token, with e bytes an element:
 
@@ -176,23 +180,36 @@ def layer_activations(work: Workload) -> tuple[float, float]:
     - divided by t: queries, keys, values and the heads' output e(2h + 2kv), and 2f elements of an MLP (gated: 3f);
     - the unfused attention matrix, divided by t: the softmax, and with dropout its mask and result, 5as for e = 2.
     """
-    model, t, tokens, e = work.model, work.tensor, work.tokens, element_bytes(work.dtype)
-    parts, hidden = description(model), model.hidden_size
-    outside = t if work.sequence_parallel else 1
-    stream = (2 * len(parts.norms) * e * hidden + (len(parts.regions) * hidden if work.dropout else 0)) / outside
-    inside = 0.0  # per region, the results of its first products and the inputs of its last
-    for region in parts.regions:
-        # A compiler recomputes what depends on several results, such as the product inside a gated MLP.
-        is_made_again = work.compiled and not region.cores and region.columns > region.rows
-        inside += e * (region.columns + (0 if is_made_again else region.rows)) / t
-    heads = model.num_attention_heads / t
-    core = 4 * heads if work.flash else heads * work.seq_len * (e + (e + 1 if work.dropout else 0))
-    whole = tokens * (stream + inside + core)
+    kinds = zip(description(work.model).kinds, work.model.parts.kinds, strict=True)
+    return [_layer_activations(work, kind, parts) for kind, parts in kinds]
+
+
+def _layer_activations(work: Workload, kind: LayerDescription, parts: LayerParts) -> tuple[float, float]:
+    model, t, e, hidden = work.model, work.tensor, element_bytes(work.dtype), work.model.hidden_size
+    outside, lengths = t if work.sequence_parallel else 1, (work.seq_len, work.decoder_seq_len)
+    whole = cores = 0.0
+    for stack, tokens in enumerate(work.stack_tokens):
+        if not tokens:
+            continue
+        regions = [region for region in kind.regions if region.stack == stack]
+        norms = kind.norm_stacks.count(stack)
+        stream = (2 * norms * e * hidden + (len(regions) * hidden if work.dropout else 0)) / outside
+        inside = 0.0  # per region, the results of its first products and the inputs of its last
+        for region in regions:
+            # A compiler recomputes what depends on several results, such as the product inside a gated MLP.
+            is_made_again = work.compiled and not region.cores and region.columns > region.rows
+            inside += e * (region.columns + (0 if is_made_again else region.rows)) / t
+        heads, core = model.num_attention_heads / t, 0.0
+        for keys in [lengths[core.keys] for core in parts.cores if core.queries == stack]:
+            core += 4 * heads if work.flash else heads * keys * (e + (e + 1 if work.dropout else 0))
+        whole += tokens * (stream + inside + core)
+        whole += work.stack_tokens[1 - stack] * sum(region.memory for region in regions) * e / t
+        cores += tokens * core
     if work.recompute == "none":
         return whole, 0.0
     if work.recompute == "selective":
-        return (whole, 0.0) if work.flash else (whole - tokens * core, tokens * core)
-    kept = tokens * e * hidden / outside
+        return (whole, 0.0) if work.flash else (whole - cores, cores)
+    kept = work.positions * e * hidden / outside
     return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
 
 
@@ -236,12 +253,11 @@ def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank
 
 
 @lru_cache(maxsize=4096)
-def rank_parameters(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int) -> int:
-    """The exact number of parameters on one GPU before ZeRO. All layers have the same number."""
-    if layers > 2:
-        two, one = (rank_parameters(model, count, is_first, is_last, tensor) for count in (2, 1))
-        return two + (layers - 2) * (two - one)
-    stage = split_layers([layers])[0]
+def rank_parameters(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, tensor: int) -> int:
+    """The exact number of parameters on one GPU before ZeRO. All layers of a kind have the same number."""
+    if (kind := many_of(counts)) is not None:
+        two, one = (rank_parameters(model, with_count(counts, kind, few), is_first, is_last, tensor) for few in (2, 1))
+        return two + (counts[kind] - 2) * (two - one)
     split = ParameterSplit(tensor=ShardOf(tensor))
-    units = stage_units(model, type(stage)(stage.layers, is_first, is_last))
+    units = units_of_counts(model, counts, is_first, is_last)
     return rank_state(units, Storage(0, split)).num_parameters

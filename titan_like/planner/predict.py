@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.throughput import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
@@ -127,7 +128,8 @@ def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
     """Predict a run's step, with rates and an error band."""
     time, device = simulated_step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
-    meter = ThroughputMeter(work.model, work.seq_len, config.activation_checkpoint, work.num_gpus, peak)
+    lengths, recompute = (work.seq_len, work.decoder_seq_len), config.activation_checkpoint
+    meter = ThroughputMeter(work.model, lengths[0], recompute, work.num_gpus, peak, lengths[1])
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
     band = profile.error_p90
     return Forecast(
@@ -232,4 +234,5 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         causal=model.is_causal,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
         optimizer=optimizer_state(config.optimizer),
+        decoder_seq_len=sample_length(config, model).decoder,
     )

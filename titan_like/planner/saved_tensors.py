@@ -9,25 +9,56 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.parts import layers_of, new_one_of_each, one_of_each
-from titan_like.parallel.tensor_styles import replace_forward
+from titan_like.models.parts import Lengths, layers_of, new_one_of_each, one_of_each
+from titan_like.models.transformer import replace_forward
 from titan_like.planner.shapes import description
 
 _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 
 
 @lru_cache(maxsize=4096)
-def layer_input_bytes(model: TransformerConfig, seq_len: int) -> int:
-    """Bytes of a layer's inputs other than the hidden states, such as rotary tables."""
-    return sum(tensor.nbytes for tensor in one_of_each(model).layer_inputs(torch.arange(seq_len, device="meta")))
+def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0, tensor: int = 1) -> float:
+    """Bytes of a layer's inputs other than the hidden states, such as rotary tables.
+
+    Those that are computed from parameters, such as the biases of positions, are split by tensor parallelism.
+    """
+    positions = torch.arange(seq_len + decoder_seq_len, device="meta")
+    found = _tensors_in(_layer_inputs(one_of_each(model), positions, seq_len))
+    return sum(one.nbytes / (tensor if one.requires_grad else 1) for one in found)
+
+
+def _layer_inputs(model: Any, positions: torch.Tensor, encoder_len: int) -> tuple[Any, ...]:
+    return model.layer_inputs(positions, *((encoder_len,) if model.config.has_decoder else ()))
+
+
+def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 @lru_cache(maxsize=4096)
-def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
-    """Bytes that each region of a layer keeps per token, by the region's name, before tensor parallelism splits them.
+def saved_inside(model: TransformerConfig, dtype: str) -> tuple[Mapping[str, tuple[float, float]], ...]:
+    """Bytes that each region of a layer keeps, before tensor parallelism splits them.
+
+    For each kind of layers, they are by the region's name, per token of the first stack and of a decoder.
+    """
+    kinds = range(len(model.layer_counts))
+    if not model.has_decoder:
+        totals = [_kept(model, dtype, kind) for kind in kinds]
+        return tuple({name: (total / _TOKENS, 0.0) for name, total in of_kind.items()} for of_kind in totals)
+    found = []
+    for kind in kinds:
+        # The bytes are linear in both lengths.
+        one, more, others = (_kept(model, dtype, kind, lengths) for lengths in ((2, 2), (4, 2), (2, 4)))
+        found.append({name: ((more[name] - one[name]) / 2, (others[name] - one[name]) / 2) for name in one})
+    return tuple(found)
+
+
+def _kept(model: TransformerConfig, dtype: str, kind: int, lengths: Lengths = (_TOKENS, 0)) -> Mapping[str, int]:
+    """Bytes that each region of a layer keeps of one sequence.
 
     Each storage counts once, however many tensors share it, and a region's own input does not count. An attention core
     counts with its queries, keys and values, as a fused kernel keeps them.
@@ -36,8 +67,10 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
     on the meta device. The other operators run on the CPU: on the meta device, any sum of two tensors would first
     import torch's compiler.
     """
-    whole, parts, cpu = new_one_of_each(model), description(model), torch.device("cpu")
-    layer = layers_of(whole)[0].to(getattr(torch, dtype))
+    whole, parts, cpu = new_one_of_each(model), description(model).kinds[kind], torch.device("cpu")
+    layer = layers_of(whole)[kind].to(getattr(torch, dtype))
+    for name in whole.shared:
+        replace_forward(whole.get_submodule(name), lambda *_: None)
     for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
             replace_forward(module, _core)
@@ -47,17 +80,17 @@ def saved_inside(model: TransformerConfig, dtype: str) -> Mapping[str, float]:
             replace_forward(module, _norm)
         else:
             module.to_empty(device=cpu, recurse=False)
-    inputs = whole.layer_inputs(torch.arange(_TOKENS))
-    shape = 1, _TOKENS, model.hidden_size
+    inputs = _layer_inputs(whole, torch.arange(sum(lengths)), lengths[0])
+    shape = 1, sum(lengths), model.hidden_size
     x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
-    others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *inputs)]
+    others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *_tensors_in(inputs))]
     regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), _saved_in(regions) as found:
         layer(x, *inputs)
     # `id` tells storages apart: all tensors that share a storage return the same object while one of them is alive.
-    known = {id(storage) for storage in others}
+    known = {id(storage) for storage in (*others, x.untyped_storage())}
     return {
-        name: sum(storage.nbytes() for storage in storages if id(storage) not in known) / _TOKENS
+        name: sum(storage.nbytes() for storage in storages if id(storage) not in known)
         for name, storages in found.items()
     }
 
@@ -97,7 +130,7 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
     result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
 
 
-def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _visible: None = None) -> torch.Tensor:
+def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: None) -> torch.Tensor:
     """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input."""
     return _KeepInputs.apply(q.shape, q, k, v)
 

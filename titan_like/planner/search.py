@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from operator import add
 from typing import Any
 
 from titan_like.config.errors import ConfigError
@@ -191,7 +192,7 @@ class BestFirst:
         """The most layers times microbatches whose activations a rank holds."""
         work = self.space.member(group, schedule, virtual, 0, 1, group.shard)
         p, per_rank, layers = group.pipeline, stages_per_rank(schedule, virtual), pipeline_of(work).layers
-        held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * layers[rank] for rank in range(p))
+        held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * sum(layers[rank]) for rank in range(p))
         return max(held) / per_rank
 
     def _add_pipelines(self, group: Workload) -> None:
@@ -299,10 +300,11 @@ class BestFirst:
 def least_group_time(group: Workload, profile: Profile) -> float:
     """A lower bound in seconds on a group's layouts: the passes of a rank with at least the mean number of layers."""
     work = group._replace(zero_stage=_least_zero(group))
-    cost = layer_cost(work.model, microbatch_of(work), profile)
-    once = cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor
-    recomputed = (cost.recomputed + cost.recomputed_tensor) / work.recompute_every
-    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * (once + recomputed)
+    kinds, mb = range(len(work.model.layer_counts)), microbatch_of(work)
+    costs = [layer_cost(work.model, mb, profile, kind) for kind in kinds if work.model.layer_counts[kind]]
+    once = [cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor for cost in costs]
+    recomputed = [(cost.recomputed + cost.recomputed_tensor) / work.recompute_every for cost in costs]
+    return work.microbatches * ceil(work.model.num_layers / work.pipeline) * min(map(add, once, recomputed))
 
 
 class PipelineBounds:

@@ -19,13 +19,26 @@ from torch import nn
 from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.parts import entry_parameters, head_parameters, is_table, layers_of, one_of_each
+from titan_like.models.parts import (
+    Core,
+    Lengths,
+    Stacks,
+    cores_of,
+    entry_parameters,
+    head_parameters,
+    is_table,
+    one_of_each,
+    shared_parameters,
+    stacks_of,
+)
+from titan_like.models.transformer import shared_modules
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.split import StageLayers
+from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.parallel.tensor import styles_by_module
 from titan_like.parallel.tensor_styles import StyleKind
+from titan_like.planner.workload import Counts
 
-_WHOLE = StyleKind({}, (), enters=False, leaves=False)  # for modules that the plan does not name
+_WHOLE = StyleKind({}, (), enters=0, leaves=0)  # for modules that the plan does not name
 
 
 @dataclass(frozen=True)
@@ -81,50 +94,82 @@ class Region(NamedTuple):
     cores: int  # number of softmax attentions
     enters: int  # how often activations enter the split part
     leaves: int
+    stack: int = 0  # whose positions it works on: 0, or 1 for a decoder's
+    memory: int = 0  # cross attention: width of the results of matrices that work on the encoder's positions
+
+
+class LayerDescription(NamedTuple):
+    """One layer of a kind."""
+
+    parameters: tuple[ParameterShape, ...]  # named within the layer
+    regions: tuple[Region, ...]
+    norms: tuple[str, ...]  # modules that have parameters and are in no region
+    norm_stacks: tuple[int, ...]  # the stack whose positions each of them gets
+    enters: Lengths  # how often activations of each stack enter the split part of some region
+    leaves: Lengths
+    cores: tuple[Core | None, ...]  # of each region, if it has any; several in one region are alike
+    uses: tuple[str, ...]  # modules that it shares with other layers
 
 
 class Description(NamedTuple):
-    """A model as its modules and its family's tensor-parallel plan describe it. All layers are alike."""
+    """A model as its modules and its family's tensor-parallel plan describe it."""
 
     entry: tuple[ParameterShape, ...]
-    layer: tuple[ParameterShape, ...]  # named within the layer
+    shared: tuple[ParameterShape, ...]  # of modules that layers share
+    kinds: tuple[LayerDescription, ...]  # in the order of `TransformerConfig.layer_counts`
     head: tuple[ParameterShape, ...]  # without a tied table
-    regions: tuple[Region, ...]
-    norms: tuple[str, ...]  # modules of a layer that have parameters and are in no region
-    enters: int  # summed over a layer's regions
-    leaves: int
     entry_leaves: int
     head_enters: int
 
 
 @lru_cache(maxsize=4096)
 def description(model: TransformerConfig) -> Description:
-    """What a model is made of, read from its ends and one layer on the meta device.
+    """What a model is made of, read from its ends and one layer of each kind on the meta device.
 
     Raises:
         ConfigError: the family's plan has an unknown style.
     """
     whole = one_of_each(model)
-    layer = layers_of(whole)[0]
     try:
         kinds = styles_by_module(whole)
     except ValueError as error:
         raise ConfigError("model.family", type(whole).__name__, f"{error}; correct its sharding module") from None
-    prefix = f"layers.{next(iter(whole.layers))}."
-    in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
-    regions = _regions(layer, in_layer)
-    owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in layer.named_parameters())
+    layers = [
+        _layer(layer, prefix, kinds, stacks)
+        for (prefix, layer), stacks in zip(whole.layers.items(), stacks_of(model), strict=True)
+    ]
     head = ((name, parameter) for name, parameter in head_parameters(whole) if not is_table(name))
     return Description(
         tuple(_shape(name, parameter, kinds, at_entry=True) for name, parameter in entry_parameters(whole)),
-        tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters()),
+        tuple(_shape(name, parameter, kinds, at_entry=True) for name, parameter in shared_parameters(whole)),
+        tuple(layers),
         tuple(_shape(name, parameter, kinds) for name, parameter in head),
-        regions,
-        tuple(name for name in owners if not any(_is_inside(name, region.name) for region in regions)),
-        sum(region.enters for region in regions),
-        sum(region.leaves for region in regions),
         sum(kinds[name].leaves for name in whole.entry if name in kinds),
         sum(kinds[name].enters for name in (*whole.head, "output") if name in kinds),
+    )
+
+
+def _layer(layer: nn.Module, number: str, kinds: Mapping[str, StyleKind], stacks: Stacks) -> LayerDescription:
+    prefix = f"layers.{number}."
+    in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
+    regions = _regions(layer, in_layer, stacks)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in layer.named_parameters())
+    norms = tuple(name for name in owners if not any(_is_inside(name, region.name) for region in regions))
+    enters, leaves = [0, 0], [0, 0]
+    for region in regions:
+        of_memory = min(1, region.memory) if region.enters > 1 else 0
+        enters[region.stack] += region.enters - of_memory
+        enters[1 - region.stack] += of_memory
+        leaves[region.stack] += region.leaves
+    return LayerDescription(
+        tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters()),
+        regions,
+        norms,
+        tuple(stacks.get(name, (0,))[0] for name in norms),
+        (enters[0], enters[1]),
+        (leaves[0], leaves[1]),
+        tuple(next(iter(cores_of(layer.get_submodule(region.name), stacks, region.name)), None) for region in regions),
+        shared_modules(layer),
     )
 
 
@@ -137,24 +182,27 @@ def _shape(
     return ParameterShape(name, tuple(parameter.shape), kind.split.get(own_name), partial, at_entry)
 
 
-def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, ...]:
+def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind], stacks: Stacks) -> tuple[Region, ...]:
     """The modules around linear layers, in the order of the layer's modules.
 
     Each linear layer belongs to the nearest enclosing module that activations enter, or, if the plan names none, to its
     parent module.
     """
-    members: dict[str, list[tuple[nn.Linear, StyleKind]]] = {}
+    members: dict[str, list[tuple[nn.Linear, StyleKind, int]]] = {}
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             around = _around(name)
             region = next((outer for outer in around if kinds.get(outer, _WHOLE).enters), around[0])
-            members.setdefault(region, []).append((module, kinds.get(name, _WHOLE)))
+            stack = stacks.get(name, (0,))[0]
+            members.setdefault(region, []).append((module, kinds.get(name, _WHOLE), stack))
     found = []
     for region, linears in members.items():
         # The plan splits the first products by columns, dimension 0 of their weights, and the last by rows, dimension
-        # 1.
-        first = [linear for linear, kind in linears if kind.split.get("weight") != 1]
-        last = [linear for linear, kind in linears if kind.split.get("weight") == 1]
+        # 1. The last ones work on the region's own positions, and so do the first ones except those for a memory.
+        last = [linear for linear, kind, _ in linears if kind.split.get("weight") == 1]
+        own = next((stack for _, kind, stack in reversed(linears) if kind.split.get("weight") == 1), linears[0][2])
+        columns = [(linear, stack) for linear, kind, stack in linears if kind.split.get("weight") != 1]
+        first = [linear for linear, stack in columns if stack == own]
         inside = [kind for name, kind in kinds.items() if _is_inside(name, region)]
         found.append(
             Region(
@@ -166,6 +214,8 @@ def _regions(layer: nn.Module, kinds: Mapping[str, StyleKind]) -> tuple[Region, 
                 cores=sum(isinstance(module, AttentionCore) for module in layer.get_submodule(region).modules()),
                 enters=sum(kind.enters for kind in inside),
                 leaves=sum(kind.leaves for kind in inside),
+                stack=own,
+                memory=sum(linear.out_features for linear, stack in columns if stack != own),
             )
         )
     return tuple(found)
@@ -186,20 +236,34 @@ def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
 
     An untied embedding table is a unit of its own; a tied one belongs to the root.
     """
+    kinds = kinds_of_layers(model)
+    return _units(model, {number: kinds[number] for number in split.layers}, split.is_first, split.is_last)
+
+
+def units_of_counts(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool) -> list[Unit]:
+    """`stage_units` of a stage with so many layers of each kind."""
+    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+    return _units(model, dict(enumerate(kinds)), is_first, is_last)
+
+
+def _units(model: TransformerConfig, kinds: Mapping[int, int], is_first: bool, is_last: bool) -> list[Unit]:
+    """``kinds`` is the kind of each layer by its number."""
     parts = description(model)
     units, root = [], []
-    for parameter in parts.entry if split.is_first else ():
+    for parameter in parts.entry if is_first else ():
         if is_table(parameter.name) and not model.tied_embeddings:
             units.append(Unit("embedding", (parameter,)))
         else:
             root.append(parameter)
-    for layer in split.layers:
-        prefix = f"layers.{layer}"
-        parameters = (ParameterShape(f"{prefix}.{p.name}", p.shape, p.tensor_dim, p.partial) for p in parts.layer)
+    for layer, kind in kinds.items():
+        prefix, own = f"layers.{layer}", parts.kinds[kind].parameters
+        parameters = (ParameterShape(f"{prefix}.{p.name}", p.shape, p.tensor_dim, p.partial) for p in own)
         units.append(Unit(prefix, tuple(parameters)))
-    if split.is_last:
+    used = {name for kind in kinds.values() for name in parts.kinds[kind].uses}
+    root += [parameter for parameter in parts.shared if parameter.name.partition(".")[0] in used]
+    if is_last:
         root += parts.head
-        if model.tied_embeddings and not split.is_first:
+        if model.tied_embeddings and not is_first:
             root += [replace(parameter, at_entry=False) for parameter in parts.entry if is_table(parameter.name)]
     return [*units, Unit("", tuple(root))]
 

@@ -28,7 +28,7 @@ from titan_like.planner.step_time import (
     sharding,
     step_time,
 )
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.workload import Counts, Workload, pipeline_of
 
 _KINDS = "FBIW"
 
@@ -64,20 +64,23 @@ def stage_passes(work: Workload, profile: Profile) -> list[StagePasses]:
 
 
 def _passes_of(
-    work: Workload, profile: Profile, num_stages: int, layers: int, is_first: bool, is_last: bool, back: int, on: int
+    work: Workload, profile: Profile, num_stages: int, counts: Counts, is_first: bool, is_last: bool, back: int, on: int
 ) -> StagePasses:
-    """The passes of a stage with ``layers`` layers, which sends ``on`` messages forward and ``back`` messages backward.
+    """The passes of a stage with ``counts`` layers of each kind. It sends ``on`` messages on and ``back`` back.
 
     The first part of a split backward pass repeats the forward pass, communicates and gathers. The two halves of the
     products take equally long. The trainer does not split compiled layers. A third of `microbatch_overhead`, which the
     rank's stages share, belongs to the forward pass.
     """
     # (cost, how many, how many of them recomputed) for the layers and for the ends of the model that the stage holds.
-    mb = microbatch_of(work)
+    mb, of_layers = microbatch_of(work), work.model.parts.kinds
     entry, head = ends_cost(work.model, mb, profile)
-    layer = layer_cost(work.model, mb, profile)
-    parts: list[tuple[Cost, float, float]] = [(layer, layers, layers / work.recompute_every)]
-    parameters = layers * work.model.layer_parameters
+    parts: list[tuple[Cost, float, float]] = [
+        (layer_cost(work.model, mb, profile, kind), layers, layers / work.recompute_every)
+        for kind, layers in enumerate(counts)
+        if layers
+    ]
+    parameters = sum(layers * kind.parameters for layers, kind in zip(counts, of_layers, strict=True))
     if is_first:
         parts.append((entry, 1, 1))
         parameters += work.model.entry_parameters
@@ -103,7 +106,7 @@ def _passes_of(
     sent, returned = on * message, back * message
     gathered = scattered = 0.0
     if work.zero_stage == 3:
-        gather, scatter = gather_and_scatter(parameters / work.tensor, layers, work, profile)
+        gather, scatter = gather_and_scatter(parameters / work.tensor, sum(counts), work, profile)
         gathered = exposed(gather, profile.overlap * first, profile)
         scattered = exposed(gather + scatter, profile.overlap * second, profile)
     return StagePasses(

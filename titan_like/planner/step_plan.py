@@ -17,6 +17,7 @@ from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
+from titan_like.parallel.tied import holders_of_copies
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
 from titan_like.planner.traffic import Collective, StageTraffic, step_collectives
@@ -65,11 +66,11 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
     table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
     actions = table[place.pp]
     # What the process sends. A compiled stage runs whole backward passes, whatever the schedule says.
-    holds_end = place.pp in (ranks[0], ranks[-1])
-    exchanges_table = model.tied_embeddings and ranks[0] != ranks[-1] and holds_end
+    holders = {name: {ranks[i] for i in held} for name, held in holders_of_copies(model, splits).items()}
+    copies = {name: len(held) - 1 for name, held in holders.items() if place.pp in held and len(held) > 1}
     splits_backward = shape.schedule in SPLIT_BACKWARD and not config.compile.enable
     steps = steps_as_run(shape.steps(place.pp, microbatches, backward=True), splits_backward)
-    collectives = step_collectives(config, model, layout, stages, steps, storage, exchanges_table)
+    collectives = step_collectives(config, model, layout, stages, steps, storage, copies)
     # When each pass would run, first with equal stages, then with each stage's share of the matrix products.
     length = sample_length(config, model)
     layers, output = layer_costs(model, length.encoder, length.decoder)

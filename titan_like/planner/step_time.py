@@ -9,6 +9,7 @@ once on the way in and out. This is fast, so searches rank layouts by it. Predic
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import add, mul
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
@@ -17,7 +18,7 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
-from titan_like.planner.workload import RankLayers, Workload, pipeline_of
+from titan_like.planner.workload import Counts, RankLayers, Workload, pipeline_of
 
 
 class StepTime(NamedTuple):
@@ -126,8 +127,9 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     parameters = most_parameters(work.model, counts) / work.tensor
+    most = max(map(sum, counts.largest))
     elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
-    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.largest, parts, repeats, link)
+    return Passes(rank, parameters, elsewhere, counts.ends_together, most, parts, repeats, link)
 
 
 def _split_bubble(
@@ -190,6 +192,7 @@ def microbatch_of(work: Workload) -> Microbatch:
         work.compiled,
         work.microbatches > 1 and gradients_are_whole(work),  # else there is nothing to add to, or only a shard
         work.causal,
+        work.decoder_seq_len,
     )
 
 
@@ -255,15 +258,17 @@ def _load(cost: Cost, recompute_every: int) -> _Load:
 @lru_cache(maxsize=65536)
 def _loads(
     model: TransformerConfig, mb: Microbatch, recompute_every: int, profile: Profile
-) -> tuple[_Load, _Load, _Load, _Load]:
-    """The loads of a layer, of the model's entry, of its head, and of both ends together."""
-    layer = _load(layer_cost(model, mb, profile), recompute_every)
+) -> tuple[tuple[_Load, ...], _Load, _Load, _Load]:
+    """The loads of a layer of each kind, of the model's entry, of its head, and of both ends together."""
+    kinds = range(len(model.layer_counts))
+    layers = tuple([_load(layer_cost(model, mb, profile, kind), recompute_every) for kind in kinds])
     entry, head = [_load(end, 1) for end in ends_cost(model, mb, profile)]
-    return layer, entry, head, _sum(1, entry, head)
+    return layers, entry, head, _sum((1,), (entry,), head)
 
 
-def _sum(layers: int, layer: _Load, ends: _Load) -> _Load:
-    return _Load(*[layers * one + end for one, end in zip(layer, ends, strict=True)])
+def _sum(counts: Counts, layers: tuple[_Load, ...], ends: _Load) -> _Load:
+    of_layers = [sum(map(mul, counts, same)) for same in zip(*layers, strict=True)]
+    return _Load(*map(add, of_layers, ends))
 
 
 _NOTHING = _Load(*[0.0] * len(_Load._fields))
@@ -280,20 +285,19 @@ def _slowest_rank(
     profile: Profile,
 ) -> _Rank:
     """One microbatch on the rank whose passes take longest: the one with the most layers, or an end of the model."""
-    layer, entry, head, both_ends = _loads(model, mb, recompute_every, profile)
+    layers, entry, head, both_ends = _loads(model, mb, recompute_every, profile)
     apart = [(counts.first, entry), (counts.last, head)]
     choices = [(counts.first, both_ends)] if counts.ends_together else apart
-    if counts.largest > max(counts.first, counts.last):
-        choices.append((counts.largest, _NOTHING))
+    choices += [(here, _NOTHING) for here in counts.largest if here not in (counts.first, counts.last)]
     most = -1.0
-    for layers, ends in choices:
-        load = _sum(layers, layer, ends)
+    for here, ends in choices:
+        load = _sum(here, layers, ends)
         forward, backward = load.seconds(profile)
         if forward + backward > most:
             most, slowest, passes = forward + backward, load, (forward, backward)
     others = others_forward = weights = 0.0
     if pipeline > 1:
-        whole = _sum(model.num_layers, layer, both_ends)
+        whole = _sum(model.layer_counts, layers, both_ends)
         ranks = pipeline - 1
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others_forward, others = mean.seconds(profile)
@@ -308,7 +312,7 @@ def message_time(work: Workload, profile: Profile) -> float:
 
     Tensor-parallel ranks may each send a part of them, which sequence parallelism leaves split and others all-gather.
     """
-    nbytes = work.tokens * work.model.hidden_size * element_bytes(work.dtype)
+    nbytes = work.positions * work.model.hidden_size * element_bytes(work.dtype)
     stride = work.tensor * work.context * work.data_parallel
     t = work.tensor
     if t > 1 and work.sequence_parallel:
@@ -321,11 +325,12 @@ def message_time(work: Workload, profile: Profile) -> float:
 @lru_cache(maxsize=65536)
 def most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
     """Parameters of the rank that holds the most, before tensor parallelism and ZeRO."""
-    layer = model.layer_parameters
+    sizes = [kind.parameters for kind in model.parts.kinds]
+    first = sum(map(mul, counts.first, sizes))
     if counts.ends_together:
-        return counts.first * layer + model.entry_parameters + model.head_parameters
+        return first + model.entry_parameters + model.head_parameters
     table = model.padded_vocab_size * model.hidden_size
-    return max(counts.largest * layer, counts.first * layer + table)
+    return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table)
 
 
 def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:

@@ -7,16 +7,17 @@ processes send. Sums of single numbers (tokens, loss, gradient norm, health flag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from titan_like.config.schema import JobConfig
+from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
-from titan_like.parallel.split import StageLayers
+from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description
 from titan_like.planner.training_state import Storage
@@ -53,7 +54,7 @@ def step_collectives(
     stages: Sequence[StageTraffic],
     steps: Sequence[Step],
     storage: Storage,
-    table_is_elsewhere: bool,
+    copies: Mapping[str, int],
 ) -> list[Collective]:
     """Everything that one process takes part in.
 
@@ -64,7 +65,7 @@ def step_collectives(
         stages: the process's stages.
         steps: the process's passes and messages in order, after `step_plan.steps_as_run`.
         storage: how the process keeps parameters and gradients.
-        table_is_elsewhere: whether this process and another one each hold a copy of the tied embedding table.
+        copies: of each parameter here that other processes of the pipeline hold too, how many of them do.
     """
     calls: Counter[_Call] = Counter()
     calls.update(_pipeline_calls(config, model, steps))
@@ -75,10 +76,12 @@ def step_collectives(
             calls.update(_tensor_parallel_calls(config, model, stage, passes, layout.tensor))
         if config.parallelism.sequence_parallel:
             calls.update(_partial_gradients(stage, storage))
-    if table_is_elsewhere:
-        (table,) = {p for stage in stages for unit in stage.units for p in unit.parameters if is_table(p.name)}
-        size = storage.master * prod(storage.split.here(table))
-        calls.update(("pp", kind, "gradient of the tied table", size) for kind in ("send", "receive"))
+    held = {parameter.name: parameter for stage in stages for unit in stage.units for parameter in unit.parameters}
+    for name, others in copies.items():
+        size = storage.master * prod(storage.split.here(held[name]))
+        what = "gradient of the tied table" if is_table(name) else "gradients of shared tables"
+        for kind in ("send", "receive"):
+            calls["pp", kind, what, size] += others
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data_parallel}
     sizes |= {"dp_shard": layout.shard, "dp_replicate": layout.replicate}
     # Add up calls that differ only in their size.
@@ -94,9 +97,9 @@ def step_collectives(
 
 
 def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """Bytes of one microbatch's hidden states, [micro_batch_size, seq_len, hidden_size], unsharded."""
-    training = config.training
-    return training.micro_batch_size * training.seq_len * model.hidden_size * BYTES[training.dtype]
+    """Bytes of one microbatch's hidden states, [micro_batch_size, positions, hidden_size], unsharded."""
+    positions, training = sample_length(config, model).positions, config.training
+    return training.micro_batch_size * positions * model.hidden_size * BYTES[training.dtype]
 
 
 def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence[Step]) -> Iterator[_Call]:
@@ -184,22 +187,36 @@ def _tensor_parallel_calls(
     A fully recomputed layer repeats its forward collectives, except the last sum, whose result its backward pass does
     not need. Selective recomputation repeats no sums.
     """
-    whole, training = hidden_bytes(config, model), config.training
-    layers, section = len(stage.layers.layers), config.activation_checkpoint
-    recomputed = sum(layer % section.every_n_layers == 0 for layer in stage.layers.layers if section.mode != "none")
-    parts = description(model)
-    added_up_again = recomputed * (parts.leaves - 1) if section.mode == "full" else 0
-    positions = training.micro_batch_size * training.seq_len
-    losses = degree * 2 * positions * max(BYTES[training.dtype], BYTES["float32"])
+    training, section = config.training, config.activation_checkpoint
+    element, length = BYTES[training.dtype], sample_length(config, model)
+    lengths, rows = (length.encoder, length.decoder), training.micro_batch_size * model.hidden_size * element
+    is_last, kinds, parts = stage.layers.is_last, kinds_of_layers(model), description(model)
+    labelled = training.micro_batch_size * (length.decoder or length.encoder)
+    losses = degree * 2 * labelled * max(element, BYTES["float32"])
     spread = "all_gather" if config.parallelism.sequence_parallel else None
     add_up = "reduce_scatter" if config.parallelism.sequence_parallel else "all_reduce"
-    is_last = stage.layers.is_last
-    enters = layers * parts.enters + is_last * parts.head_enters  # inputs of attentions, MLPs and the output matrix
-    leaves = layers * parts.leaves + stage.layers.is_first * parts.entry_leaves  # outputs of those, the embedding's too
+    # By size: how often activations enter split parts and leave them, and how often recomputation repeats that.
+    enters, leaves, enters_again, leaves_again = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
+    for number in stage.layers.layers:
+        layer = parts.kinds[kinds[number]]
+        is_recomputed = section.mode != "none" and number % section.every_n_layers == 0
+        for stack, size in enumerate(rows * length for length in lengths):
+            enters[size] += layer.enters[stack]
+            leaves[size] += layer.leaves[stack]
+            enters_again[size] += is_recomputed * layer.enters[stack]
+            leaves_again[size] += is_recomputed * (section.mode == "full") * layer.leaves[stack]
+        if is_recomputed and section.mode == "full":
+            leaves_again[rows * lengths[layer.regions[-1].stack]] -= 1
+    if is_last:
+        enters[labelled * model.hidden_size * element] += parts.head_enters
+    if stage.layers.is_first:
+        leaves[rows * length.positions] += parts.entry_leaves
     forwards, backwards = sum(kind == "F" for kind in passes), sum(kind in "BI" for kind in passes)
 
-    def calls(kind: str | None, count: int) -> Iterator[_Call]:
-        return iter([("tp", kind, "hidden states", whole)] * count if kind else [])
+    def calls(kind: str | None, *counts: Counter[int]) -> Iterator[_Call]:
+        if kind is not None:
+            for size, count in sum(counts, Counter()).items():
+                yield from [("tp", kind, "hidden states", size)] * count
 
     for _ in range(forwards):
         yield from calls(add_up, leaves)
@@ -207,8 +224,8 @@ def _tensor_parallel_calls(
         if is_last:
             yield "tp", "all_gather", "parts of the loss", losses
     for _ in range(backwards):
-        yield from calls(add_up, enters + added_up_again)
-        yield from calls(spread, leaves + recomputed * parts.enters)
+        yield from calls(add_up, enters, leaves_again)
+        yield from calls(spread, leaves, enters_again)
 
 
 def _partial_gradients(stage: StageTraffic, storage: Storage) -> Iterator[_Call]:

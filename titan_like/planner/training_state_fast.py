@@ -13,10 +13,9 @@ from typing import NamedTuple
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
-from titan_like.parallel.split import StageLayers
-from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.shapes import ParameterSplit, ShardOf, units_of_counts
 from titan_like.planner.training_state import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
-from titan_like.planner.workload import RankStages
+from titan_like.planner.workload import Counts, RankStages, many_of, with_count
 
 
 class Sharing(NamedTuple):
@@ -96,8 +95,8 @@ def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int
 def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list[StageSizes]:
     last = len(here.layers) - 1
     return [
-        _stage(model, layers, here.first and index == 0, here.last and index == last, sharing)
-        for index, layers in enumerate(here.layers)
+        _stage(model, counts, here.first and index == 0, here.last and index == last, sharing)
+        for index, counts in enumerate(here.layers)
     ]
 
 
@@ -137,25 +136,27 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
 
 
 @lru_cache(maxsize=65536)
-def _stage(model: TransformerConfig, layers: int, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
+def _stage(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
     return stage_sizes(
-        _elements(model, layers, is_first, is_last, sharing.tensor, sharing.optimizer), _storage(sharing)
+        _elements(model, counts, is_first, is_last, sharing.tensor, sharing.optimizer), _storage(sharing)
     )
 
 
 @lru_cache(maxsize=4096)
 def _elements(
-    model: TransformerConfig, layers: int, is_first: bool, is_last: bool, tensor: int, optimizer: OptimizerState
+    model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, tensor: int, optimizer: OptimizerState
 ) -> StageElements:
-    """Count one stage's parameters. Beyond one layer, each further layer adds the same amount."""
-    if layers > 2:
-        one, two = (_elements(model, few, is_first, is_last, tensor, optimizer) for few in (1, 2))
-        more = layers - 1
-        counts = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
+    """Count one stage's parameters. Beyond one layer of a kind, each further one adds the same amount."""
+    if (kind := many_of(counts)) is not None:
+        one, two = (
+            _elements(model, with_count(counts, kind, few), is_first, is_last, tensor, optimizer) for few in (1, 2)
+        )
+        more = counts[kind] - 1
+        numbers = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
         rows = [
             (length, a + more * (b - a), state_a + more * (state_b - state_a))
             for (length, a, state_a), (_, b, state_b) in zip(one.rows, two.rows, strict=True)
         ]
-        return StageElements._make([*counts, tuple(rows)])
-    units = stage_units(model, StageLayers(range(layers), is_first, is_last))
+        return StageElements._make([*numbers, tuple(rows)])
+    units = units_of_counts(model, counts, is_first, is_last)
     return stage_elements(units, ParameterSplit(ShardOf(tensor)), optimizer)

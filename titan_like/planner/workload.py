@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.tables import stage_ranks
+
+Counts = tuple[int, ...]
+"""Numbers of layers of each kind, as `TransformerConfig.layer_counts`."""
 
 
 class Workload(NamedTuple):
@@ -34,12 +38,28 @@ class Workload(NamedTuple):
     compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
     causal: bool = True  # each position attends only to those before it; in BERT (arXiv 1810.04805) it attends to all
+    decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer; its time is AdamW's
 
     @property
     def tokens(self) -> float:
-        """Tokens of one microbatch on one rank. Context parallelism splits each sequence."""
+        """Tokens of one microbatch on one rank, without a decoder's. Context parallelism splits each sequence."""
         return self.micro_batch_size * self.seq_len / self.context
+
+    @property
+    def positions(self) -> float:
+        """The same with a decoder's."""
+        return self.micro_batch_size * (self.seq_len + self.decoder_seq_len) / self.context
+
+    @property
+    def stack_tokens(self) -> tuple[float, float]:
+        """`tokens`, and the decoder's part of `positions`."""
+        return self.tokens, self.micro_batch_size * self.decoder_seq_len / self.context
+
+    @property
+    def labelled(self) -> float:
+        """Positions of one microbatch on one rank that have logits: a decoder's alone, if there is one."""
+        return self.stack_tokens[1] if self.decoder_seq_len else self.tokens
 
     @property
     def data_parallel(self) -> int:
@@ -58,22 +78,22 @@ class Workload(NamedTuple):
 
 
 class RankLayers(NamedTuple):
-    """Numbers of layers on the pipeline's ranks that the step time depends on."""
+    """Layers on the pipeline's ranks that the step time depends on."""
 
-    first: int  # on the rank with the embedding
-    last: int  # on the rank with the output matrix
-    largest: int  # the most on any rank
+    first: Counts  # on the rank with the embedding
+    last: Counts  # on the rank with the output matrix
+    largest: tuple[Counts, ...]  # on the ranks that may have more than these two: those with the most of some kind
     ends_together: bool  # one rank holds both ends of the model
 
 
 class RankStages(NamedTuple):
     """A rank's stages in the order of the forward pass.
 
-    ``layers`` has the layers of each stage. ``first`` and ``last`` say whether the rank holds the pipeline's first and
-    last stage.
+    ``layers`` has the layers of each stage, by kind. ``first`` and ``last`` say whether the rank holds the pipeline's
+    first and last stage.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[Counts, ...]
     first: bool
     last: bool
 
@@ -81,9 +101,9 @@ class RankStages(NamedTuple):
 class PipelineRanks(NamedTuple):
     """How a pipeline's ranks share the model's layers."""
 
-    stages: tuple[int, ...]  # layers of each stage
+    stages: tuple[Counts, ...]  # layers of each stage
     ranks: tuple[int, ...]  # rank of each stage
-    layers: tuple[int, ...]  # layers of each rank, over all its stages
+    layers: tuple[Counts, ...]  # layers of each rank, over all its stages
     here: tuple[RankStages, ...]  # stages of each rank
     counts: RankLayers
     largest: tuple[int, ...]  # may be fullest: both ends, and the first rank with each combination of stages
@@ -96,23 +116,50 @@ def pipeline_of(work: Workload) -> PipelineRanks:
 
 @cache
 def _pipeline(
-    stage_layers: tuple[int, ...] | None, num_layers: int, schedule: str, pipeline: int, virtual: int
+    stage_layers: tuple[int, ...] | None, layer_counts: Counts, schedule: str, pipeline: int, virtual: int
 ) -> PipelineRanks:
     ranks = tuple(stage_ranks(schedule, pipeline, virtual))
-    stages = stage_layers or equal_stages(num_layers, len(ranks))
-    of_rank: list[list[int]] = [[] for _ in range(pipeline)]
-    for rank, count in zip(ranks, stages, strict=True):
-        of_rank[rank].append(count)
-    layers = tuple(map(sum, of_rank))
+    stages = tuple(_kinds_of_stages(stage_layers or equal_stages(sum(layer_counts), len(ranks)), layer_counts))
+    of_rank: list[list[Counts]] = [[] for _ in range(pipeline)]
+    for rank, counts in zip(ranks, stages, strict=True):
+        of_rank[rank].append(counts)
+    layers = tuple(tuple(map(sum, zip(*counts, strict=True))) for counts in of_rank)
     first, last = ranks[0], ranks[-1]
     return PipelineRanks(
         stages,
         ranks,
         layers,
         tuple(RankStages(tuple(counts), rank == first, rank == last) for rank, counts in enumerate(of_rank)),
-        RankLayers(layers[first], layers[last], max(layers), first == last),
+        RankLayers(layers[first], layers[last], _largest(layers), first == last),
         tuple(sorted({0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)})),
     )
+
+
+def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[Counts]:
+    """The layers of each stage by kind, from their numbers. The layers of a kind follow each other."""
+    left, kind = list(layer_counts), 0
+    for layers in stages:
+        counts = [0] * len(left)
+        while layers:
+            if left[kind] == 0:
+                kind += 1
+                continue
+            taken = min(layers, left[kind])
+            counts[kind] += taken
+            left[kind] -= taken
+            layers -= taken
+        yield tuple(counts)
+
+
+def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:
+    """Those that no other has at least as many layers of every kind as, each once."""
+    distinct = set(layers)
+    if len(layers[0]) == 1:
+        return (max(distinct),)
+    found = [
+        one for one in distinct if not any(other != one and all(map(int.__ge__, other, one)) for other in distinct)
+    ]
+    return tuple(sorted(found))
 
 
 def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
@@ -120,17 +167,17 @@ def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
     return _ranks_from(*_stage_key(work), start)
 
 
-def _stage_key(work: Workload) -> tuple[tuple[int, ...] | None, int, str, int, int]:
+def _stage_key(work: Workload) -> tuple[tuple[int, ...] | None, Counts, str, int, int]:
     """Everything that the stages of a pipeline depend on. Layouts that agree in it share one cached result."""
-    return work.stage_layers, work.model.num_layers, work.schedule, work.pipeline, work.virtual_stages
+    return work.stage_layers, work.model.layer_counts, work.schedule, work.pipeline, work.virtual_stages
 
 
 @cache
 def _ranks_from(
-    stage_layers: tuple[int, ...] | None, num_layers: int, schedule: str, pipeline: int, virtual: int, start: int
+    stage_layers: tuple[int, ...] | None, layer_counts: Counts, schedule: str, pipeline: int, virtual: int, start: int
 ) -> tuple[int, ...]:
-    here = _pipeline(stage_layers, num_layers, schedule, pipeline, virtual).here
-    first: dict[tuple[int, ...], int] = {}
+    here = _pipeline(stage_layers, layer_counts, schedule, pipeline, virtual).here
+    first: dict[tuple[Counts, ...], int] = {}
     for rank in range(start, pipeline):
         first.setdefault(here[rank].layers, rank)
     return tuple(first.values())
@@ -141,3 +188,13 @@ def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     base, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
     return tuple(base + (first <= stage < first + more) for stage in range(num_stages))
+
+
+def many_of(counts: Counts) -> int | None:
+    """The first kind with more than two layers. A stage's size grows linearly from its first layer to them."""
+    return next((kind for kind, count in enumerate(counts) if count > 2), None)
+
+
+def with_count(counts: Counts, kind: int, count: int) -> Counts:
+    """Another number of layers of one kind."""
+    return (*counts[:kind], count, *counts[kind + 1 :])

@@ -142,7 +142,7 @@ class ObservedTrainer(WatchedTrainer):
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
         section, training = self.config.parallelism, self.config.training
-        if name == "embedding.weight" and self.mesh["pp"].size() > 1:  # a tied table's: each stage rounds its own part
+        if name in self.model.copies_in:  # each stage rounds its own part
             return False
         masks = self.run.masks
         if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs

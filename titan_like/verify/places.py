@@ -67,13 +67,16 @@ def differing(
     wrong: dict[Place, float] = {}
     for place, by_microbatch in found.tensors.items():
         whole = expected.tensors[place].get(0)
-        # A tensor without a batch dimension (position embeddings [seq, hidden]) has the whole batch's gradient.
-        if whole is None or (whole.ndim < 3 and place[0] == BACKWARD):
+        if whole is None:
+            continue
+        # Position embeddings [seq, hidden] and relative biases [1, heads, seq, seq] have the whole batch's gradient.
+        has_samples = whole.ndim > 2 and len(whole) > 1
+        if place[0] == BACKWARD and not has_samples:
             continue
         for microbatch, value in by_microbatch.items():
             if microbatch >= len(samples):
                 continue
-            rows = whole[samples[microbatch]] if whole.ndim > 2 else whole
+            rows = whole[samples[microbatch]] if has_samples else whole
             part = _shard_like(value, rows, tensor_mesh, lengths)
             if value.shape != part.shape:
                 continue

@@ -26,8 +26,8 @@ def later_stages_attend_causally() -> Iterator[None]:
     """Pipeline stages after the first get no mask."""
     original = Transformer.forward
 
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
-        return original(self, x, positions, visible if self.is_first else None, *types)
+    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *others: Any) -> Any:
+        return original(self, x, positions, visible if self.is_first else None, *others)
 
     with patch.object(Transformer, "forward", forward):
         yield
@@ -53,8 +53,8 @@ def later_stages_count_positions_through() -> Iterator[None]:
     """Pipeline stages after the first get no positions."""
     original = Transformer.forward
 
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
-        return original(self, x, positions if self.is_first else None, visible, *types)
+    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *others: Any) -> Any:
+        return original(self, x, positions if self.is_first else None, visible, *others)
 
     with patch.object(Transformer, "forward", forward):
         yield
@@ -66,11 +66,11 @@ def recomputation_attends_causally() -> Iterator[None]:
     original = AttentionCore.forward
 
     def forward(
-        self: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys | None = None
+        self: AttentionCore, q: Any, k: Any, v: Any, visible: VisibleKeys | None = None, bias: Any = None
     ) -> torch.Tensor:
         if visible is not None and is_in_backward_pass():
             visible = visible._replace(end=torch.arange(1, q.shape[2] + 1).expand_as(visible.end))
-        return original(self, q, k, v, visible)
+        return original(self, q, k, v, visible, bias)
 
     with patch.object(AttentionCore, "forward", forward):
         yield
@@ -96,11 +96,11 @@ def second_half_of_heads_sees_all_documents() -> Iterator[None]:
     original = AttentionCore.forward
 
     def forward(
-        self: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: VisibleKeys | None = None
+        self: AttentionCore, q: Any, k: Any, v: Any, visible: VisibleKeys | None = None, bias: Any = None
     ) -> torch.Tensor:
         if visible is not None and dist.get_rank() % 2:
             visible = visible._replace(first=torch.zeros_like(visible.first))
-        return original(self, q, k, v, visible)
+        return original(self, q, k, v, visible, bias)
 
     with patch.object(AttentionCore, "forward", forward):
         yield
