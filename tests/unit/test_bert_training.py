@@ -42,7 +42,8 @@ def test_initial_weights_are_scaled_by_depth_only_where_norms_come_first() -> No
     assert stds["post"] == pytest.approx(0.02, rel=0.05) and stds["pre"] == pytest.approx(0.02 / 4, rel=0.05)
 
 
-def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["none", "pair"])
+def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str) -> None:
     text = tmp_path / "words.txt"
     text.write_text("".join(f"the {number} hidden words of line {number % 7}\n" for number in range(2000)))
     settings = {
@@ -66,9 +67,14 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
         "evaluation.interval": 0,
         "job.dump_folder": tmp_path / "out",
     }
+    if head == "pair":
+        settings |= {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
+        settings["model.overrides.vocab_size"] = 261
     run = prepare_run(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))
     run_job(run)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [[line["loss"]] if head == "none" else [line["lm_loss"], line["sentence_loss"]] for line in lines]
+    assert [sum(each) for each in losses] == pytest.approx([line["loss"] for line in lines], rel=1e-12)
 
     ours = build_model(run.model, "bert").double()
     ours.init_weights(run.config.job.seed)
@@ -88,13 +94,24 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
     expected, stream = [], (samples[index] for index in range(STEPS * BATCH))
     for _ in range(STEPS):
         inputs, labels = torch.stack(list(islice(stream, BATCH))).unbind(1)
-        loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss.backward()
+        if head == "pair":
+            end = inputs == 259
+            attention = end.flip(1).cumsum(1).flip(1) > 0
+            types = (end.cumsum(1) - end.int() > 0) & attention
+            found = theirs(input_ids=inputs, attention_mask=attention.long(), token_type_ids=types.long())
+            of_pairs = F.cross_entropy(found.seq_relationship_logits, labels[:, 0])
+            of_tokens = F.cross_entropy(found.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
+            terms = [of_tokens, of_pairs]
+        else:
+            logits = theirs(input_ids=inputs).logits
+            terms = [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
+        sum(terms).backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected.append(loss.item())
-    assert expected[0] > 5 and expected[-1] < expected[0] - 1
-    assert losses == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+        expected.append([term.item() for term in terms])
+    assert expected[0][0] > 5 and expected[-1][0] < expected[0][0] - 1
+    for one, other in zip(losses, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-7)  # which is how metrics.jsonl may round
 
 
 def test_it_continues_no_prompt() -> None:

@@ -1,0 +1,81 @@
+"""A model that chooses gives transformers' scores and the same training in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import Case, launch, train_case
+from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
+from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
+from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
+from titan_like.config.schema import JobConfig
+from titan_like.data.race import read_questions
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.evaluate.race import race_task
+from titan_like.evaluate.scoring import Scorer
+from titan_like.evaluate.task import TextSettings
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train.setup import check_settings
+
+SEQ = 20
+SHAPE = bert_config(num_layers=4, sentence_head="choice", vocab_size=len(VOCABULARY))
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline, tensor": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "data, sequence, zero 3": {"tensor_parallel_degree": 2, "sequence_parallel": True, "zero_stage": 3},
+}
+
+
+def sections(race: Path) -> dict[str, dict[str, Any]]:
+    flavor = {"own": SHAPE.model_dump(mode="json")}
+    return {
+        "job": {"dump_folder": str(race)},
+        "model": {"family": "bert", "flavor": "own", "flavors": flavor},
+        "data": {"dataset": "race", "paths": [str(race)], "tokenizer": str(race / "tokenizer.json")},
+        "training": {"seq_len": SEQ, "micro_batch_size": 4, "global_batch_size": 16, "steps": 6},
+    }
+
+
+def score_and_train(rank: int, race: Path) -> None:
+    tokenizer = build_tokenizer(str(race / "tokenizer.json"))
+    task = race_task("race", race / "test", tokenizer, TextSettings.of(SEQ))
+    found: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        config = JobConfig.model_validate(sections(race) | {"parallelism": layout})
+        _, degrees = check_settings(config, dist.get_world_size())
+        mesh, device = build_mesh(degrees, "cpu"), torch.device("cpu")
+        scores = Scorer(config, load_parallel_model(config, find_checkpoint(config), mesh, device), mesh, device)
+        found[name] = torch.tensor([score.log_probability for score in scores(task.windows)])
+        found[f"{name}, losses"] = torch.tensor(losses_of(race, layout))
+    if rank == 0:
+        torch.save(found, race / "found.pt")
+
+
+def losses_of(race: Path, layout: dict[str, Any]) -> list[float]:
+    settings = {f"{section}.{key}": value for section, keys in sections(race).items() for key, value in keys.items()}
+    settings |= {f"parallelism.{key}": value for key, value in layout.items()}
+    return train_case(Case("", settings | {"job.dump_folder": str(race / "out")}), race).losses
+
+
+def train_alone(rank: int, race: Path) -> None:
+    torch.save(torch.tensor(losses_of(race, {})), race / "alone.pt")
+
+
+def test_scores_and_losses_in_every_layout(tmp_path: Path) -> None:
+    race = write_race(tmp_path / "race", {"train": 9, "dev": 2, "test": 3})
+    model = random_model(SHAPE).float()
+    save_checkpoint(race / "checkpoint", model)
+    launch(score_and_train, 4, race)
+    launch(train_alone, 1, race)
+    found, alone = (torch.load(race / name, weights_only=True) for name in ("found.pt", "alone.pt"))
+    questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))
+    wanted = scores_of_transformers(reference_of(model), questions, SEQ).flatten()
+    assert wanted.numel() == 72 and wanted.std() > 0.05
+    for name in LAYOUTS:
+        assert found[name].tolist() == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
+        assert found[f"{name}, losses"].tolist() == pytest.approx(alone.tolist(), rel=1e-5)
+    assert len(set(alone.tolist())) == 6

@@ -1,0 +1,175 @@
+"""RACE: what is read, that a model learns to choose from it, and that its accuracy is that of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scripts import evaluate
+from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
+from tests.unit.race_cases import AROUND, VOCABULARY, scores_of_transformers, write_race
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Data
+from titan_like.data.open_source import open_source
+from titan_like.data.race import read_questions
+from titan_like.data.source import IGNORED_LABEL, DataRequest
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.train.job import run_job
+from titan_like.train.rules import CHECKS
+from titan_like.train.setup import prepare_run
+
+SEQ = 16
+MODEL = {
+    "model.family": "bert",
+    "model.overrides.sentence_head": "choice",
+    "model.overrides.num_layers": 2,
+    "model.overrides.hidden_size": 64,
+    "model.overrides.init_std": 0.1,
+    "model.overrides.vocab_size": len(VOCABULARY),
+    "training.seq_len": SEQ,
+}
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_race(tmp_path_factory.mktemp("race"), {"train": 200, "dev": 20, "test": 20})
+
+
+def arguments(race: Path, settings: dict[str, object]) -> list[str]:
+    whole = MODEL | {"data.tokenizer": race / "tokenizer.json"} | settings
+    return [f"--{key}={value}" for key, value in whole.items()]
+
+
+def words(tokens: torch.Tensor) -> str:
+    return " ".join(VOCABULARY[token] for token in tokens.tolist())
+
+
+def test_samples_are_the_options_of_questions(race: Path, tmp_path: Path) -> None:
+    section = Data(dataset="race", paths=[str(race)], tokenizer=str(race / "tokenizer.json"))
+    request = DataRequest(section, "validation", SEQ, 5, len(VOCABULARY), tmp_path)
+    held_out = open_source(request)
+    files = sorted((race / "dev").rglob("*.txt"))
+    records = [json.loads(file.read_text()) for file in files]
+    assert len(held_out) == 4 * 3 * len(files) == 480
+    for number, record in ((0, records[0]), (20, records[20])):
+        for place in range(3):
+            for option in range(4):
+                inputs, labels = held_out[12 * number + 4 * place + option]
+                word, question = record["options"][place][option], record["questions"][place]
+                text = question.replace("_", word) if "_" in question else f"{question} {word}"
+                pad = SEQ - 3 - len(f"{record['article']} {text}".split())
+                passage = " ".join(record["article"].split())
+                if pad >= 0:
+                    assert words(inputs) == f"[CLS] {passage} [SEP] {text} [SEP]" + " [PAD]" * pad
+                answer = "ABCD".index(record["answers"][place]) if option == 0 else IGNORED_LABEL
+                assert labels.tolist() == [answer] + [IGNORED_LABEL] * (SEQ - 1)
+    assert (held_out[480][1] == IGNORED_LABEL).all()
+
+    training = open_source(DataRequest(section, "train", SEQ, 5, len(VOCABULARY), tmp_path))
+    size = len(training) // 4
+    everything = torch.stack([training.sample(position) for position in range(4 * size)]).view(size, -1)
+    known = {tuple(row): number for number, row in enumerate(everything.tolist())}
+    order = [
+        [known[tuple(torch.stack([training[4 * q + o] for o in range(4)]).flatten().tolist())] for q in epoch]
+        for epoch in (range(size), range(size, 2 * size))
+    ]
+    assert set(order[0]) == set(order[1]) == set(known.values()) and order[0] != order[1]
+    assert training.fingerprint != held_out.fingerprint
+
+
+def test_long_questions_and_passages_are_cut(race: Path, tmp_path: Path) -> None:
+    record = {"article": "w1 " * 30, "questions": ["w2 _ w2 _"], "options": [["w3 " * 9] * 4], "answers": ["D"]}
+    (tmp_path / "one.txt").write_text(json.dumps(record))
+    (question,) = read_questions(tmp_path, build_tokenizer(str(race / "tokenizer.json")))
+    assert (len(question.passage), len(question.options[0]), question.answer) == (30, 20, 3)
+    inputs = words(torch.from_numpy(question.inputs(0, AROUND, 20)))
+    assert inputs == f"[CLS] {'w1 ' * 9}[SEP] w2 {'w3 ' * 7}[SEP]"
+
+
+def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
+    tokenizer, whole = f"--data.tokenizer={race}/tokenizer.json", json.dumps({"article": "a", "questions": ["b"]})
+    for name, text in (("train", whole), ("dev", "{"), ("test", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text(text)
+    start = [*arguments(race, {"data.dataset": "race"}), tokenizer, "--training.steps=1"]
+    for paths, words_of in (
+        (f'["{tmp_path}"]', r"train.*: has no article with questions, 4 options each and answers in line 1 of 1.txt"),
+        (f'["{race}/dev"]', r"dev/train.*has no .txt files; name a folder of RACE"),
+        (f'["{race}", "{race}"]', "needs one folder, in which train, dev and test are"),
+    ):
+        with pytest.raises(ConfigError, match=words_of):
+            prepare_run(load_config([*start, f"--data.paths={paths}", f"--job.dump_folder={tmp_path}/out"], CHECKS))
+    for family, task, words_of in (
+        ("bert", f"text={race}/tokenizer.json", "bert with this head chooses answers; only race is for it"),
+        ("gpt", f"race={race}/test", "needs a model that chooses answers: bert, fine-tuned with"),
+        ("bert", f"race={race}/tokenizer.json", "is not a folder; name one of the data set's"),
+    ):
+        settings = arguments(race, {}) if family == "bert" else ["--model.family=gpt"]
+        with pytest.raises(ConfigError, match=words_of):
+            evaluate.main([*settings, "--training.steps=1", "--task", task])
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, placement: str) -> None:
+    shape = bert_config(norm_placement=placement, sentence_head="choice", vocab_size=len(VOCABULARY), dropout=0.5)
+    model = random_model(shape).float()
+    save_checkpoint(tmp_path / "run", model)
+    questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))
+    values = scores_of_transformers(reference_of(model), questions, 32)
+    right = values.argmax(1).numpy() == [question.answer for question in questions]
+    groups = np.array([question.group for question in questions])
+    assert 0.05 < right.mean() < 0.6
+    settings = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in shape.model_dump().items()]
+    fixed = ["--model.family=bert", "--training.seq_len=32", "--training.steps=1"]
+    fixed += [f"--data.tokenizer={race}/tokenizer.json", f"--checkpoint.folder={tmp_path}/run"]
+    assert evaluate.main([*fixed, *settings, "--task", f"race={race}/test", "--json", str(tmp_path / "j.json")]) == 0
+    assert f"accuracy         {right.mean():.6g}" in " ".join(capsys.readouterr().out.splitlines())
+    assert json.loads((tmp_path / "j.json").read_text())["results"]["race"] == {
+        "questions": 120,
+        "accuracy": right.mean(),
+        "accuracy_high": right[groups == "high"].mean(),
+        "accuracy_middle": right[groups == "middle"].mean(),
+    }
+
+
+def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys) -> None:
+    """Initial weights have a head for tokens and one for pairs. The pooler goes on; the head that chooses is new."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(VOCABULARY[7 + n * n % 24] for n in range(3000)))
+    pretraining = {
+        "model.overrides.sentence_head": "pair",
+        "data.dataset": "text",
+        "data.paths": f'["{text}"]',
+        "data.sentence_objective": "sentence_order",
+    }
+    both = {
+        "training.global_batch_size": 64,
+        "training.micro_batch_size": 32,
+        "lr_scheduler.decay": "linear",
+        "checkpoint.enable": "true",
+    }
+    start = {"training.steps": 2, "evaluation.interval": 0, "job.dump_folder": tmp_path / "pretrained"}
+    config = load_config(arguments(race, both | pretraining | start), CHECKS)
+    run_job(prepare_run(config))
+    tuning = {
+        "data.dataset": "race",
+        "data.paths": f'["{race}"]',
+        "training.steps": 150,
+        "optimizer.lr": 3e-3,
+        "lr_scheduler.warmup_steps": 9,
+        "evaluation.interval": 150,
+        "evaluation.datasets": f'["race={race}/dev"]',
+        "checkpoint.initial_load_path": tmp_path / "pretrained" / "checkpoint" / "step-2",
+        "job.dump_folder": tmp_path / "tuned",
+    }
+    run_job(prepare_run(load_config(arguments(race, both | tuning), CHECKS)))
+    lines = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
+    assert "weights from" in capsys.readouterr().out
+    assert lines[0]["choice_loss"] == pytest.approx(1.4, abs=0.3) and lines[0]["loss"] == lines[0]["choice_loss"]
+    accuracy = lines[-1]["race/accuracy"]
+    print(accuracy, lines[-1]["validation_loss"])
+    assert accuracy > 0.4  # of 120 questions; chance is 0.25, with a standard deviation of 0.04

@@ -1,0 +1,168 @@
+"""Pairs of sentences: where they come from, their classes and labels, and that every layout draws the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Data
+from titan_like.data.masks import MaskedSamples, masks_of
+from titan_like.data.sentence_pairs import PairTokens, SentencePairs
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.models.bert.config import BertConfig
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import open_data
+
+END, FIRST, SEPARATOR, PADDING = 256, 258, 259, 260
+SEQ, DOCUMENT = 60, 1000
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 261, "max_seq_len": SEQ}
+BERT = BertConfig.model_validate(SHAPE | {"sentence_head": "pair"})
+
+
+class Windows:
+    """Sample i has tokens that count up from 2000·i, so that each says where it is from, and documents end in it."""
+
+    def __init__(self, ends: tuple[int, ...] = (25,), size: int = 50, labelled: int = 1 << 30) -> None:
+        self.ends, self.size, self.labelled = ends, size, labelled
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        tokens = 2000 * (index + 1) + torch.arange(SEQ)
+        tokens[list(self.ends)] = END
+        labels = tokens if index < self.labelled else torch.full_like(tokens, IGNORED_LABEL)
+        return torch.stack((tokens, labels))
+
+
+def pairs(objective: str) -> SentencePairs:
+    return SentencePairs(objective, PairTokens(FIRST, SEPARATOR, PADDING), END)
+
+
+def parts(sample: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The two sentences. All else must be as it should."""
+    inputs, labels = sample.tolist()
+    first, second = (at for at in range(SEQ) if inputs[at] == SEPARATOR)
+    assert inputs[0] == FIRST and set(inputs[second + 1 :]) <= {PADDING}
+    one, two = inputs[1:first], inputs[first + 1 : second]
+    assert labels[1:] == [token if token >= 2000 else IGNORED_LABEL for token in inputs[1:]]
+    for text in (one, two):
+        assert text == list(range(text[0], text[0] + len(text)))  # contiguous, and of one document
+    return one, two
+
+
+@pytest.mark.parametrize("objective", ["sentence_order", "next_sentence"])
+def test_pairs_are_two_parts_of_a_document_in_half_of_the_cases(objective: str) -> None:
+    made, samples = pairs(objective), Windows()
+    classes, cuts, documents, lengths = [], [], [], []
+    for index in range(2000):
+        sample = made.make(samples, index % 50, 3 + index // 50)
+        (one, two), label = parts(sample), int(sample[1, 0])
+        if label == 1 and objective == "sentence_order":
+            one, two = two, one
+        if label == 0 or objective == "sentence_order":
+            assert two[0] == one[-1] + 1
+            cuts.append(len(one) / (len(one) + len(two)))
+            lengths.append(len(one) + len(two))
+        else:
+            assert one[0] // 2000 == index % 50 + 1 != two[0] // 2000  # another sample
+            assert len(one) + len(two) <= SEQ - 3
+        classes.append(label)
+        documents.append(one[0] % 2000 < 25)
+    assert abs(np.mean(classes) - 0.5) < 0.06  # five standard deviations
+    assert abs(np.mean(cuts) - 0.5) < 0.04 and min(cuts) < 0.1 and max(cuts) > 0.9
+    assert abs(np.mean(documents) - 25 / 59) < 0.06 and set(lengths) == {25, 34}  # a document by its share of tokens
+
+
+def test_a_long_document_fills_the_sample_from_a_random_beginning() -> None:
+    begins = {parts(pairs("sentence_order").make(Windows(ends=()), 0, seed))[0][0] for seed in range(200)}
+    found = [parts(pairs("sentence_order").make(Windows(ends=()), 0, seed)) for seed in range(200)]
+    assert {len(one) + len(two) for one, two in found} == {SEQ - 3}
+    assert {min(one[0], two[0]) for one, two in found} == {2000, 2001, 2002, 2003} and len(begins) > 20
+
+
+def test_what_is_drawn_is_a_function_of_the_seed_and_the_sample_s_number() -> None:
+    made, samples = pairs("next_sentence"), Windows(size=1 << 40)
+    first = made.make(samples, 10, 3)
+    np.random.rand(5)
+    torch.rand(5)
+    assert torch.equal(first, pairs("next_sentence").make(samples, 10, 3))
+    assert not torch.equal(first, made.make(samples, 10, 4)) and not torch.equal(first, made.make(samples, 11, 3))
+    # These numbers hold for every process and version: a change breaks the resuming of runs.
+    drawn = [int(made.make(samples, index, 3)[1, 0]) for index in range(12)]
+    assert drawn == [1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
+
+
+def test_samples_without_labels_or_text_have_no_class() -> None:
+    for objective in ("sentence_order", "next_sentence"):
+        for index in range(40, 50):  # past the end of held-out data
+            assert (pairs(objective).make(Windows(labelled=40), index, 3)[1] == IGNORED_LABEL).all()
+        nothing = pairs(objective).make(Windows(ends=tuple(range(SEQ)), size=3), 0, 3)
+        assert nothing[0, :3].tolist() == [FIRST, SEPARATOR, SEPARATOR] and (nothing[1] == IGNORED_LABEL).all()
+        single = pairs(objective).make(Windows(ends=tuple(range(1, SEQ)), size=3), 0, 3)
+        assert single[1, 0] == IGNORED_LABEL and 2000 in single[0, :3]
+
+
+def test_tokens_are_masked_within_pairs_and_the_rest_follows_from_the_inputs() -> None:
+    masks = masks_of(Data(sentence_objective="sentence_order", mlm_probability=0.5), 3, BERT)
+    text = torch.arange(SEQ) % 200
+    text[40] = END
+
+    class Text(Windows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.stack((text, text))
+
+    batch = torch.stack([MaskedSamples(Text(), masks)[index] for index in range(20)])
+    before = torch.stack([masks.pairs.make(Text(), index, 3) for index in range(20)])
+    assert batch[:, 1, 0].tolist() == before[:, 1, 0].tolist() and set(batch[:, 1, 0].tolist()) == {0, 1}
+    chosen = batch[:, 1, 1:] != IGNORED_LABEL
+    assert torch.equal(batch[:, 1, 1:][chosen], before[:, 0, 1:][chosen])
+    assert (before[:, 0, 1:][chosen] < 256).all()  # no [CLS], [SEP] or [PAD]
+    special = before[:, 0] > 256
+    assert torch.equal(batch[:, 0][special], before[:, 0][special])
+    inputs, labels = masks.split_rows(batch)
+    assert torch.equal(labels, batch[:, 1]) and inputs.positions is None
+    for row, types, first, end in zip(before[:, 0], inputs.token_types, *inputs.visible[:2], strict=True):
+        one, two = (row == SEPARATOR).nonzero().flatten().tolist()
+        assert types.tolist() == [0] * (one + 1) + [1] * (two - one) + [0] * (SEQ - two - 1)
+        assert (first == 0).all() and (end == two + 1).all()
+
+
+def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
+    tokens = ["</s>", "<mask>", "a"]
+    Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, [])).save(str(tmp_path / "t.json"))
+    assert (build_tokenizer("byte").pair_ids, ByteTokenizer.vocab_size) == ((FIRST, SEPARATOR, PADDING), 257)
+    with pytest.raises(ConfigError, match=r"data.tokenizer.*has no \[CLS\] and \[SEP\].*use a tokenizer with these"):
+        masks_of(Data(tokenizer=str(tmp_path / "t.json"), sentence_objective="sentence_order"), 0, BERT)
+    with pytest.raises(ConfigError, match=r"\[PAD\] are 258, 259, 260, but the model's vocab_size is 260; .* to 261"):
+        masks_of(Data(sentence_objective="sentence_order"), 0, BERT.model_copy(update={"vocab_size": 260}))
+    order, pair = "--data.sentence_objective=sentence_order", "--model.overrides.sentence_head=pair"
+    choice = "--model.overrides.sentence_head=choice"
+    for family, settings, words in (
+        ("gpt", [order], 'gpt has no head for pairs of sentences; leave it out, or train "bert"'),
+        ("bert", [order], 'set model.overrides.sentence_head to "pair"'),
+        ("bert", [pair], 'nothing trains this head; set data.sentence_objective to "sentence_order"'),
+        ("bert", [choice], 'data.dataset = "stdlib": has no questions with answers to choose from.*use "race"'),
+        ("bert", ["--data.dataset=race"], 'for models that choose answers; set model.overrides.sentence_head to "cho'),
+        ("bert", [pair, order, "--training.seq_len=4"], "two sentences take 5 tokens; use at least that"),
+        ("bert", [choice, "--data.dataset=race", "--training.micro_batch_size=6"], "4 options of a question.*multiple"),
+        ("bert", [choice, "--model.overrides.tied_embeddings=true"], "has no output matrix to tie; set tied_emb"),
+        ("bert", [pair, order, "--model.overrides.num_token_types=1"], "needs two token types; set num_token_types"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            batch = ["--training.steps=1", "--training.global_batch_size=24"]
+            resolve_settings(load_config([f"--model.family={family}", *batch, *settings]), 1)
+    (tmp_path / "text.jsonl").write_text('{"text": "some text for a stream"}\n' * 99)
+    stream = [f'--data.paths=["{tmp_path}/text.jsonl"]', "--data.dataset=hf", "--data.num_readers=1"]
+    stream += [f"--job.dump_folder={tmp_path}", "--training.seq_len=16", "--evaluation.interval=0"]
+    for objective in ("sentence_order", "next_sentence"):
+        config = load_config([*stream, "--training.steps=1", f"--data.sentence_objective={objective}"])
+        if objective == "sentence_order":
+            assert open_data(config, BERT)
+            continue
+        with pytest.raises(ConfigError, match="a stream is only read in order"):
+            open_data(config, BERT)
