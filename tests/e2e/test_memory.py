@@ -1,4 +1,4 @@
-"""No step of a run on a CPU leaves its logits behind."""
+"""The memory of a run on a CPU stays the same from step to step."""
 
 import json
 import os
@@ -20,7 +20,10 @@ TRAIN = """
 import sys
 from titan_like.config.load import run_command
 from titan_like.train import watchdog
+from titan_like.train.host_memory import restart_without_tcache
 from train import main
+
+restart_without_tcache()
 
 class Watchdog(watchdog.Watchdog):
     def __enter__(self):
@@ -33,19 +36,18 @@ run_command(main)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets glibc's allocator")
-def test_logits_do_not_outlive_their_step(tmp_path: Path) -> None:
+def test_memory_does_not_grow(tmp_path: Path) -> None:
     """With a large vocabulary logits are 51 MB a microbatch, two of them a step, 48 steps.
 
     Signs of life, each of which looks at the frames of the thread that trains, are given many times a step.
     """
-    text = tmp_path / "text.txt"
+    text, script = tmp_path / "text.txt", tmp_path / "script.py"
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=40_000)))
-    command = [sys.executable, "-c", TRAIN, f"--job.dump_folder={tmp_path}", f'--data.paths=["{text}"]', *SETTINGS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script.write_text(TRAIN)  # a file, because restarting needs a script
+    command = [sys.executable, str(script), f"--job.dump_folder={tmp_path}", f'--data.paths=["{text}"]', *SETTINGS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     peaks = [record["peak_memory_bytes"] for record in records]
-    logits = 4 * 4 * 64 * 50_304  # bytes
-    # Heaps that fragment take one to three of them; whatever keeps logits from step to step takes dozens.
-    assert peaks[-1] - peaks[0] < 6 * logits
+    assert peaks[-1] <= 1.01 * peaks[9]
