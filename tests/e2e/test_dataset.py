@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import records, steps
+from tests.e2e.scripts import Script
 
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
@@ -55,11 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, "train.py", f"--job.config_file={folder}/run.toml"]
+    arguments = [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}", *settings]
+    if processes == 1:
+        return Script("train.py", arguments, path=[folder]).wait()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launcher, "train.py", *arguments]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += [f"--job.dump_folder={folder}/{dump}", *settings]
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 

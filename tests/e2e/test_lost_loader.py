@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.jobs import REPO, TorchrunJob, kill, records, steps
+from tests.e2e.scripts import Script
 from titan_like.data.indexed import DTYPES, IndexedWriter
 
 LAST = 60
@@ -34,9 +33,7 @@ def settings(tmp_path: Path) -> list[str]:
 
 def train(*settings: str) -> str:
     """Train on one process, and return what it printed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "train.py", *settings]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=240)
+    done = Script("train.py", settings).wait()
     assert done.returncode == 0, done.stderr
     return done.stdout
 

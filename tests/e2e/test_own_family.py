@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.scripts import Script
 
 REPO = Path(__file__).parents[2]
 ENTRY_POINTS = """[titan_like.models]
@@ -46,10 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(home: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script, in the folder."""
-    path = os.pathsep.join(map(str, (home, REPO)))
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    command = [sys.executable, str(REPO / script), *arguments]
-    return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    return Script(script, arguments, cwd=home, path=[home]).wait(timeout=400)
 
 
 def succeeded(home: Path, script: str, *arguments: str) -> str:

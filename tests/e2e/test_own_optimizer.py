@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.scripts import Script
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--job.config_file=train_configs/debug_gpt.toml",
@@ -41,6 +43,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    if command[0] == "train.py":
+        return Script("train.py", command[1:], path=[package]).wait()
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import REPO, TorchrunJob, kill, steps
+from tests.e2e.scripts import Script
 from titan_like.checkpoint.step_folders import complete_steps
 
 ENDLESS = 100_000
@@ -195,11 +196,9 @@ def test_the_rank_that_the_others_wait_for_is_named(
 
 def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
     dump, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(DISTURBED), *arguments, "--disturb=impatient"]
-        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+        return Script(str(DISTURBED), [*arguments, "--disturb=impatient"]).wait(timeout=120)
 
     with start(f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2", processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.jobs import records, steps
+from tests.e2e.scripts import Script
 
 REPO = Path(__file__).parents[2]
 RUN = """
@@ -55,10 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.Popen[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, "train.py", f"--job.config_file={folder}/run.toml"]
-    command += [f"--job.dump_folder={folder}/{dump}", f"--data.paths={folder}/corpus", *settings]
+def start(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.Popen[str] | Script:
+    arguments = [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}"]
+    arguments += [f"--data.paths={folder}/corpus", *settings]
+    if processes == 1:
+        return Script("train.py", arguments)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *launcher, "train.py", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=REPO, env=environment, stdout=pipe, stderr=pipe, text=True)

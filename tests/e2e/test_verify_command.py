@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.scripts import Script
+
 REPO = Path(__file__).parents[2]
 CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
@@ -23,6 +25,11 @@ def verify(*arguments: str, product: Path = REPO, sees_gpus: bool = False) -> su
     command = [sys.executable, str(product / "scripts" / "verify.py"), *CONFIG, *arguments]
     environment = dict(os.environ) if sees_gpus else dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPO, env=environment)
+
+
+def verify_forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `verify`, in a process that need not import the product first."""
+    return Script("scripts/verify.py", [*CONFIG, *arguments]).wait(timeout=300)
 
 
 def copy_with(folder: Path, file: str, old: str, new: str) -> Path:
@@ -74,7 +81,7 @@ def test_bug_in_the_product_ends_with_1_and_names_parameter_and_axis(tmp_path: P
 
 
 def test_running_out_of_time_ends_with_3() -> None:
-    result = verify("--timeout", "0.01", *PIPELINE)
+    result = verify_forked("--timeout", "0.01", *PIPELINE)
     assert result.returncode == 3, result.stdout + result.stderr
     assert "\nundecided: the reference, on one process: it was not over in time" in result.stdout
     assert "different" not in result.stdout
@@ -97,7 +104,7 @@ def test_bad_input_ends_with_2_and_one_sentence() -> None:
         (["--json", "/no/such/folder/verdict.json"], ["--json", "folder"]),
         (["--gpus", "--parallelism.tensor_parallel_degree", "2"], ["--gpus", "this machine has"]),
     ):
-        result = verify(*arguments)
+        result = verify_forked(*arguments)
         assert result.returncode == 2, result.stdout + result.stderr
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
         assert all(word in result.stderr for word in words), result.stderr

@@ -28,7 +28,7 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
     "the system killed a process, perhaps for want of memory",
     "another process failed",
 )
-_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "titan_like.verify.observe"]
+PRELOADED = ["titan_like.verify.preloaded"]  # modules that the server imports before it forks
 _DAY = 86400.0  # seconds
 _IDLE_SHARE = 0.05  # of one processor: a process that uses less waits for others (gloo's threads use 0.02)
 _FORK_SERVER = get_context("forkserver")
@@ -74,7 +74,7 @@ def start_fork_server(on_gpus: bool = False) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if Path("/sys/class/net/lo").exists():  # gloo otherwise looks up the host name, which may not resolve
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    _FORK_SERVER.set_forkserver_preload(_PRELOADED)
+    _FORK_SERVER.set_forkserver_preload(PRELOADED)
     with patch.dict(os.environ, environment):
         forkserver.ensure_running()
 

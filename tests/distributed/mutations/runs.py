@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -144,11 +145,14 @@ def resumed_one_sample_late() -> Iterator[None]:
 
 @contextmanager
 def computes_for_ever() -> Iterator[None]:
-    """The first step never ends."""
+    """The first step never ends. It computes a sixth of the time: too much for a process that waits."""
 
     def train_step(self: Trainer, data: Any) -> Any:
         while True:
-            pass
+            began = time.thread_time()
+            while time.thread_time() < began + 0.02:
+                sum(range(10_000))
+            time.sleep(0.1)
 
     with patch.object(Trainer, "train_step", train_step):
         yield

@@ -1,0 +1,67 @@
+"""The product's scripts as a user runs them, but in processes forked from one that has imported what they import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+from titan_like.verify.processes import start_fork_server
+
+REPO = Path(__file__).parents[2]
+
+
+class Script:
+    """``python SCRIPT ARGUMENTS`` in folder ``cwd``, with the folders ``path`` on PYTHONPATH. Used like a Popen."""
+
+    def __init__(self, script: str, arguments: Sequence[str], cwd: Path = REPO, path: Sequence[Path] = ()) -> None:
+        start_fork_server()
+        self.arguments, self._output = [script, *arguments], tempfile.TemporaryDirectory(prefix="script-")
+        self._files = [Path(self._output.name, name) for name in ("stdout", "stderr")]
+        target = (self._files, str(REPO / script), self.arguments, cwd, [str(folder) for folder in path])
+        self._process = get_context("forkserver").Process(target=_run, args=target, daemon=False)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """Wait for the end; what it wrote to stdout and to stderr."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.arguments, timeout)
+        out, err = (file.read_text(encoding="utf-8") for file in self._files)
+        return out, err
+
+    def wait(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """Wait for the end."""
+        out, err = self.communicate(timeout)
+        assert self.returncode is not None
+        return subprocess.CompletedProcess(self.arguments, self.returncode, out, err)
+
+
+def _run(files: list[Path], script: str, arguments: list[str], cwd: Path, path: list[str]) -> None:
+    for number, file in enumerate(files, start=1):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(cwd)
+    sys.argv = arguments
+    sys.path[:0] = [str(Path(script).parent), *path]
+    importlib.invalidate_caches()
+    runpy.run_path(script, run_name="__main__")

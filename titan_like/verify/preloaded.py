@@ -1,0 +1,22 @@
+"""What the server of `processes` has done before it forks them: importing what they use and reading the tables.
+
+It starts no thread and leaves the GPUs alone, since neither outlives a fork.
+"""
+
+import numpy.ctypeslib  # noqa: F401  safetensors imports it when it saves
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.utils.serialization  # noqa: F401  torch.load imports it
+
+import titan_like.optim.rules
+import titan_like.parallel.pipeline
+import titan_like.train.job
+import titan_like.verify.observe  # noqa: F401
+from titan_like.metrics.devices import known_device
+from titan_like.models.registry import config_class, flavors
+
+known_device("none")
+for _family in ("gpt", "llama", "bert"):
+    flavors(_family)
+    for _module in ("model", "sharding"):
+        config_class(_family).family_module(_module)
