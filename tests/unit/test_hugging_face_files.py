@@ -25,6 +25,7 @@ from tests.unit.hugging_face_cases import (
     reference_of,
     reference_state,
     save_checkpoint,
+    t5_config,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.weight_reader import CheckpointWeights
@@ -45,6 +46,8 @@ MODELS = {
     "gpt, untied, narrow mlp": gpt_config(vocab_size=VOCAB, tied_embeddings=False, ffn_hidden_size=72),
     "bert": bert_config(vocab_size=VOCAB, norm_placement="post", ffn_hidden_size=72),
     "bert, norms first": bert_config(vocab_size=VOCAB),
+    "t5": t5_config(vocab_size=VOCAB),
+    "t5, the original": t5_config(vocab_size=VOCAB, tied_embeddings=True, mlp="relu"),
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
     "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
@@ -63,13 +66,17 @@ def load(folder: Path, caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        is_causal = "Causal" in (name := json.loads((folder / "config.json").read_text())["architectures"][0])
-        auto = transformers.AutoModelForCausalLM if is_causal or "GPT" in name else transformers.AutoModelForMaskedLM
+        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        kinds = {"Causal": "CausalLM", "GPT": "CausalLM", "Masked": "MaskedLM", "Conditional": "Seq2SeqLM"}
+        kind = next(kind for part, kind in kinds.items() if part in name)
+        auto = getattr(transformers, f"AutoModelFor{kind}")
         model, info = auto.from_pretrained(folder, output_loading_info=True, local_files_only=True)
     finally:
         logger.removeHandler(caplog.handler)
     assert not any(info.values()), info
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # transformers 5 takes every T5 for one with tied embeddings, until it sees that the files hold two tables.
+    assert [text for text in told if "T5" not in name or "we will NOT tie them" not in text] == []
     return model.eval()
 
 
@@ -95,15 +102,24 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     save_checkpoint(tmp_path / "run", model)
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--max_shard_size", 1e-4)
     theirs = load(tmp_path / "hf", caplog)
-    classes = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}
+    classes = {
+        "gpt": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "bert": "BertForMaskedLM",
+        "t5": "T5ForConditionalGeneration",
+    }
     wanted = "MegatronBertForMaskedLM" if name == "bert, norms first" else classes[name.partition(",")[0]]
     assert type(theirs).__name__ == wanted
     assert theirs.dtype == torch.float32
     tokens = torch.randint(VOCAB, (4, 64), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        ours, logits = model(tokens)[..., :VOCAB], theirs(tokens).logits
-    assert logits.shape == (4, 64, VOCAB)
-    assert 1 < logits.abs().max() < 50
+        if model.config.has_decoder:
+            ours = model(tokens, encoder_len=40)[..., :VOCAB]
+            logits = theirs(input_ids=tokens[:, :40], decoder_input_ids=tokens[:, 40:]).logits
+        else:
+            ours, logits = model(tokens)[..., :VOCAB], theirs(tokens).logits
+    assert logits.shape == (4, 24 if model.config.has_decoder else 64, VOCAB)
+    assert (0.2 if model.config.has_decoder else 1) < logits.abs().max() < 50
     print(name, "largest logit", logits.abs().max().item(), "largest difference", (ours - logits).abs().max().item())
     assert (ours - logits).abs().max() <= 1e-5
     if not model.config.is_causal:
@@ -119,7 +135,7 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, norms first"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, norms first", "t5"])
 def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     theirs = reference_of(random_model(MODELS[name]).to(dtype))
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
@@ -130,7 +146,10 @@ def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     again = load(tmp_path / "back", caplog)
     assert again.dtype == dtype
     theirs.config._name_or_path = again.config._name_or_path
-    assert again.config.to_diff_dict() == theirs.config.to_diff_dict()
+    found, expected = again.config.to_diff_dict(), theirs.config.to_diff_dict()
+    if name == "t5":  # which transformers does not have for it
+        found = {key: value for key, value in found.items() if key not in ("n_positions", "bos_token_id")}
+    assert found == expected
 
 
 def test_types_of_single_tensors_are_kept(tmp_path):
@@ -182,7 +201,8 @@ def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, na
     loaded = load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        assert torch.equal(loaded(tokens)[..., :VOCAB], model(tokens)[..., :VOCAB])
+        lengths = {"encoder_len": 30} if model.config.has_decoder else {}
+        assert torch.equal(loaded(tokens, **lengths)[..., :VOCAB], model(tokens, **lengths)[..., :VOCAB])
 
 
 def test_a_bert_with_tensorflow_s_names_pooler_and_sentence_head_is_read_alike(tmp_path):
