@@ -38,6 +38,8 @@ def case(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any
     size = {"hidden_size": 32, "max_seq_len": 48} | named.pop("model.overrides", {})
     batch = {"training.micro_batch_size": 2, "training.global_batch_size": 2 * microbatches * data_parallel}
     fixed = {"model.family": family, "model.overrides": size, "training.seq_len": 16}
+    if family == "t5":
+        fixed["training.decoder_seq_len"] = 8
     return Case(f"{family} {label}", {**fixed, **batch, **named})
 
 
@@ -98,6 +100,11 @@ CASES = [
     tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
     tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
     tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
+    case("zero3 half", "t5", **zero(3, HALF)),
+    pipeline("x4", "t5", degree=4, **zero(0), model__overrides={"num_layers": 8}),
+    pipeline("split v zero2", "t5", **V_SHAPED, **zero(2), model__overrides={"num_layers": 6}),
+    tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
+    tensor("pp2 recompute selective", "t5", 4, pipeline_parallel_degree=2, activation_checkpoint__mode="selective"),
     tensor("pp2 split v sequence", "bert", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
 ]
 

@@ -74,6 +74,9 @@ def test_causal_count_leaves_out_half_of_the_attention_matrix():
     full, causal = model_flops_per_token(model, 8192), model_flops_per_token(model, 8192, causal=True)
     # forward and backward of QKᵀ and PV: 3 · 2 · 2 · s · h a layer
     assert full - causal == 32 * 12 * 8192 * 4096 / 2
+    t5 = flavor("t5", "220m")  # half of the decoder's own attention, and all of the encoder's and between the two
+    full, causal = (model_flops_per_token(t5, 512, causal, decoder_seq_len=114) for causal in (False, True))
+    assert full - causal == pytest.approx(12 * 12 * 114 * 114 * 768 / 2 / 512)
     bert = flavor("bert", "336m")
     assert model_flops_per_token(bert, 512, causal=True) == model_flops_per_token(bert, 512)
 
@@ -108,33 +111,44 @@ def test_training_time_of_the_paper_s_examples(name, tokens, gpus, tflops, days)
     assert 8 * tokens * model.num_parameters() / (gpus * tflops * 1e12) / 86400 == pytest.approx(days, abs=0.5)
 
 
+DECODER = 48  # positions of T5's decoder
+
+
 def counted_flops_per_token(family, model_config, seq, recompute=NONE, early_stop=True):
     """What torch counts in one forward and backward pass, attention as the matrix products that it is."""
     model = build_model(model_config, family)
     model.init_weights(1)
     apply_activation_checkpoint(model, recompute)
     tokens = torch.arange(2 * seq).view(2, seq) % 257
+    inputs, labels, encoder_len = tokens, tokens, None
+    if model_config.has_decoder:
+        labels, encoder_len = tokens[:, :DECODER], seq
+        inputs = torch.cat((tokens, labels), 1)
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), counter:
-        summed_cross_entropy(model(tokens), tokens).backward()
+        summed_cross_entropy(model(inputs, encoder_len=encoder_len), labels).backward()
     return counter.get_total_flops() / tokens.numel()
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+def decoder_of(model):
+    return {"decoder_seq_len": DECODER} if model.has_decoder else {}
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
 @pytest.mark.parametrize("seq", [64, 192])
 def test_model_flops_equal_what_torch_counts(family, seq):
     model = flavor(family, "debug")
-    assert model_flops_per_token(model, seq) == counted_flops_per_token(family, model, seq)
+    assert model_flops_per_token(model, seq, **decoder_of(model)) == counted_flops_per_token(family, model, seq)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("every_n_layers", [1, 3])
 def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):
     model = flavor(family, "debug")
     recompute = ActivationCheckpoint(mode=mode, every_n_layers=every_n_layers)
     counted = counted_flops_per_token(family, model, 128, recompute, early_stop=False)
-    assert hardware_flops_per_token(model, 128, recompute) == counted
+    assert hardware_flops_per_token(model, 128, recompute, **decoder_of(model)) == counted
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])

@@ -25,6 +25,7 @@ from tests.unit.hugging_face_cases import (
     reference_of,
     reference_state,
     save_checkpoint,
+    t5_config,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.weight_reader import CheckpointWeights
@@ -47,6 +48,8 @@ MODELS = {
     "bert, norms first": bert_config(vocab_size=VOCAB),
     "bert, pairs": bert_config(vocab_size=VOCAB, sentence_head="pair"),
     "bert, choices": bert_config(vocab_size=VOCAB, norm_placement="post", sentence_head="choice"),
+    "t5": t5_config(vocab_size=VOCAB),
+    "t5, the original": t5_config(vocab_size=VOCAB, tied_embeddings=True, mlp="relu"),
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
     "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
@@ -65,27 +68,36 @@ def load(folder: Path, caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-        task = name.partition("Bert")[2] or "ForCausalLM"
-        model, info = getattr(transformers, f"AutoModel{task}").from_pretrained(
-            folder, output_loading_info=True, local_files_only=True
-        )
+        name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        kinds = {"Causal": "CausalLM", "GPT": "CausalLM", "Masked": "MaskedLM", "Conditional": "Seq2SeqLM"}
+        kinds |= {"PreTraining": "PreTraining", "Multiple": "MultipleChoice"}
+        kind = next(kind for part, kind in kinds.items() if part in name)
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        model, info = auto.from_pretrained(folder, output_loading_info=True, local_files_only=True)
     finally:
         logger.removeHandler(caplog.handler)
     assert not any(info.values()), info
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # transformers 5 takes every T5 for one with tied embeddings, until it sees that the files hold two tables.
+    assert [text for text in told if "T5" not in name or "we will NOT tie them" not in text] == []
     return model.eval()
+
+
+ENCODER_LEN = 30  # of the tokens, where the model has an encoder
 
 
 def outputs(ours, tokens) -> list[torch.Tensor]:
     """What our model returns, without the padding of the vocabulary."""
     with torch.no_grad():
-        found = ours(tokens)
+        found = ours(tokens, encoder_len=ENCODER_LEN) if ours.config.has_decoder else ours(tokens)
     return [part[..., :VOCAB] for part in (found if isinstance(found, tuple) else (found,))]
 
 
 def outputs_of_theirs(theirs, tokens) -> list[torch.Tensor]:
     with torch.no_grad():
+        if theirs.config.is_encoder_decoder:
+            found = theirs(input_ids=tokens[:, :ENCODER_LEN], decoder_input_ids=tokens[:, ENCODER_LEN:])
+            return [found.logits]
         if "MultipleChoice" in type(theirs).__name__:
             return [theirs(tokens[None]).logits.view(-1, 1, 1)]
         found = theirs(tokens)
@@ -123,6 +135,7 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
         "bert, norms first": "MegatronBertForMaskedLM",
         "bert, pairs": "MegatronBertForPreTraining",
         "bert, choices": "BertForMultipleChoice",
+        "t5": "T5ForConditionalGeneration",
     }
     assert type(theirs).__name__ == classes.get(name, classes[name.partition(",")[0]])
     assert theirs.dtype == torch.float32
@@ -145,7 +158,9 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices", "t5"]
+)
 def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     theirs = reference_of(random_model(MODELS[name]).to(dtype))
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
@@ -156,7 +171,10 @@ def test_import_and_export_give_back_every_byte(tmp_path, caplog, name, dtype):
     again = load(tmp_path / "back", caplog)
     assert again.dtype == dtype
     theirs.config._name_or_path = again.config._name_or_path
-    assert again.config.to_diff_dict() == theirs.config.to_diff_dict()
+    found, expected = again.config.to_diff_dict(), theirs.config.to_diff_dict()
+    if name == "t5":  # which transformers does not have for it
+        found = {key: value for key, value in found.items() if key not in ("n_positions", "bos_token_id")}
+    assert found == expected
 
 
 def test_types_of_single_tensors_are_kept(tmp_path):

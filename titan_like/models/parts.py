@@ -125,7 +125,8 @@ def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
     """Which positions the modules of a layer get, for each kind of layers. What is left out gets those of stack 0.
 
     Without a decoder there is nothing to find out. With one, each layer runs on 2 positions of the encoder and 3 of the
-    decoder. Nothing is computed: stand-ins for all modules with parameters return tensors of the right shapes.
+    decoder, and its modules are in the order of their use. Nothing is computed: stand-ins for all modules with
+    parameters return tensors of the right shapes.
     """
     if not config.has_decoder:
         return tuple({} for _ in config.layer_counts)

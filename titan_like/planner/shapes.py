@@ -109,6 +109,9 @@ class LayerDescription(NamedTuple):
     leaves: Lengths
     cores: tuple[Core | None, ...]  # of each region, if it has any; several in one region are alike
     uses: tuple[str, ...]  # modules that it shares with other layers
+    ends_with_norm: (
+        bool  # so that the backward pass needs the last sum over processes, which recomputation then repeats
+    )
 
 
 class Description(NamedTuple):
@@ -170,6 +173,7 @@ def _layer(layer: nn.Module, number: str, kinds: Mapping[str, StyleKind], stacks
         (leaves[0], leaves[1]),
         tuple(next(iter(cores_of(layer.get_submodule(region.name), stacks, region.name)), None) for region in regions),
         shared_modules(layer),
+        bool(stacks) and list(stacks)[-1] in norms,
     )
 
 

@@ -205,7 +205,7 @@ def _tensor_parallel_calls(
             leaves[size] += layer.leaves[stack]
             enters_again[size] += is_recomputed * layer.enters[stack]
             leaves_again[size] += is_recomputed * (section.mode == "full") * layer.leaves[stack]
-        if is_recomputed and section.mode == "full":
+        if is_recomputed and section.mode == "full" and not layer.ends_with_norm:
             leaves_again[rows * lengths[layer.regions[-1].stack]] -= 1
     if is_last:
         enters[labelled * model.hidden_size * element] += parts.head_enters

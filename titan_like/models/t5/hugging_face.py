@@ -116,6 +116,8 @@ def from_fields(fields: Fields) -> TransformerConfig:
     encoder_layers = fields.integer("num_layers", 6)
     decoder_layers = fields.integer("num_decoder_layers", encoder_layers)
     proj = fields.values.get("feed_forward_proj", "relu")
+    # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
+    tied = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
     return validated(
         T5Config,
         {
@@ -133,6 +135,6 @@ def from_fields(fields: Fields) -> TransformerConfig:
             "init_std": fields.number("initializer_factor", 1.0),
             "dropout": fields.number("dropout_rate", 0.1),
             "mlp": next(mlp for mlp, name in _MLPS.items() if name == proj),
-            "tied_embeddings": fields.flag("tie_word_embeddings", True),
+            "tied_embeddings": tied,
         },
     )

@@ -1,0 +1,79 @@
+"""Runs of T5: resumed ones draw the same spans, and settings that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
+from titan_like.train.job import run_job
+from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.setup import prepare_run
+
+BATCH = 4
+
+
+def config_of(folder: Path, **settings: object) -> JobConfig:
+    text = folder / "words.txt"
+    text.write_text("".join(f"the {number} missing spans of line {number % 7}\n" for number in range(2000)))
+    settings = {
+        "model.family": "t5",
+        "model.overrides.num_layers": 2,
+        "model.overrides.hidden_size": 64,
+        "data.dataset": "text",
+        "data.paths": f'["{text}"]',
+        "training.seq_len": 64,
+        "training.decoder_seq_len": 20,
+        "training.micro_batch_size": BATCH // 2,
+        "training.global_batch_size": BATCH,
+        "training.max_norm": 0,
+        "training.dtype": "float64",  # the comparison is then of the algorithm alone
+        "optimizer.lr": 1e-3,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay": "constant",
+        "evaluation.interval": 0,
+        "job.dump_folder": folder / "out",
+    } | settings
+    return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
+
+
+def losses_of(config: JobConfig) -> list[float]:
+    text = (Path(config.job.dump_folder) / "metrics.jsonl").read_text()
+    return [json.loads(line)["loss"] for line in text.splitlines()]
+
+
+def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
+    settings = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
+    whole = config_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
+    run_job(prepare_run(whole))
+    for steps in (3, 6):
+        part = config_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
+        run_job(prepare_run(part))
+    assert losses_of(part) == losses_of(whole)
+    changed = config_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
+    with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
+        prepare_run(changed)
+
+
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    def refusal(*settings: str, processes: int = 1) -> str:
+        with pytest.raises(ConfigError) as error:
+            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings], CHECKS), processes)
+        return str(error.value)
+
+    tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]
+    told = refusal(*tensor, processes=4)
+    assert "training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4" in told and "as 60" in told
+    resolve_settings(
+        load_config(["--model.family=t5", "--training.steps=1", "--training.decoder_seq_len=60", *tensor]), 4
+    )
+    assert "training.seq_len = 2000: the model's max_seq_len is 1024" in refusal("--training.seq_len=2000")
+    for setting in ("reset_attention_mask", "prefix_lm"):
+        assert "t5 has only an encoder's and a decoder's attention" in refusal(f"--data.{setting}=true")
+    assert "t5 writes the spans that a text lacks, never" in refusal("--data.eod_mask_loss=true")
+    assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
+    told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
+    assert "t5 writes the spans that a text lacks, but these predict the next token" in told
