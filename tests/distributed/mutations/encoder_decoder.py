@@ -42,44 +42,38 @@ def decoder_sees_the_future() -> Iterator[None]:
 
 
 @contextmanager
-def _last_encoder_layer(change: Callable[[EncoderLayer, torch.Tensor, int], torch.Tensor]) -> Iterator[None]:
-    """``change`` gets the output of the layer that normalises it, and how many of the positions are the encoder's."""
-    original = EncoderLayer.forward
+def _last_encoder_layer(end: Callable[[torch.Tensor, nn.Module, int], torch.Tensor]) -> Iterator[None]:
+    """In a pipeline, ``end`` ends the encoder: it gets what comes before the norm, the norm, and the encoder's part."""
+    original, original_inputs, is_pipeline = EncoderLayer.forward, T5.layer_inputs, [False]
+
+    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
+        is_pipeline[0] = not (self.is_first and self.is_last)
+        return original_inputs(self, positions, encoder_len)
 
     def forward(self: EncoderLayer, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
-        found = original(self, x, inputs)
-        return found if self.final_norm is None else change(self, found, inputs.encoder_part)
+        norm = self.final_norm
+        if norm is None or not is_pipeline[0]:
+            return original(self, x, inputs)
+        self.final_norm = None
+        before = original(self, x, inputs)
+        self.final_norm = norm
+        return end(before, norm, inputs.encoder_part)
 
-    with patch.object(EncoderLayer, "forward", forward):
+    with patch.object(T5, "layer_inputs", layer_inputs), patch.object(EncoderLayer, "forward", forward):
         yield
 
 
 @contextmanager
 def encoder_s_norm_touches_the_decoder() -> Iterator[None]:
     """The norm at the encoder's end also normalises the decoder's positions."""
-
-    def change(layer: EncoderLayer, x: torch.Tensor, part: int) -> torch.Tensor:
-        assert layer.final_norm is not None
-        return torch.cat((x[:, :part], layer.final_norm(x[:, part:])), 1)
-
-    with _last_encoder_layer(change):
+    with _last_encoder_layer(lambda x, norm, part: norm(x)):
         yield
 
 
 @contextmanager
 def cross_attention_reads_what_is_not_normalised() -> Iterator[None]:
-    """The encoder's output is what its norm takes."""
-    taken: list[torch.Tensor] = []
-    norm = nn.RMSNorm.forward
-
-    def keep(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        taken[:] = [x]
-        return norm(self, x)
-
-    def change(layer: EncoderLayer, x: torch.Tensor, part: int) -> torch.Tensor:
-        return torch.cat((taken[0] + 0 * x[:, :part], x[:, part:]), 1)  # the norm keeps a gradient, which is 0
-
-    with patch.object(nn.RMSNorm, "forward", keep), _last_encoder_layer(change):
+    """The encoder's output is what its norm takes. The norm keeps a gradient, which is 0."""
+    with _last_encoder_layer(lambda x, norm, part: torch.cat((x[:, :part] + 0 * norm(x[:, :part]), x[:, part:]), 1)):
         yield
 
 
