@@ -11,6 +11,5 @@ if [ "${1:-}" = quick ]; then
   set -- tests/unit tests/distributed/test_verify.py::test_product_is_the_same \
     tests/e2e/test_train.py::test_trains_and_prints_once_per_job "$@"
 fi
-# Two files at a time; the tests of a file share fixtures. Files run in the order of their names, so the long tests with
-# several processes come before the unit tests and none of them is left to run alone at the end.
+# Two files at a time; the tests of a file share fixtures. tests/conftest.py puts the files in order.
 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,8 +3,11 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from titan_like.verify import processes
 
+LONGEST = ("test_verify.py", "test_stopping.py")
 MUTATIONS = Path(__file__).parent / "distributed" / "mutations"
 
 # Started in the background or under nohup, the tests would hand on signals that are ignored to the programs they start,
@@ -16,3 +19,16 @@ for _number, _usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
 # Tests run functions of these modules in processes of their own.
 processes.PRELOADED += ["pytest", "tests.distributed.crash_worker"]
 processes.PRELOADED += [f"tests.distributed.mutations.{path.stem}" for path in MUTATIONS.glob("[a-z]*.py")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start whole jobs, and wait for them, between files that compute on several processes.
+
+    Two of them side by side then share the processors well. The longest come first and the unit tests last, so that
+    nothing long is left to run alone at the end.
+    """
+    files, places = dict.fromkeys(item.path for item in items), dict[Path, float]()
+    for folder in {file.parent for file in files}:
+        inside = sorted((file for file in files if file.parent == folder), key=lambda file: file.name not in LONGEST)
+        places |= {file: number / len(inside) for number, file in enumerate(inside)}
+    items.sort(key=lambda item: (item.path.parent.name == "unit", places[item.path]))

@@ -1,5 +1,5 @@
 """train.py on whose rank 1 something goes wrong after step 3: --disturb=sleep or fail; or that does not wait long for
-another run to end: --disturb=impatient."""
+another run to end: --disturb=impatient; or that leaves the processor to others: --disturb=slow."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def disturbed_step(self: WholeModel, *args: object) -> None:
             time.sleep(1000)
         if "--disturb=fail" in ARGUMENTS:
             raise ZeroDivisionError("the test divides by zero")
+    if "--disturb=slow" in ARGUMENTS:
+        time.sleep(0.1)
     forward_backward(self, *args)  # type: ignore[arg-type]
 
 

@@ -200,7 +200,8 @@ def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., Torchru
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return Script(str(DISTURBED), [*arguments, "--disturb=impatient"]).wait(timeout=120)
 
-    with start(f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2", processes=1) as first:
+    saves = [f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2"]
+    with start(*saves, "--disturb=slow", script=DISTURBED, processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")
         second = run(*settings(dump), "--checkpoint.enable=false")
         assert second.returncode == 2
