@@ -100,7 +100,7 @@ def kept(
     layer_work = whole - kept_of_recomputed + unused + e * (outside + inner)
 
     # The loss: what it keeps until its backward pass, and its work space.
-    logits = model.padded_vocab_size / t
+    logits = model.padded_vocab_size / t if "tokens" in model.predictions else 0.0
     if t == 1 and device.is_cpu:  # the logits, whose memory their gradient takes over, and a label per token
         block = min(4 * logits, _LOSS_BLOCK / tokens)  # float32 probabilities; 16-bit logits are also copied
         # After the loss the peak may be the gradients of the head's input and weight, before the latter is accumulated.
@@ -111,7 +111,8 @@ def kept(
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
     ends = one_layer(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
-    norm = _end(ends, ends.head, h, outside, dtype, device) + e * h  # its output is the next product's input
+    head = tuple(name for name in ends.head if name not in ends.pooled)
+    norm = _end(ends, head, h, outside, dtype, device) + e * h  # its output is the next product's input
     per_token = (layer, entry, norm, loss, layer_work, loss_work, e * outside)
     return Kept(layer_input_bytes(model, seq_len), *(tokens * part for part in per_token))
 
