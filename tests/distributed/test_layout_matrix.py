@@ -36,6 +36,11 @@ RUNS: dict[str, dict[str, Any]] = {
 FLOAT64_TOLERANCE = 1e-10
 COVERING = covering_set(full_product())
 
+BERT_PAIRS: dict[str, Any] = {
+    "model.family": "bert",
+    "model.overrides": {"hidden_size": 64, "sentence_head": "pair", "vocab_size": 261},
+    "data.sentence_objective": "next_sentence",
+}
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
     "gpt 4 stages": (4, {"parallelism.pipeline_parallel_degree": 4}),
     "gpt 4 stages of 6 layers, balanced": (
@@ -74,6 +79,26 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
             "parallelism.pipeline_parallel_degree": 2,
         },
     ),
+    "bert pairs, both ends on one rank, shards": (
+        4,
+        BERT_PAIRS
+        | {
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_schedule": "zbv_zero_bubble",
+            "parallelism.zero_stage": 3,
+        },
+    ),
+    "bert pairs, norms after, 2 stages, sequence": (
+        4,
+        BERT_PAIRS
+        | {
+            "model.overrides": BERT_PAIRS["model.overrides"] | {"norm_placement": "post"},
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.sequence_parallel": True,
+            "parallelism.pipeline_parallel_degree": 2,
+            "activation_checkpoint.mode": "full",
+        },
+    ),
     **{
         layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})
         for layout in (
@@ -91,7 +116,7 @@ def settings(choices: dict[str, Any], run: str, steps: int) -> dict[str, Any]:
 
 def reference(choices: dict[str, Any], run: str, steps: int) -> Case:
     """The same model on one process, each global batch in one piece."""
-    model = {key: value for key, value in choices.items() if key.startswith("model.")}
+    model = {key: value for key, value in choices.items() if key.startswith(("model.", "data."))}
     label = json.dumps(model | {"run": run}, sort_keys=True)
     return Case(label, settings(model, run, steps) | {"training.micro_batch_size": GLOBAL_BATCH})
 

@@ -62,7 +62,7 @@ def measure(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {"collectives": {}, "errors": {}, "loss": {}}
     tokens, labels = tokens_and_labels()
-    for family in ("gpt", "llama"):
+    for family in ("gpt", "llama", "bert"):
         whole = build(family, None)
         expected = summed_cross_entropy(whole(tokens), labels)
         for sequence_parallel in (False, True):
@@ -151,7 +151,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return torch.load(folder / "found.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 def test_collectives_of_one_layer_are_the_papers(found: list[dict[str, Any]], family: str) -> None:
     plain, sequence = (found[0]["collectives"][f"{family} {sp}"] for sp in (False, True))
     assert [sum(part.values()) for part in plain] == [2, 2], os.linesep.join(map(str, plain))

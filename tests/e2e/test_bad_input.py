@@ -95,7 +95,7 @@ OVERRIDES = {
     ),
     "unknown dataset": (
         [STEPS, "--data.dataset=texts"],
-        ["data.dataset", '"texts"', "unknown name; did you mean text? there are hf, indexed, stdlib, text"],
+        ["data.dataset", '"texts"', "unknown name; did you mean text? there are hf, indexed, race, stdlib, text"],
     ),
     "options of text": ([STEPS, "--data.options.size=4"], ["data.options = {'size': 4}", '"text" has no options']),
     "missing data": ([STEPS, "--data.paths={tmp}/no.txt"], ["data.paths", "{tmp}/no.txt", "no such file"]),

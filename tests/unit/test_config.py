@@ -267,7 +267,7 @@ WRONG_KEYS = [
     '--job.sed = "1": unknown key; did you mean job.seed?',
     'command line = "training.tokens=5": a setting needs two dashes; write --training.tokens=5',
     "lr_scheduler.decay = \"cosinus\": should be 'cosine', 'linear'",
-    'data.dataset = "texts": unknown name; did you mean text? there are hf, indexed, stdlib, text',
+    'data.dataset = "texts": unknown name; did you mean text? there are hf, indexed, race, stdlib, text',
 ]
 
 

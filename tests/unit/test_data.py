@@ -358,7 +358,7 @@ def test_a_sample_without_labels_is_no_reason_to_refuse(packages, tmp_path):
 def test_an_unknown_dataset_is_told_what_there_is(packages):
     packages("toys", ones=f"{__name__}:Ones")
     with pytest.raises(
-        ConfigError, match=r"unknown name; did you mean ones\? there are hf, indexed, ones, stdlib, text$"
+        ConfigError, match=r"unknown name; did you mean ones\? there are hf, indexed, ones, race, stdlib, text$"
     ):
         find_dataset(Data(dataset="one"))
 

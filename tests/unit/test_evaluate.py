@@ -132,7 +132,8 @@ def test_token_scores() -> None:
 
 BAD: dict[str, tuple[str | bytes | None, str]] = {
     "lambada": (None, "must be NAME=PATH"),
-    "race=FILE": ("", "where NAME is text, wikitext103, lambada"),
+    "squad=FILE": ("", "where NAME is text, wikitext103, lambada, race"),
+    "race=FILE": ("", "FILE is not a folder; name one of the data set's"),
     "text=FILE": ("a", "fewer than two tokens"),
     "text=missing.txt": (None, "missing.txt does not exist; name a readable text file"),
     "text=$NO_SUCH_VARIABLE/a": (None, "NO_SUCH_VARIABLE is not set"),

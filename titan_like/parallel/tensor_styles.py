@@ -25,7 +25,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask, VocabularyBias, replace_forward
-from titan_like.parallel.collectives import CopyFromFirstRank, CopyToTensorRegion, Group, ReduceFromTensorRegion
+from titan_like.parallel.collectives import (
+    CopyFromFirstRank,
+    CopyToTensorRegion,
+    Group,
+    ReduceFromTensorRegion,
+    all_gather,
+)
 from titan_like.parallel.weight_gradients import linear
 
 
@@ -131,6 +137,19 @@ class PooledLinear(LocalStyle):
     def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
         """[batch, 1, in] → [batch, 1, out]."""
         return linear(module, x, module.weight, local(module.weight), local(module.bias))
+
+
+class DropoutOfAll(LocalStyle):
+    """Dropout that is the same on every rank. With sequence parallelism their random numbers differ, so the first
+    rank's mask is taken.
+    """
+
+    def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 1, hidden], equal on every rank → the same shape, equal on every rank."""
+        if not (self.sequence_parallel and module.training and module.rate > 0):
+            return F.dropout(x, module.rate, module.training)
+        mask = F.dropout(torch.ones_like(x), module.rate)
+        return x * all_gather(mask[None], 0, group)[0]
 
 
 class Norm(LocalStyle):
@@ -268,6 +287,7 @@ STYLES: dict[str, type[LocalStyle]] = {
     "split_heads": SplitHeads,
     "first_token": FirstTokenOfAll,
     "pooled_linear": PooledLinear,
+    "pooled_dropout": DropoutOfAll,
     "position_embedding": PositionEmbedding,
     "head_table": HeadTable,
     "vocabulary_embedding": VocabularyEmbedding,

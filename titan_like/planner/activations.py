@@ -82,7 +82,7 @@ def kept(
     labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
 
     # The loss: what it keeps until its backward pass, and its work space.
-    logits = model.padded_vocab_size / t
+    logits = model.padded_vocab_size / t if "tokens" in model.predictions else 0.0
     if t == 1 and device.is_cpu:  # the logits, whose memory their gradient takes over, and a label per token
         block = min(4 * logits, _LOSS_BLOCK / labelled)  # float32 probabilities; 16-bit logits are also copied
         # After the loss the peak may be the gradients of the head's input and weight, before the latter is accumulated.
@@ -93,7 +93,8 @@ def kept(
         loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
     ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
-    norm = _end(ends, ends.head, h, outside, dtype, device) + e * h  # its output is the next product's input
+    head = tuple(name for name in ends.head if name not in ends.pooled)
+    norm = _end(ends, head, h, outside, dtype, device) + e * h  # its output is the next product's input
     return Kept(
         layer_input_bytes(model, seq_len, decoder_seq_len, t),
         tuple(layers),

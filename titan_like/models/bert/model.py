@@ -70,6 +70,18 @@ class FirstToken(nn.Module):
         return x[:, :1]
 
 
+class PooledDropout(nn.Module):
+    """Dropout of what is made of the first token."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 1, hidden] → [batch, 1, hidden]."""
+        return F.dropout(x, self.rate, self.training)
+
+
 class Bert(Transformer):
     """BERT over token sequences [batch, seq]; see `Transformer.forward`.
 
@@ -78,7 +90,7 @@ class Bert(Transformer):
 
     residual_outputs: tuple[str, ...] = ("attention.proj", "mlp.fc2")
     entry = ("embedding", "position_embedding", "token_type_embedding", "embedding_norm")
-    head = ("norm", "transform", "first_token", "pooler", "pair", "choice")
+    head = ("norm", "transform", "first_token", "pooler", "pair", "pooled_dropout", "choice")
     pooled = may_be_new = ("pooler", "pair", "choice")
     has_output_bias = True
 
@@ -95,13 +107,14 @@ class Bert(Transformer):
         self.first_token: nn.Module = nn.Identity()
         self.pooler: nn.Module = nn.Identity()
         self.pair: nn.Module = nn.Identity()
+        self.pooled_dropout: nn.Module = nn.Identity()
         self.choice: nn.Module = nn.Identity()
         if config.sentence_head != "none":
             self.first_token, self.pooler = FirstToken(), nn.Linear(hidden, hidden)
         if config.sentence_head == "pair":
             self.pair = nn.Linear(hidden, 2)
         if config.sentence_head == "choice":
-            self.choice = nn.Linear(hidden, 1)
+            self.pooled_dropout, self.choice = PooledDropout(config.dropout), nn.Linear(hidden, 1)
             self.transform, self.output, self.output_bias = nn.Identity(), nn.Identity(), nn.Identity()
             self.mask_padding = nn.Identity()
         if is_post:  # whose norms bound the residual stream
@@ -140,7 +153,7 @@ class Bert(Transformer):
             if "pair" in kind:
                 found.append(self.pair(pooled))
             else:
-                found.append(self.choice(F.dropout(pooled, self.dropout, self.training)))
+                found.append(self.choice(self.pooled_dropout(pooled)))
         return found[0] if len(found) == 1 else tuple(found)
 
 

@@ -20,6 +20,7 @@ TENSOR_PARALLEL_PLAN = {
     "first_token": "first_token",
     "pooler": "pooled_linear",
     "pair": "pooled_linear",
+    "pooled_dropout": "pooled_dropout",
     "choice": "pooled_linear",
     "output": "vocabulary_output",
     "output_bias": "vocabulary_bias",
