@@ -43,6 +43,7 @@ class CheckpointLM(TemplateLM):
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
         self._tokenizer, self._seq_len, self._device = tokenizer, config.training.seq_len, device
+        self._prefix_lm = config.data.prefix_lm
 
     @property
     def eot_token_id(self) -> int:
@@ -107,6 +108,7 @@ class CheckpointLM(TemplateLM):
             top_k=settings.get("top_k", 0),
             top_p=settings.get("top_p", 1.0),
             eod_id=self.eot_token_id,
+            prefix_lm=self._prefix_lm,
             is_complete=lambda new: any(stop in self._tokenizer.decode(new) for stop in stops),
         )
         text = self._tokenizer.decode(tokens)
