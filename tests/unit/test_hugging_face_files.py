@@ -28,8 +28,8 @@ from tests.unit.hugging_face_cases import (
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.weight_reader import CheckpointWeights
-from titan_like.config.errors import ConfigError
 from titan_like.config import load_config
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.sampling import generate
