@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from jinja2 import UndefinedError
 
 from scripts import evaluate, generate
 from titan_like.checkpoint.inference import find_checkpoint
 from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_output_file
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
@@ -92,6 +95,28 @@ def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError) as error:
         evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
     assert str(error.value).startswith(HARNESS_ONLY[arguments])
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UndefinedError("'x' is undefined"), r"a template of a, b cannot be filled in \('x' is undefined\); correct"),
+        (FileNotFoundError("no q.jsonl"), r"the harness cannot load its data \(no q.jsonl\)"),
+    ],
+)
+def test_a_task_of_the_harness_that_cannot_be_used(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    from titan_like.evaluate import harness
+
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(harness.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(harness.evaluator, "simple_evaluate", fail)
+    with pytest.raises(RunError, match=told):
+        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None), None, None)
 
 
 def test_json_has_no_infinity() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from jinja2 import TemplateError  # which lm_eval brings
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -139,7 +140,7 @@ def run_harness(
         each machine.
 
     Raises:
-        RunError: the data of a task cannot be loaded.
+        RunError: the data of a task cannot be loaded, or a template in its YAML file is wrong.
     """
     options: dict[str, Any] = {} if dist.get_rank() == 0 else {"bootstrap_iters": 0}  # errors are printed on rank 0
     try:
@@ -148,4 +149,7 @@ def run_harness(
         )
     except OSError as error:  # the network's errors among them
         raise RunError(f"the harness cannot load its data ({first_line(error)})") from error
+    except TemplateError as error:
+        problem = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
+        raise RunError(f"--lm_eval: {problem}") from error
     return dict(found or {})
