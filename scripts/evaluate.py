@@ -11,7 +11,6 @@ training.seq_len tokens at once.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, check_output_file, json_text, write_output_file
 from titan_like.train.rules import CHECKS, check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -70,17 +69,21 @@ def check_options(options: argparse.Namespace) -> None:
     """
     if options.stride is not None and options.stride < 1:
         raise ConfigError("--stride", options.stride, "must be at least 1")
+    if options.lm_eval == "":
+        raise ConfigError("--lm_eval", "", "names no task; give names with commas between them")
     if options.lm_eval and find_spec("lm_eval") is None:
         problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
         raise ConfigError("--lm_eval", options.lm_eval, problem)
     for name, least in (("num_fewshot", 0), ("limit", 1)):
         value = getattr(options, name)
-        if value is not None and (value < least or not options.lm_eval):
-            raise ConfigError(f"--{name}", value, f"must be at least {least} and is for --lm_eval only")
-    if options.lm_eval_folder and not (options.lm_eval and Path(options.lm_eval_folder).is_dir()):
-        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "must be a folder and is for --lm_eval only")
-    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
-        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+        if value is not None and value < least:
+            raise ConfigError(f"--{name}", value, f"must be at least {least}")
+    if options.lm_eval_folder is not None and not Path(options.lm_eval_folder or "-").is_dir():
+        raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
+    for name in ("num_fewshot", "limit", "lm_eval_folder"):
+        if getattr(options, name) is not None and not options.lm_eval:
+            raise ConfigError(f"--{name}", getattr(options, name), "is for --lm_eval only; add that or leave it out")
+    check_output_file("--json", options.json)
 
 
 def main(argv: list[str]) -> int:
@@ -125,7 +128,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         told = {"checkpoint": str(path), **vars(windows), "results": results}
         told |= {"lm_eval": of_harness["results"]} if of_harness else {}
-        Path(options.json).write_text(json.dumps(told, indent=2), encoding="utf-8")
+        write_output_file("--json", options.json, json_text(told))
     return 0
 
 
@@ -137,25 +140,20 @@ def score(
     Returns:
         Task → figure → value, and what the harness returns if it is asked for.
     """
-    from titan_like.checkpoint.inference import in_one_process, load_parallel_model
+    from titan_like.checkpoint.inference import load_parallel_model
     from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
-    from titan_like.models.registry import model_config
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
-    from titan_like.train.rules import check_sequence
-    from titan_like.train.setup import check_settings, select_device
+    from titan_like.train.rules import check_sequence, resolve_for_inference
+    from titan_like.train.setup import select_device
 
     world_size = number_of_processes()
     check_meeting()
-    if world_size == 1:
-        config, layout = in_one_process(config)
-        shape = model_config(config.model)
-        check_sequence(config, shape, layout)
-    else:
-        shape, layout = check_settings(config, world_size)
+    config, shape, layout = resolve_for_inference(config, world_size)
+    check_sequence(config, shape, layout)
     tokenizer = build_tokenizer(config.data.tokenizer)
     check_vocabulary(config.data.tokenizer, tokenizer, shape.vocab_size)
     tasks = open_tasks(key, specs, tokenizer, windows)

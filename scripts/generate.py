@@ -8,7 +8,6 @@ processes split the model in the configuration's layout; a single process loads 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from titan_like.config import ConfigError, load_config
 from titan_like.config.change import edit
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, check_output_file, json_text, write_output_file
 from titan_like.config.section import utf8_text
 from titan_like.train.rules import CHECKS, check_predicts_next_token
 
@@ -65,8 +64,7 @@ def check_options(options: argparse.Namespace) -> None:
         options.prompt = utf8_text(options.prompt)
     except ValueError as error:
         raise ConfigError("--prompt", options.prompt, str(error)) from None
-    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
-        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+    check_output_file("--json", options.json)
 
 
 def main(argv: list[str]) -> int:
@@ -100,7 +98,7 @@ def main(argv: list[str]) -> int:
     print(answer)
     if options.json:
         result = {"checkpoint": str(path), "prompt": options.prompt, "continuation": continuation, "tokens": tokens}
-        Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
+        write_output_file("--json", options.json, json_text(result))
     return 0
 
 
@@ -120,7 +118,8 @@ def sample(
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
-    from titan_like.train.setup import check_settings, select_device
+    from titan_like.train.rules import resolve_for_inference
+    from titan_like.train.setup import select_device
 
     def continue_prompt(model: LanguageModel, device: torch.device) -> list[int]:
         return generate(
@@ -142,7 +141,7 @@ def sample(
     if world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return continue_prompt(load_for_inference(config, path, device), device)
-    shape, layout = check_settings(config, world_size)
+    config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
     max_tokens, encoder_len = min(shape.max_seq_len, len(prompt) + options.max_new_tokens), len(encoder_tokens or [])
     if encoder_tokens is not None:  # whose length need not divide evenly; the weights are split alike without it

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code nex
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, check_output_file, write_output_file
 
 CONFIG_FILE = "--job.config_file"
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
@@ -59,9 +58,9 @@ def main(argv: list[str]) -> int:
     if outcome.text:  # only one of several processes has any
         print(outcome.text)
     for path, text in outcome.files.items():
-        write("--out", path, text)
+        write_output_file("--out", path, text)
     if options.json:
-        write("--json", Path(options.json), json.dumps(outcome.json, indent=2))
+        write_output_file("--json", options.json, json.dumps(outcome.json, indent=2))
     return int(outcome.status)
 
 
@@ -80,34 +79,12 @@ def check_files(options: argparse.Namespace, settings: list[str]) -> None:
     if CONFIG_FILE in settings[:-1]:
         known[Path(settings[settings.index(CONFIG_FILE) + 1]).resolve()] = f"{CONFIG_FILE} is read from"
     for name, path in targets.items():
-        check_target(f"--{name}", path)
+        check_output_file(f"--{name}", path)
         if path is None:
             continue
         use = known.setdefault(Path(path).resolve(), f"--{name} is written to")
         if use != f"--{name} is written to":
             raise ConfigError(f"--{name}", path, f"is the file that {use}; name another one")
-
-
-def check_target(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done.
-
-    Raises:
-        ConfigError: it is a folder, or is in a folder that is not writable.
-    """
-    if path and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK)):
-        raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
-
-
-def write(option: str, path: Path, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(option, str(path), f"cannot be written ({error.strerror}); name another file") from None
 
 
 if __name__ == "__main__":

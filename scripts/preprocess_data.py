@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import glob
 import json
-import os
 import time
 from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, check_output_file, write_output_file
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
@@ -59,8 +58,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.output.endswith("/") or prefix_of(options.output).is_dir():
         cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
         raise ConfigError("--output", options.output, f"is a folder; {cure}")
-    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
-        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+    check_output_file("--json", options.json)
 
 
 def main(argv: list[str]) -> int:
@@ -104,7 +102,7 @@ def main(argv: list[str]) -> int:
     print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
     if options.json:
         counts = {"documents": done.documents, "tokens": done.tokens, "bad_records": done.bad_records}
-        Path(options.json).write_text(json.dumps(counts | {"seconds": seconds}) + "\n")
+        write_output_file("--json", options.json, json.dumps(counts | {"seconds": seconds}) + "\n")
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, check_output_file, write_output_file
 from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--processes", options.processes, "must be at least 1")
     if not options.timeout > 0:
         raise ConfigError("--timeout", options.timeout, "must be above 0")
-    if options.json and (Path(options.json).is_dir() or not os.access(Path(options.json).parent, os.W_OK)):
-        raise ConfigError("--json", options.json, "not a file in a folder that you may write to; name one")
+    check_output_file("--json", options.json)
 
 
 def check_gpus(processes: int) -> None:
@@ -120,7 +118,7 @@ def main(argv: list[str]) -> int:
         print(format_table(verdict))
     print(format_verdict(verdict, verifier.kinds, seconds))
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(verdict, seconds), indent=2), encoding="utf-8")
+        write_output_file("--json", options.json, json.dumps(as_json(verdict, seconds), indent=2))
     return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
 
 

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from scripts import convert, evaluate
 from tests.distributed.launch import base_config, launch
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
-from titan_like.checkpoint.inference import find_checkpoint, in_one_process, load_parallel_model
+from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.windows import Window, ending_window, sliding_windows
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.job import process_group
+from titan_like.train.rules import resolve_for_inference
 from titan_like.train.setup import check_settings, prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -46,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"zero_stage": 0},
 }
 FAMILIES = ("gpt", "llama")
+MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
 
 
 @cache
@@ -55,7 +57,18 @@ def model_of(family: str):
     return random_model(shape).float()
 
 
-def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
+@torch.no_grad()
+def log_probabilities(name: str, tokens: torch.Tensor, prefix: int) -> torch.Tensor:
+    """transformers, on tokens [seq] of which the first ``prefix`` come before the targets: [seq, vocab]."""
+    family, _, masked = name.partition(" ")
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    if masked:
+        mask[:, :prefix] = True
+    return reference_of(model_of(family))(tokens[None], attention_mask=mask[None, None]).logits[0].log_softmax(-1)
+
+
+def config_of(folder: Path, name: str, layout: dict[str, Any]) -> JobConfig:
+    family, _, masked = name.partition(" ")
     shape = model_of(family).config.model_dump(mode="json", exclude_none=True)
     return JobConfig.model_validate(
         {
@@ -63,6 +76,7 @@ def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
             "model": {"family": family, "flavor": "own", "flavors": {"own": shape}},
             "training": {"seq_len": SEQ_LEN, "micro_batch_size": 3, "global_batch_size": 12, "steps": 1},
             "parallelism": layout,
+            "data": {"prefix_lm": bool(masked)},
         }
     )
 
@@ -72,14 +86,14 @@ def random_text() -> np.ndarray:
 
 
 @cache
-def continued(family: str) -> list[Window]:
+def continued(name: str) -> list[Window]:
     """Windows of several lengths, whose targets are what transformers' model finds most probable, except some."""
-    generator, model = np.random.default_rng(1), reference_of(model_of(family))
+    generator = np.random.default_rng(1)
     windows = []
     for number in range(23):
         tokens = generator.integers(101, size=2 + number).tolist()
         for _ in range(TARGETS):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(int(log_probabilities(name, torch.tensor(tokens), 2 + number)[-1].argmax()))
         if number % 4 == 0:
             tokens[-1] = (tokens[-1] + 1) % 101
         windows.append(ending_window(tokens[:-TARGETS], tokens[-TARGETS:], SEQ_LEN))
@@ -103,7 +117,7 @@ def scores_of(config: JobConfig, family: str, mesh: Any) -> torch.Tensor:
 
 def score_in_every_layout(rank: int, folder: Path) -> None:
     found = {}
-    for family in FAMILIES:
+    for family in MODELS:
         for name, layout in LAYOUTS.items():
             config = config_of(folder, family, layout)
             _, degrees = check_settings(config, dist.get_world_size())
@@ -247,7 +261,7 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
     found = lm_eval.simple_evaluate(theirs, tasks=list(HARNESS), task_manager=manager)
 
     with process_group(torch.device("cpu")):
-        alone, layout = in_one_process(config)
+        alone, _, layout = resolve_for_inference(config, 1)
         ours = run_on_harness(alone, build_mesh(layout, "cpu"), folder)
     for result in (ours, json.loads((folder / "harness 0.json").read_text())):
         for answer, expected in zip(result["samples"], answers_of(found), strict=True):
@@ -293,40 +307,36 @@ def scores(trained: tuple[Path, str]) -> dict[str, torch.Tensor]:
     folder, _ = trained
     found = torch.load(folder / "scores.pt", weights_only=True)
     with process_group(torch.device("cpu")):
-        for family in FAMILIES:
-            config, layout = in_one_process(config_of(folder, family, LAYOUTS["pipeline, tensor"]))
+        for family in MODELS:
+            config, _, layout = resolve_for_inference(config_of(folder, family, LAYOUTS["pipeline, tensor"]), 1)
             found[f"{family} one process"] = scores_of(config, family, build_mesh(layout, "cpu"))
     return found
 
 
-@torch.no_grad()
-def perplexity_by_transformers(family: str) -> float:
+def perplexity_by_transformers(name: str) -> float:
     """The loop of Hugging Face's guide to perplexity, over windows of SEQ_LEN inputs."""
-    model, tokens = reference_of(model_of(family)), torch.from_numpy(random_text())[None]
+    tokens = torch.from_numpy(random_text())
     loss, previous_end = 0.0, 1
-    for begin in range(0, tokens.shape[1], STRIDE):
-        end = min(begin + SEQ_LEN + 1, tokens.shape[1])
-        labels = tokens[:, begin:end].clone()
-        labels[:, : previous_end - begin] = -100
+    for begin in range(0, len(tokens), STRIDE):
+        end = min(begin + SEQ_LEN + 1, len(tokens))
+        window, old = tokens[begin:end], previous_end - begin
         if end > previous_end:
-            mean = model(tokens[:, begin:end], labels=labels).loss  # over the new tokens
-            loss += mean.double().item() * (end - previous_end)
+            likely = log_probabilities(name, window, old)[old - 1 : -1]  # of the new tokens
+            loss -= likely.gather(1, window[old:, None]).double().sum().item()
         previous_end = end
-        if end == tokens.shape[1]:
+        if end == len(tokens):
             break
-    return math.exp(loss / (tokens.shape[1] - 1))
+    return math.exp(loss / (len(tokens) - 1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("layout", ["one process", *LAYOUTS])
 def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
     text, words = scores[f"{family} {layout}"].split((len(windows_of(family)) - len(continued(family)), 23))
     assert math.exp(-text[:, 0].sum().item() / 159) == pytest.approx(perplexity_by_transformers(family), rel=1e-6)
-    model = reference_of(model_of(family))
     for window, (found, right) in zip(continued(family), words.tolist(), strict=True):
         tokens = torch.from_numpy(window.tokens)
-        with torch.no_grad():
-            likely = model(tokens[None, :-1]).logits[0, -TARGETS:].log_softmax(-1)
+        likely = log_probabilities(family, tokens[:-1], len(tokens) - TARGETS)[-TARGETS:]
         assert found == pytest.approx(likely.gather(1, tokens[-TARGETS:, None]).sum().item(), rel=1e-5)
         assert right == (likely.argmax(-1) == tokens[-TARGETS:]).sum()
     assert {TARGETS - 1, TARGETS} <= set(words[:, 1].int().tolist())

@@ -315,7 +315,7 @@ def test_paths_are_expanded(key, monkeypatch):
         "a$/~b": "a$/~b",
     }.items():
         assert getattr(getattr(load_config([f"--{key}={text}"]), section), name) == path
-    for text, words in {"$NOWHERE/a": "variable NOWHERE is not set", "": "is empty", "  ": "is empty"}.items():
+    for text, words in {"$NOWHERE/a": "variable NOWHERE, which is not set", "": "is empty", "  ": "is empty"}.items():
         message = problem_of(f"--{key}={text}")
         assert message.startswith(f'{key} = "{text}"') and words in message
 
@@ -328,8 +328,8 @@ def test_lists_of_paths_and_the_file_itself_are_expanded(tmp_path, monkeypatch):
     assert config.job.config_file == f"{tmp_path}/run.toml"
     assert config.data.paths == ["/texts/*.txt", f"{tmp_path}/b"]
     assert config.data.tokenizer == f"gpt2:{tmp_path}/v.json,/texts/m.txt"
-    assert "variable NOWHERE is not set" in problem_of("--job.config_file=$NOWHERE/run.toml")
-    assert "variable NOWHERE is not set" in problem_of("--data.paths", "a", "${NOWHERE}/b")
+    assert "variable NOWHERE, which is not set" in problem_of("--job.config_file=$NOWHERE/run.toml")
+    assert "variable NOWHERE, which is not set" in problem_of("--data.paths", "a", "${NOWHERE}/b")
 
 
 def test_every_number_has_a_limit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from titan_like.evaluate.lambada import lambada_task, read_passages, split_passa
 from titan_like.evaluate.task import TaskError, TextSettings
 from titan_like.evaluate.tasks import check_tasks, open_tasks
 from titan_like.evaluate.text import text_task
-from titan_like.evaluate.wikitext import count_words, detokenize, wikitext_task
+from titan_like.evaluate.wikitext import count_words, detokenize, read_published, wikitext_task
 from titan_like.evaluate.windows import Score, ending_window, sliding_windows
 from titan_like.parallel.token_scores import token_scores
 
@@ -102,16 +103,45 @@ def test_lambada_splits_off_the_last_word() -> None:
     assert split_passage(1, "  a  b\tc") == ("a  b", " c")
     with pytest.raises(TaskError, match="fewer than two words in line 3"):
         split_passage(3, " word ")
-    lines = 'one two\n\n"three" four'
-    assert read_passages(lines) == [(1, "one two"), (3, '"three" four')]
-    as_json = "\n".join(json.dumps({"text": text}) for text in ("one two", "three\nfour"))
-    assert read_passages(as_json + "\n") == [(1, "one two"), (2, "three\nfour")]
-    with pytest.raises(TaskError, match="line 2"):
-        read_passages('{"text": "one"}\n{"txt": "two"}')
+
+
+PASSAGES = ["one two", "three\nfour", "fünf"]
+
+
+def write_records(path: Path, texts: list[str], key: str = "text") -> Path:
+    """A file of records, in the format that its ending names."""
+    lines = "".join(json.dumps({key: text}) + "\n" for text in texts)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table({key: texts}), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text("\ufeff" + lines + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz", "a.parquet"])
+def test_lambada_is_read_in_every_format(tmp_path: Path, name: str) -> None:
+    assert read_passages(write_records(tmp_path / name, PASSAGES)) == list(enumerate(PASSAGES, start=1))
+    with pytest.raises(TaskError, match=r'(under|column) "text"'):
+        read_passages(write_records(tmp_path / name, PASSAGES, "txt"))
+    (tmp_path / "lines").write_text('one two\r\n\n"three" four', encoding="utf-8-sig")
+    assert read_passages(tmp_path / "lines") == [(1, "one two\r"), (3, '"three" four')]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_wikitext_is_read_from_the_hubs_records(tmp_path: Path, name: str) -> None:
+    published = " \n = A fox = \n \n One , two . \n Three . \n \n = = B = = \n"
+    lines = ["" if line == " \n" else line for line in published.splitlines(keepends=True)]
+    assert read_published(write_records(tmp_path / name, lines)) == published
+    (tmp_path / "plain").write_text(published, encoding="utf-8-sig")
+    assert read_published(tmp_path / "plain") == published
+    with pytest.raises(TaskError, match="in record 1; WikiText's records are lines"):
+        read_published(write_records(tmp_path / name, PASSAGES))
 
 
 def test_a_last_word_is_right_only_with_all_its_tokens() -> None:
-    task = lambada_task("l", "aa bb\ncc dd\nee f", ByteTokenizer(), TextSettings(64, 1))
+    task = lambada_task("l", [(1, "aa bb"), (2, "cc dd"), (3, "ee f")], ByteTokenizer(), TextSettings(64, 1))
     assert [bytes(window.tokens.tolist()).decode() for window in task.windows] == ["aa bb", "cc dd", "ee f"]
     assert [window.num_targets for window in task.windows] == [3, 3, 2]
     results = task.results([Score(-1.0, 3), Score(-2.0, 2), Score(-6.0, 2)])
@@ -136,9 +166,18 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "race=FILE": ("", "FILE is not a folder; name one of the data set's"),
     "text=FILE": ("a", "fewer than two tokens"),
     "text=missing.txt": (None, "missing.txt does not exist; name a readable text file"),
-    "text=$NO_SUCH_VARIABLE/a": (None, "NO_SUCH_VARIABLE is not set"),
-    "wikitext103=FILE": (b"ab\xff", "byte 2 of .* is not valid UTF-8"),
+    "text=$NO_SUCH_VARIABLE/a": (None, "the path names the environment variable NO_SUCH_VARIABLE, which is not set"),
+    "wikitext103=FILE": (b"ab\xff", "FILE is not valid UTF-8 at byte 2; convert"),
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
+    "text=./FILE": (b"PAR1\x00\xff", "FILE is a parquet file; lambada and wikitext103"),
+    "text=.//FILE": ("ab".encode("utf-16"), "FILE is UTF-16; convert it"),
+    "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"}]', "FILE is one JSON array; write an object"),
+    "lambada=.//FILE": (
+        '{"text": "a b"}\n{"text": "\\ud800 c"}',
+        r"because of line 2 \(.* half a surrogate pair\); correct",
+    ),
+    "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the line has no text under "text"\)'),
+    "wikitext103=./FILE": ('{"txt": "a b"}', "because of line 1"),
 }
 
 

@@ -29,6 +29,7 @@ from tests.unit.hugging_face_cases import (
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer
@@ -280,6 +281,25 @@ def test_byte_tokenizer_of_a_bert_has_its_mask_token(tmp_path):
     assert (theirs.mask_token_id, theirs.eos_token_id) == (257, 256) == (build_tokenizer("byte").mask_id, 256)
     again = build_tokenizer(str(tmp_path / "hf" / "tokenizer.json"))
     assert (again.mask_id, again.special_ids) == (257, {256, 257})
+
+
+def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
+    save_checkpoint(tmp_path / "run", random_model(MODELS["gpt"]).float())
+    convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--tokenizer", "none")
+    capsys.readouterr()
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "without")
+    told = capsys.readouterr().out
+    assert "# The folder has no tokenizer.json. Set tokenizer" in told and "tokenizer =" not in told
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    (tmp_path / "hf" / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "<|endoftext|>"])}))
+    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")
+    convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "gpt2")
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    spec = load_config(["--job.config_file", f"{tmp_path}/run.toml"]).data.tokenizer
+    assert spec == f"gpt2:{tmp_path}/gpt2/step-0/vocab.json,{tmp_path}/gpt2/step-0/merges.txt"
+    assert build_tokenizer(spec).decode(build_tokenizer(spec).encode("a b").tolist()) == "a b"
+    convert("to-hf", "--checkpoint", tmp_path / "gpt2", "--output", tmp_path / "back")
+    assert (tmp_path / "back" / "vocab.json").is_file()
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "gpt2"])

@@ -12,7 +12,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Optimizer
 from titan_like.optim.exchange import assign_owners
 from titan_like.optim.optimizer import build_optimizer, update
-from titan_like.optim.registry import find_rule
+from titan_like.optim.registry import check_optimizer
 
 LR, DECAY = 0.01, 0.1
 SHAPES = {
@@ -193,9 +193,12 @@ def test_matrices_are_spread_by_their_work() -> None:
         ("newton_schulz_steps=0", "optimizer.newton_schulz_steps"),
         ("scale_parameter=2", "optimizer.scale_parameter"),
         ("name=muonn", "did you mean muon?"),
+        ("relative_step=true", "adamw does not use it; leave it out, or set optimizer.name to adafactor"),
+        ("name=adafactor matrix_lr=0.02", "optimizer.matrix_lr = 0.02: adafactor does not use it"),
+        ("name=muon beta1=0.9", "optimizer.beta1 = 0.9: muon does not use it"),
     ],
 )
 def test_bad_settings_are_one_sentence(setting: str, told: str) -> None:
     with pytest.raises(ConfigError) as error:
-        find_rule(load_config([f"--optimizer.{setting}"]).optimizer)
+        check_optimizer(load_config([f"--optimizer.{part}" for part in setting.split()]).optimizer)
     assert told in str(error.value) and "\n" not in str(error.value)

@@ -94,4 +94,5 @@ def _readable_state(path: Path) -> RunState | None:
 def _compare(path: Path, differences: list[tuple[str, Any, Any]]) -> None:
     for key, value, saved in differences:
         if value != saved:
-            raise ConfigError(key, value, f"{path} was saved with {saved}; keep that, or name another folder")
+            then = "none" if saved is None else saved
+            raise ConfigError(key, value, f"{path} was saved with {then}; keep that, or name another folder")

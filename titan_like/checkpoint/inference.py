@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.compatible import check_readable, check_same_model
 from titan_like.checkpoint.loader import load_checkpoint
-from titan_like.checkpoint.step_folders import checkpoint_folder, checkpoint_path, complete_steps
+from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError
-from titan_like.config.schema import JobConfig, Parallelism
+from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.apply import build_parallel_model, run_batches
-from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.tensor import full_logits
 
@@ -32,16 +31,25 @@ def find_checkpoint(config: JobConfig) -> Path:
     """
     folder, wanted = checkpoint_folder(config), config.checkpoint.load_step
     steps = complete_steps(folder)
-    if wanted is not None and wanted not in steps:
-        raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {steps}; name one of them")
     if not steps:
-        problem = "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
-        raise ConfigError("checkpoint.folder", str(folder), problem)
+        raise ConfigError("checkpoint.folder", str(folder), _problem_without_checkpoints(folder))
+    if wanted is not None and wanted not in steps:
+        shown = ", ".join(map(str, steps))
+        raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {shown}; name one of them")
     step = steps[-1] if wanted is None else wanted
     check_readable(folder, [step])
     path = checkpoint_path(folder, step)
     check_same_model(path, config, model_config(config.model))
     return path
+
+
+def _problem_without_checkpoints(folder: Path) -> str:
+    """What is wrong with a folder that holds no checkpoint, as the predicate of a sentence."""
+    if (folder / RUN_FILE).is_file():
+        return f"is a checkpoint itself; name the folder that it is in, {folder.parent}, and its checkpoint.load_step"
+    if (folder / "config.json").is_file():
+        return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
+    return "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
 
 
 def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> Transformer:
@@ -64,12 +72,6 @@ def _load(path: Path, model: ParallelModel | Transformer) -> None:
         load_checkpoint(path, model)
     except Exception as error:  # whatever a damaged file raises
         raise RunError(f"{path} cannot be loaded ({error}); choose another checkpoint.load_step") from error
-
-
-def in_one_process(config: JobConfig) -> tuple[JobConfig, Layout]:
-    """The configuration with one process for the whole model, and the layout of that."""
-    parallelism = Parallelism()
-    return config.model_copy(update={"parallelism": parallelism}), resolve_layout(parallelism, 1)
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:

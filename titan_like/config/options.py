@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn
 
 from titan_like.config.errors import ConfigError, shortened
 
@@ -21,3 +25,41 @@ class OptionParser(argparse.ArgumentParser):
         if not colon:  # about no option in particular
             option, problem = "", message
         raise ConfigError("command line", option or None, f"{shortened(problem)}; {self.prog} --help says more")
+
+
+def check_output_file(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before any work is done. None is no file.
+
+    Raises:
+        ConfigError: the path is empty, is a folder, or is in a folder that does not exist or is not writable.
+    """
+    if path is None:
+        return
+    parent = Path(path).parent
+    if not path or Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
+
+
+def write_output_file(option: str, path: str | Path, text: str) -> None:
+    """Write a file that a command line names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(option, str(path), f"cannot be written ({error.strerror}); name another file") from None
+
+
+def json_text(value: Any) -> str:
+    """A result as JSON. Numbers that are not finite become null, because JSON has none."""
+    return json.dumps(_finite(value), indent=2)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

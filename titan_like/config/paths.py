@@ -30,7 +30,8 @@ def expanded(text: str) -> str:
         raise ValueError("contains a null character, which no path can; remove it")
     for plain, braced in _VARIABLE.findall(text):
         if (plain or braced) not in os.environ:
-            raise ValueError(f"the environment variable {plain or braced} is not set; set it or write the path out")
+            name = plain or braced
+            raise ValueError(f"names the environment variable {name}, which is not set; set it or write the path out")
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from jinja2 import TemplateError  # which lm_eval brings
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -43,6 +44,7 @@ class CheckpointLM(TemplateLM):
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
         self._tokenizer, self._seq_len, self._device = tokenizer, config.training.seq_len, device
+        self._prefix_lm = config.data.prefix_lm
 
     @property
     def eot_token_id(self) -> int:
@@ -107,6 +109,7 @@ class CheckpointLM(TemplateLM):
             top_k=settings.get("top_k", 0),
             top_p=settings.get("top_p", 1.0),
             eod_id=self.eot_token_id,
+            prefix_lm=self._prefix_lm,
             is_complete=lambda new: any(stop in self._tokenizer.decode(new) for stop in stops),
         )
         text = self._tokenizer.decode(tokens)
@@ -137,7 +140,7 @@ def run_harness(
         each machine.
 
     Raises:
-        RunError: the data of a task cannot be loaded.
+        RunError: the data of a task cannot be loaded, or a template in its YAML file is wrong.
     """
     options: dict[str, Any] = {} if dist.get_rank() == 0 else {"bootstrap_iters": 0}  # errors are printed on rank 0
     try:
@@ -146,4 +149,7 @@ def run_harness(
         )
     except OSError as error:  # the network's errors among them
         raise RunError(f"the harness cannot load its data ({first_line(error)})") from error
+    except TemplateError as error:
+        problem = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
+        raise RunError(f"--lm_eval: {problem}") from error
     return dict(found or {})

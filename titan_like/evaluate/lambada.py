@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_like.data.tokenizer import Tokenizer
+from titan_like.evaluate.files import read_records, read_text
 from titan_like.evaluate.task import Task, TaskError, TextSettings
 from titan_like.evaluate.text import exponential
 from titan_like.evaluate.windows import Score, ending_window
 
 
-def lambada_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """Accuracy and perplexity of the last words of passages, one a line.
+def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """Accuracy and perplexity of the last words of passages, each with its line in the file.
 
     A word is right if each of its tokens is the most probable one after all tokens before it. The perplexity is by
     word: the exponential of the mean over passages of the word's loss.
 
     Raises:
-        TaskError: a line cannot be read or has no context, or a word has more than ``seq_len`` tokens.
+        TaskError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
     """
-    pairs = [split_passage(number, passage) for number, passage in read_passages(text)]
+    pairs = [split_passage(number, passage) for number, passage in passages]
     if not pairs:
         raise TaskError("has no passages; write one a line")
     contexts = tokenizer.encode_all([context for context, _ in pairs])
@@ -43,26 +44,16 @@ def lambada_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSetti
     return Task(name, windows, results)
 
 
-def read_passages(text: str) -> list[tuple[int, str]]:
-    """Line numbers and passages of a file that has one a line, as text or as JSON with the key "text".
+def read_passages(path: Path) -> list[tuple[int, str]]:
+    """Numbers and passages of a file of records, or the lines of one of ordinary text.
 
     Raises:
-        TaskError: the first line is JSON and another one is not, or has no text.
+        TaskError: the file or a record cannot be used.
+        OSError: the file cannot be read.
     """
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines or not lines[0][1].lstrip().startswith("{"):
-        return lines
-    return [(number, _text_of_json(number, line)) for number, line in lines]
-
-
-def _text_of_json(number: int, line: str) -> str:
-    try:
-        passage = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        passage = None
-    if not isinstance(passage, str):
-        raise TaskError(f'has no JSON object with a text under "text" in line {number}; correct the line')
-    return passage
+    records = read_records(path)
+    passages = enumerate(read_text(path).split("\n"), start=1) if records is None else records
+    return [(number, passage) for number, passage in passages if passage.strip()]
 
 
 def split_passage(number: int, passage: str) -> tuple[str, str]:

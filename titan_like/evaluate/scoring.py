@@ -15,6 +15,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.evaluate.windows import Score, Window
+from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import run_batches
 from titan_like.parallel.mesh import data_parallel_mesh
@@ -35,7 +36,8 @@ class Scorer:
     """Scores windows with a model. All processes that hold a part of it call it with the same windows.
 
     Data-parallel ranks share the windows, in microbatches of `training.micro_batch_size`. The logits stay where they
-    are: only a few numbers per token leave a process.
+    are: only a few numbers per token leave a process. With `data.prefix_lm` the tokens before a window's targets see
+    each other, as those of a prefix do in training.
     """
 
     def __init__(
@@ -101,11 +103,14 @@ class Scorer:
         rows = self.config.training.micro_batch_size
         inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
         labels = torch.full_like(inputs, IGNORED_LABEL)
+        visible_end = torch.arange(1, width + 1).repeat(len(inputs), 1)
         for row, (tokens, num_targets) in enumerate((window.tokens, window.num_targets) for window in windows):
             length = len(tokens) - 1
             inputs[row, :length] = torch.from_numpy(tokens[:-1])
             labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
-        microbatches = [self._model_inputs(part) for part in inputs.to(self.device).split(rows)]
+            visible_end[row].clamp_(min=len(tokens) - num_targets)
+        parts = inputs.to(self.device).split(rows), visible_end.to(self.device).split(rows)
+        microbatches = list(map(self._model_inputs, *parts))
         targets = labels.to(self.device).split(rows)
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
@@ -121,11 +126,16 @@ class Scorer:
         self._pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
 
-    def _model_inputs(self, inputs: torch.Tensor) -> ModelInputs:
-        if self._around is None:
-            return ModelInputs(inputs)
-        types, visible = self._around.types_and_visible(inputs)
-        return ModelInputs(inputs, visible=visible.with_blocks() if inputs.is_cuda else visible, token_types=types)
+    def _model_inputs(self, inputs: torch.Tensor, prefix_visible_end: torch.Tensor) -> ModelInputs:
+        """Of a microbatch: tokens [rows, width], and the end of the keys that each sees in a prefix language model."""
+        types, visible = None, None
+        if self._around is not None:
+            types, visible = self._around.types_and_visible(inputs)
+        elif self.config.data.prefix_lm:
+            visible = VisibleKeys(torch.zeros_like(inputs), prefix_visible_end)
+        if visible is not None and inputs.is_cuda:
+            visible = visible.with_blocks()
+        return ModelInputs(inputs, visible=visible, token_types=types)
 
     def _pipeline(self, width: int) -> Pipeline | WholeModel:
         if width not in self._pipelines:

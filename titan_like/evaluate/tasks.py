@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.tokenizer import Tokenizer
-from titan_like.evaluate.lambada import lambada_task
+from titan_like.evaluate.files import read_text
+from titan_like.evaluate.lambada import lambada_task, read_passages
 from titan_like.evaluate.race import race_task
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import Task, TaskError, TextSettings
 from titan_like.evaluate.text import text_task
-from titan_like.evaluate.wikitext import wikitext_task
+from titan_like.evaluate.wikitext import read_published, wikitext_task
 
-_OF_TEXT: dict[str, Callable[[str, str, Tokenizer, TextSettings], Task]] = {
-    "text": text_task,
-    "wikitext103": wikitext_task,
-    "lambada": lambada_task,
+# The function that reads a task's file, and the one that makes a task of its name and what was read.
+_OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, TextSettings], Task]]] = {
+    "text": (read_text, text_task),
+    "wikitext103": (read_published, wikitext_task),
+    "lambada": (read_passages, lambada_task),
 }
 _OF_FOLDERS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {"race": race_task}
 _TASKS = (*_OF_TEXT, *_OF_FOLDERS)
@@ -89,11 +92,8 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
             if name in _OF_FOLDERS:
                 tasks.append(_OF_FOLDERS[name](label, path, tokenizer, settings))
                 continue
-            text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-            tasks.append(_OF_TEXT[name](label, text, tokenizer, settings))
-        except UnicodeDecodeError as error:
-            problem = f"byte {error.start} of {path} is not valid UTF-8; convert the file"
-            raise ConfigError(key, spec, problem) from None
+            read, make = _OF_TEXT[name]
+            tasks.append(make(label, read(path), tokenizer, settings))
         except OSError as error:
             raise ConfigError(key, spec, f"{path} cannot be read ({error.strerror})") from None
         except TaskError as error:

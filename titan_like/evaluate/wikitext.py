@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from titan_like.data.tokenizer import Tokenizer
-from titan_like.evaluate.task import Task, TextSettings
+from titan_like.evaluate.files import read_records, read_text
+from titan_like.evaluate.task import Task, TaskError, TextSettings
 from titan_like.evaluate.text import check_long_enough, exponential, text_results
 from titan_like.evaluate.windows import Score, sliding_windows
 
-# What to write instead of what, in this order. The effect is that of Megatron-LM's rules on every text.
+# What to write instead of what, in this order. Megatron-LM has one more rule, which is meant to join an apostrophe and
+# a digit. As written it applies only to an apostrophe and a digit between slashes, which WikiText does not contain.
 _JOINED = {
     "s '": "s'",  # the players ' goals
     " @-@ ": "-",
@@ -52,6 +55,24 @@ def detokenize(text: str) -> str:
     for written, meant in _REMAINING.items():
         text = text.replace(written, meant)
     return text
+
+
+def read_published(path: Path) -> str:
+    """The text of a split as published: the file itself, or the lines in its records, as on Hugging Face's hub.
+
+    The hub's records have nothing in place of the lines that hold a single space.
+
+    Raises:
+        TaskError: the file is not UTF-8, or its records are not lines.
+        OSError: the file cannot be read.
+    """
+    records = read_records(path)
+    if records is None:
+        return read_text(path)
+    for number, line in records:
+        if line and not line.endswith("\n"):
+            raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
+    return "".join(line or " \n" for _, line in records)
 
 
 def count_words(text: str) -> int:

@@ -66,10 +66,19 @@ def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
     shape = source.model.model_dump(mode="json", exclude_none=True)
     lines = ["[model]", f'family = "{source.family}"', f'flavor = "{FLAVOR}"', "", f"[model.flavors.{FLAVOR}]"]
     lines += [f"{name} = {_toml(value)}" for name, value in shape.items()]
-    if (path / TOKENIZER_FILE).is_file():
-        lines += ["", "[data]", f"tokenizer = {_toml(str(path / TOKENIZER_FILE))}"]
+    tokenizer = _tokenizer_of(source.path, path)
+    missing = "# The folder has no tokenizer.json. Set tokenizer to the model's: without it, every byte is a token."
+    lines += ["", "[data]", missing if tokenizer is None else f"tokenizer = {_toml(tokenizer)}"]
     lines += ["", "[checkpoint]", f"initial_load_path = {_toml(str(path))}"]
     return "\n".join(lines)
+
+
+def _tokenizer_of(source: Path, copied: Path) -> str | None:
+    """The value of `data.tokenizer` for the tokenizer files in ``source``, which are copied to ``copied``."""
+    if (source / TOKENIZER_FILE).is_file():
+        return str(copied / TOKENIZER_FILE)
+    files = [copied / name for name in ("vocab.json", "merges.txt") if (source / name).is_file()]
+    return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
 def _toml(value: Any) -> str:
@@ -81,8 +90,8 @@ def _toml(value: Any) -> str:
 def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
     shape = source.model.model_dump(mode="json")
     model = Model.model_validate({"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}})
-    has_tokenizer = (source.path / TOKENIZER_FILE).is_file()
-    data = Data(tokenizer=str(final / TOKENIZER_FILE)) if has_tokenizer else Data()
+    tokenizer = _tokenizer_of(source.path, final)
+    data = Data() if tokenizer is None else Data(tokenizer=tokenizer)
     return RunState(
         step=0,
         consumed_samples=0,

@@ -11,6 +11,11 @@ from titan_like.config.schema import Optimizer
 GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
 RULES = {name: f"titan_like.optim.rules:{name}" for name in ("adafactor", "adamw", "muon", "sgd")}
 
+_ONLY_FOR = {  # settings of one built-in rule
+    "adafactor": ("relative_step", "scale_parameter", "clip_threshold", "decay_rate", "beta1"),
+    "muon": ("momentum", "matrix_lr", "adjust_lr", "newton_schulz_steps", "newton_schulz_dtype"),
+}
+
 
 def find_rule(section: Optimizer) -> EntryPoint:
     """Find the function that `optimizer.name` refers to, without importing it.
@@ -22,3 +27,18 @@ def find_rule(section: Optimizer) -> EntryPoint:
     if section.name in RULES and section.options:
         raise ConfigError("optimizer.options", section.options, f"{section.name} has no options; leave them out")
     return entry
+
+
+def check_optimizer(section: Optimizer) -> None:
+    """Check that `optimizer.name` refers to a rule, and that a built-in one uses the settings that are given.
+
+    Raises:
+        ConfigError: there is no such rule, or it does not use a setting.
+    """
+    find_rule(section)
+    for rule, keys in _ONLY_FOR.items():
+        for key in keys if section.name in RULES and section.name != rule else ():
+            value = getattr(section, key)
+            if value != Optimizer.model_fields[key].default:
+                problem = f"{section.name} does not use it; leave it out, or set optimizer.name to {rule}"
+                raise ConfigError(f"optimizer.{key}", value, problem)

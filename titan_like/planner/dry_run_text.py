@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.actions import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
@@ -23,14 +21,11 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     Raises:
         ConfigError: the user has to change something.
     """
-    if json_path is not None and (
-        not json_path or Path(json_path).is_dir() or not os.access(Path(json_path).parent, os.W_OK)
-    ):
-        raise ConfigError("--json", json_path, "not a file in a folder that you may write to; name one")
+    check_output_file("--json", json_path)
     result = dry_run(config)
     print(format_dry_run(result))
     if json_path is not None:
-        Path(json_path).write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_output_file("--json", json_path, json.dumps(result.as_dict(), indent=2) + "\n")
 
 
 def format_dry_run(run: DryRun) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import JobConfig, Parallelism
 from titan_like.data.batch_size import batch_sizes_to_check, total_steps
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.optim.registry import find_rule
+from titan_like.optim.registry import check_optimizer, find_rule
 from titan_like.optim.schedule import wsd_decay_steps
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
@@ -36,7 +36,7 @@ _ONLY_FOR = {
     "span_corruption": ("t5", ("data.noise_density", "data.mean_noise_span_length", "training.decoder_seq_len")),
 }
 
-CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": find_rule}
+CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": check_optimizer}
 """For `load_config`: section → function that raises a ConfigError if the section names something unknown."""
 
 
@@ -97,6 +97,25 @@ def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerCon
     if errors or model is None or layout is None:
         raise all_of(errors)
     return model, layout
+
+
+def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig, TransformerConfig, Layout]:
+    """As `resolve_settings`, for a command that only reads a checkpoint: batches, data and optimizer play no part.
+
+    Returns:
+        The configuration in whose layout the checkpoint is loaded, the model, and that layout. A single process takes
+        the whole model.
+
+    Raises:
+        ConfigError: a rule is broken; the first one is reported.
+    """
+    if world_size == 1:
+        config = config.model_copy(update={"parallelism": Parallelism()})
+    model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
+    check_tensor_parallel(config, model, layout)
+    _check_stages(config, model, layout)
+    _check_available(config)
+    return config, model, layout
 
 
 def _check_rampup(config: JobConfig) -> None:
@@ -217,6 +236,20 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     Raises:
         ConfigError: the schedule, stages, layers or microbatches do not fit together.
     """
+    _check_stages(config, model, layout)
+    if layout.pipeline == 1:
+        return
+    schedule, virtual = config.parallelism.pipeline_schedule, config.parallelism.virtual_stages_per_rank
+    for size in batch_sizes_to_check(config.training):
+        microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
+        refusal = check_schedule(schedule, layout.pipeline, virtual, microbatches)
+        if refusal is not None:
+            key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
+            raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
+
+
+def _check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Check that the schedule and the layers fit the number of stages."""
     section, pipeline = config.parallelism, layout.pipeline
     schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
     if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
@@ -241,12 +274,6 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
         problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
         raise ConfigError("parallelism.pipeline_layers", counts, problem)
-    for size in batch_sizes_to_check(config.training):
-        microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
-        refusal = check_schedule(schedule, pipeline, virtual, microbatches)
-        if refusal is not None:
-            key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
-            raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
 
 
 def _check_health(config: JobConfig) -> None:

@@ -1,0 +1,128 @@
+"""What commands that read a checkpoint accept: layouts, folders, and files for their results."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from jinja2 import UndefinedError
+
+from scripts import evaluate, generate
+from titan_like.checkpoint.inference import find_checkpoint
+from titan_like.config import ConfigError, load_config
+from titan_like.config.errors import RunError
+from titan_like.config.options import check_output_file, json_text, write_output_file
+from titan_like.train.rules import resolve_for_inference, resolve_settings
+
+RUN = ["--training.steps=1", "--training.global_batch_size=8", "--training.micro_batch_size=4"]
+FIT_TO_READ = {  # settings that no training run could have with that number of processes
+    "a global batch that three processes cannot share": (3, []),
+    "a pipeline with fewer microbatches than stages": (
+        4,
+        ["pipeline_parallel_degree=4", "pipeline_schedule=zbv_zero_bubble"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIT_TO_READ)
+def test_training_only_rules_do_not_keep_a_checkpoint_from_being_read(case: str) -> None:
+    world_size, layout = FIT_TO_READ[case]
+    layout = [f"--parallelism.{setting}" for setting in layout]
+    config = load_config([*RUN, "--model.overrides.num_layers=8", "--evaluation.datasets=text=a.txt", *layout])
+    with pytest.raises(ConfigError):
+        resolve_settings(config, world_size)
+    found, _, degrees = resolve_for_inference(config, world_size)
+    assert found == config
+    assert degrees.pipeline * degrees.data_parallel == world_size
+
+
+def test_rules_of_the_layout_hold_for_reading_too() -> None:
+    for settings in (["tensor_parallel_degree=3"], ["pipeline_parallel_degree=3", "pipeline_layers=[1,1,1]"]):
+        config = load_config([*RUN, *(f"--parallelism.{setting}" for setting in settings)])
+        with pytest.raises(ConfigError, match=settings[-1].partition("=")[0]):
+            resolve_for_inference(config, 3)
+        assert resolve_for_inference(config, 1)[2].tensor == 1  # one process takes the whole model
+    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
+        resolve_for_inference(load_config([*RUN, "--parallelism.tensor_parallel_degree=2"]), 3)
+
+
+def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "run" / "step-20").mkdir(parents=True)
+    (tmp_path / "run" / "step-20" / "run.json").write_text("{}")
+    told = {
+        "hf": "is a Hugging Face folder; convert it by scripts/convert.py from-hf",
+        "run/step-20": f"is a checkpoint itself; name the folder that it is in, {tmp_path}/run, and its",
+        "none": "holds no checkpoint; train with checkpoint.enable first",
+    }
+    for folder, problem in told.items():
+        for step in ([], ["--checkpoint.load_step=3"]):
+            with pytest.raises(ConfigError) as error:
+                find_checkpoint(load_config([*RUN, f"--checkpoint.folder={tmp_path / folder}", *step]))
+            assert f'checkpoint.folder = "{tmp_path / folder}": {problem}' in str(error.value)
+
+
+@pytest.mark.parametrize("module", [evaluate, generate])
+def test_a_file_for_results_is_checked_before_anything_is_computed(module, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in ("", str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json"):
+        options = module.build_parser().parse_args(["--json", path])
+        with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):
+            module.check_options(options)
+    check_output_file("--json", f"{tmp_path}/x.json")
+    check_output_file("--json", None)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_output_file("--json", f"{tmp_path}/file/x.json", "{}")
+
+
+HARNESS_ONLY = {
+    "--limit 3": "--limit = 3: is for --lm_eval only",
+    "--lm_eval a --limit 0": "--limit = 0: must be at least 1",
+    "--num_fewshot -1": "--num_fewshot = -1: must be at least 0",
+    "--lm_eval=": '--lm_eval = "": names no task',
+    "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
+    "--lm_eval a --lm_eval_folder=": '--lm_eval_folder = "": is not a folder',
+}
+
+
+@pytest.mark.parametrize("arguments", HARNESS_ONLY)
+def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if it were installed
+    with pytest.raises(ConfigError) as error:
+        evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
+    assert str(error.value).startswith(HARNESS_ONLY[arguments])
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UndefinedError("'x' is undefined"), r"a template of a, b cannot be filled in \('x' is undefined\); correct"),
+        (FileNotFoundError("no q.jsonl"), r"the harness cannot load its data \(no q.jsonl\)"),
+    ],
+)
+def test_a_task_of_the_harness_that_cannot_be_used(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    from titan_like.evaluate import harness
+
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(harness.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(harness.evaluator, "simple_evaluate", fail)
+    with pytest.raises(RunError, match=told):
+        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None), None, None)
+
+
+def test_json_has_no_infinity() -> None:
+    found = {"a": [1, math.inf, {"b": (math.nan, 0.5)}], "c": "inf", "d": True}
+    assert json.loads(json_text(found), parse_constant=pytest.fail) == {
+        "a": [1, None, {"b": [None, 0.5]}],
+        "c": "inf",
+        "d": True,
+    }
