@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.mutations import dropout, gradients, layers, masks, optimizers, runs, spans, updates
+from tests.distributed.mutations import (
+    dropout,
+    encoder_decoder,
+    gradients,
+    layers,
+    masks,
+    optimizers,
+    runs,
+    spans,
+    updates,
+)
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, Row
 from titan_like.verify.processes import Prepare
@@ -146,6 +156,28 @@ BUGS = [
     (spans.sentinels_in_reverse, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
     (spans.padding_carries_a_loss, [*T5, *ONE], "one_process", Row.LOSS, "the loss"),
     (spans.the_same_spans_in_every_sample_of_validation, [*T5, *DATA], "one_process", Row.VALIDATION, ""),
+    (gradients.tied_tables_not_summed, [*T5, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "decoder_bias.table"),
+    (gradients.tied_table_counted_twice, [*T5, *PIPELINE], "pipeline_parallel", Row.NORM, ""),
+    (encoder_decoder.causal_buckets_in_the_encoder, [*T5, *ONE], "one_process", Row.LOSS, "encoder_bias"),
+    (encoder_decoder.decoder_sees_the_future, [*T5, *ONE], "one_process", Row.LOSS, "decoder_bias"),
+    (encoder_decoder.encoder_s_norm_touches_the_decoder, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers.1"),
+    (
+        encoder_decoder.cross_attention_reads_what_is_not_normalised,
+        [*T5, *PIPELINE],
+        "pipeline_parallel",
+        Row.LOSS,
+        "layers.1",
+    ),
+    (encoder_decoder.parts_not_shared_out_alike, [*T5, *SEQUENCE], "sequence_parallel", Row.LOSS, "embedding"),
+    (
+        encoder_decoder.gradient_of_the_encoder_s_output_not_summed,
+        [*T5, *TENSOR],
+        "tensor_parallel",
+        Row.GRADIENT,
+        "layers.",
+    ),
+    (encoder_decoder.biases_of_other_heads, [*T5, *TENSOR], "tensor_parallel", Row.LOSS, "encoder_bias"),
+    (encoder_decoder.later_stages_begin_a_position_early, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.later_stages_of_bert_attend_causally, [*BERT, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
     (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
     (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),

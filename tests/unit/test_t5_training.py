@@ -1,4 +1,4 @@
-"""What T5's parts see, and 30 steps of training against a plain loop over transformers' model."""
+"""30 steps of training T5 are those of a plain loop over transformers' model; resumed runs draw the same spans."""
 
 from __future__ import annotations
 
@@ -11,77 +11,29 @@ import torch
 import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from tests.unit.hugging_face_cases import random_model, reference_of, t5_config
-from titan_like.config import load_config
+from tests.unit.hugging_face_cases import reference_of
+from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import JobConfig
 from titan_like.data.masks import MaskedSamples
-from titan_like.models.registry import build_model, flavors
-from titan_like.models.t5.config import T5Config
+from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS
+from titan_like.train.rules import CHECKS, resolve_settings
 from titan_like.train.setup import prepare_run
 
-STEPS, BATCH, ENCODER = 30, 4, 14
+STEPS, BATCH = 30, 4
 
 
-def test_decoders_see_all_of_the_encoder_and_their_own_past() -> None:
-    model = random_model(t5_config()).eval()
-    tokens = torch.arange(24)[None]
-
-    def changes(position: int) -> torch.Tensor:
-        """Which of the decoder's ten logits change with the token at a position."""
-        other = tokens.clone()
-        other[0, position] = 77
-        found = (model(tokens, encoder_len=ENCODER) - model(other, encoder_len=ENCODER))[..., :101]
-        return found.abs().amax(-1)[0] > 1e-9
-
-    assert changes(0).all() and changes(ENCODER - 1).all()
-    for position in range(10):
-        assert changes(ENCODER + position).tolist() == [later >= position for later in range(10)]
-
-
-def test_logits_do_not_depend_on_the_length_of_what_is_not_seen() -> None:
-    model = random_model(t5_config()).eval()
-    tokens = torch.arange(40)[None] % 101
-    whole, part = (model(tokens[:, :length], encoder_len=ENCODER) for length in (40, 20))
-    torch.testing.assert_close(whole[:, :6, :101], part[..., :101])
-
-
-@pytest.mark.parametrize("mlp", ["gated_gelu", "relu"])
-def test_initial_activations_keep_their_size(mlp: str) -> None:
-    model = build_model(t5_config(mlp=mlp, hidden_size=256, head_size=64, ffn_hidden_size=512), "t5").eval()
-    model.init_weights(3)
-    assert model.layers["0"].attention.qkv.weight.view(4, 3, 64, 256)[:, 0].std().item() == pytest.approx(
-        (256 * 64) ** -0.5, rel=0.03
-    )
-    for name, inputs in (("layers.0.mlp.down", 512), ("layers.4.cross_attention.proj", 256), ("output", 256)):
-        assert model.get_submodule(name).weight.std().item() == pytest.approx(inputs**-0.5, rel=0.03)
-    logits = model(torch.arange(40)[None], encoder_len=30)[..., :101]
-    assert 0.8 < logits.std() < 1.2  # so that the first loss is about that of a uniform guess
-
-
-ORIGINAL = {"60m": 60.5, "220m": 222.9, "770m": 737.7, "3b": 2851.6, "11b": 11307.3}
-V1_1 = {"v1.1_77m": 77.0, "v1.1_250m": 247.6, "v1.1_780m": 783.2, "v1.1_3b": 2849.8, "v1.1_11b": 11135.3}
-
-
-@pytest.mark.parametrize(("name", "millions"), [*ORIGINAL.items(), *V1_1.items()])
-def test_flavors_have_the_sizes_of_the_released_models(name: str, millions: float) -> None:
-    config = T5Config.model_validate(flavors("t5")[name])
-    assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
-    assert config.num_decoder_layers == config.num_encoder_layers
-
-
-def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "words.txt"
-    text.write_text("".join(f"the {number} hidden words of line {number % 7}\n" for number in range(3000)))
+def config_of(folder: Path, **settings: object) -> JobConfig:
+    text = folder / "words.txt"
+    text.write_text("".join(f"the {number} missing spans of line {number % 7}\n" for number in range(2000)))
     settings = {
         "model.family": "t5",
-        "model.overrides.num_layers": 5,
-        "model.overrides.num_decoder_layers": 3,
+        "model.overrides.num_layers": 2,
         "model.overrides.hidden_size": 64,
-        "model.overrides.head_size": 24,
         "data.dataset": "text",
         "data.paths": f'["{text}"]',
         "training.seq_len": 64,
+        "training.decoder_seq_len": 20,
         "training.micro_batch_size": BATCH // 2,
         "training.global_batch_size": BATCH,
         "training.steps": STEPS,
@@ -91,18 +43,29 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, monkeypat
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.decay": "constant",
         "evaluation.interval": 0,
-        "job.dump_folder": tmp_path / "out",
-    }
-    run = prepare_run(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))
-    run_job(run)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+        "job.dump_folder": folder / "out",
+    } | settings
+    return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
 
+
+def losses_of(config: JobConfig) -> list[float]:
+    text = (Path(config.job.dump_folder) / "metrics.jsonl").read_text()
+    return [json.loads(line)["loss"] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
+def test_30_steps_equal_a_plain_loop_over_transformers(
+    mlp: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"model.overrides.mlp": mlp, "model.overrides.tied_embeddings": str(tied).lower()}
+    run = prepare_run(config_of(tmp_path, **shape))
+    run_job(run)
+
+    in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
+    monkeypatch.setattr(T5LayerNorm, "forward", in_float64)  # which transformers' own rounds to float32
     ours = build_model(run.model, "t5").double()
     ours.init_weights(run.config.job.seed)
-    theirs = reference_of(ours).train()  # the rate of dropout is 0
-    # transformers' own norm rounds to float32.
-    in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
-    monkeypatch.setattr(T5LayerNorm, "forward", in_float64)
+    theirs = reference_of(ours).train()
     section = run.config.optimizer
     matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
     groups = [
@@ -121,4 +84,38 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, monkeypat
         optimizer.zero_grad()
         expected.append(loss.item())
     assert expected[0] > 5 and expected[-1] < expected[0] - 1
-    assert losses == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+    assert losses_of(run.config) == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+
+
+def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
+    settings = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
+    whole = config_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
+    run_job(prepare_run(whole))
+    for steps in (3, 6):
+        part = config_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
+        run_job(prepare_run(part))
+    assert losses_of(part) == losses_of(whole)
+    changed = config_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
+    with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
+        prepare_run(changed)
+
+
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    def refusal(*settings: str, processes: int = 1) -> str:
+        with pytest.raises(ConfigError) as error:
+            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings], CHECKS), processes)
+        return str(error.value)
+
+    tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]
+    told = refusal(*tensor, processes=4)
+    assert "training.decoder_seq_len = 58: not divisible by context × tensor degrees = 4" in told and "as 60" in told
+    resolve_settings(
+        load_config(["--model.family=t5", "--training.steps=1", "--training.decoder_seq_len=60", *tensor]), 4
+    )
+    assert "training.seq_len = 2000: the model's max_seq_len is 1024" in refusal("--training.seq_len=2000")
+    for setting in ("reset_attention_mask", "prefix_lm"):
+        assert "t5 has only an encoder's and a decoder's attention" in refusal(f"--data.{setting}=true")
+    assert "t5 writes the spans that a text lacks, never" in refusal("--data.eod_mask_loss=true")
+    assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
+    told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
+    assert "t5 writes the spans that a text lacks, but these predict the next token" in told

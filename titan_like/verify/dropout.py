@@ -32,10 +32,10 @@ from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
-from titan_like.verify.masks import described, take_dense_masks
+from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
-from titan_like.verify.samples import Samples, has_masks
+from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -186,8 +186,7 @@ def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:
 def _fresh_model(run: Run) -> Transformer:
     model = build_model(run.model, run.config.model.family).double()
     model.init_weights(run.config.job.seed)
-    if has_masks(run.config.data):
-        take_dense_masks(model)
+    take_definitions(model, run.config.data)
     return model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,8 @@ from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.masks import prefix_length
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.transformer import Transformer
+from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, PAD, Samples, has_masks, objective_of
 
 
@@ -45,6 +48,43 @@ def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...
     if batch.shape[1] == 3:
         return batch[:, 0], None, None, int(batch[0, 2].sum())
     return batch[:, 0], batch[:, 2], batch[:, None, 3:].bool()
+
+
+def take_definitions(model: Transformer, section: Data) -> None:
+    """Let a model mask its attention and bias it by definition, with code that shares nothing with its own."""
+    if has_masks(section):
+        take_dense_masks(model)
+    for module in model.modules():
+        if isinstance(module, RelativeBias):
+            replace_forward(module, partial(_bias_by_pairs, module))
+
+
+def _bias_by_pairs(module: RelativeBias, seq_len: int) -> torch.Tensor:
+    """[1, heads, queries, keys], one pair at a time."""
+    table, sees_later = module.table.weight, not module.is_causal
+
+    def bias(query: int, key: int) -> torch.Tensor:
+        if key > query and not sees_later:
+            return table.new_full(table.shape[1:], -math.inf)
+        return table[_bucket(key - query, len(table), module.max_distance, sees_later)]
+
+    pairs = [bias(query, key) for query in range(seq_len) for key in range(seq_len)]
+    return torch.stack(pairs, 1).view(1, -1, seq_len, seq_len)
+
+
+def _bucket(distance: int, buckets: int, farthest: int, sees_later: bool) -> int:
+    """The row of T5's table for a key that is ``distance`` positions after the query."""
+    later = 0
+    if sees_later:
+        buckets //= 2
+        later = buckets if distance > 0 else 0
+    distance, single = abs(distance), buckets // 2
+    if distance < single:
+        return later + distance
+    # Of the other ranges, range b begins at single · (farthest / single)^(b / others).
+    others = buckets - single
+    begun = [b for b in range(others) if distance >= (1 - 1e-9) * single * (farthest / single) ** (b / others)]
+    return later + single + begun[-1]
 
 
 def take_dense_masks(model: Transformer) -> None:

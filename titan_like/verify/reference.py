@@ -30,11 +30,11 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
-from titan_like.verify.masks import described, model_arguments, take_dense_masks
+from titan_like.verify.masks import described, model_arguments, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import IGNORED, batches, has_masks, training_samples, validation_samples
+from titan_like.verify.samples import IGNORED, batches, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 
 MARGIN = 8.0
@@ -121,8 +121,7 @@ def train(
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
-    if has_masks(config.data):
-        take_dense_masks(model)
+    take_definitions(model, config.data)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(list(parameters.items()), config)
     samples, validation = training_samples(config), validation_samples(config)

@@ -1,0 +1,125 @@
+"""Bugs in models with an encoder and a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from titan_like.models.layers import relative_bias
+from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
+from titan_like.parallel import tensor_styles
+from titan_like.parallel.collectives import Group
+
+
+@contextmanager
+def causal_buckets_in_the_encoder() -> Iterator[None]:
+    """Keys after a query share the bucket of the query itself."""
+    original = relative_bias.bucket_of
+
+    def bucket_of(distance: torch.Tensor, num_buckets: int, max_distance: int, is_causal: bool) -> torch.Tensor:
+        return original(distance, num_buckets, max_distance, True)
+
+    with patch.object(relative_bias, "bucket_of", bucket_of):
+        yield
+
+
+@contextmanager
+def decoder_sees_the_future() -> Iterator[None]:
+    """The decoder's bias hides no key."""
+    original = RelativeBias.forward
+
+    def forward(self: RelativeBias, seq_len: int) -> torch.Tensor:
+        return original(self, seq_len).masked_fill(torch.ones(seq_len, seq_len).triu(1) > 0, 0.0)
+
+    with patch.object(RelativeBias, "forward", forward):
+        yield
+
+
+@contextmanager
+def _last_encoder_layer(end: Callable[[torch.Tensor, nn.Module, int], torch.Tensor]) -> Iterator[None]:
+    """In a pipeline, ``end`` ends the encoder: it gets what comes before the norm, the norm, and the encoder's part."""
+    original, original_inputs, is_pipeline = EncoderLayer.forward, T5.layer_inputs, [False]
+
+    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
+        is_pipeline[0] = not (self.is_first and self.is_last)
+        return original_inputs(self, positions, encoder_len)
+
+    def forward(self: EncoderLayer, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        norm = self.final_norm
+        if norm is None or not is_pipeline[0]:
+            return original(self, x, inputs)
+        self.final_norm = None
+        before = original(self, x, inputs)
+        self.final_norm = norm
+        return end(before, norm, inputs.encoder_part)
+
+    with patch.object(T5, "layer_inputs", layer_inputs), patch.object(EncoderLayer, "forward", forward):
+        yield
+
+
+@contextmanager
+def encoder_s_norm_touches_the_decoder() -> Iterator[None]:
+    """The norm at the encoder's end also normalises the decoder's positions."""
+    with _last_encoder_layer(lambda x, norm, part: norm(x)):
+        yield
+
+
+@contextmanager
+def cross_attention_reads_what_is_not_normalised() -> Iterator[None]:
+    """The encoder's output is what its norm takes. The norm keeps a gradient, which is 0."""
+    with _last_encoder_layer(lambda x, norm, part: torch.cat((x[:, :part] + 0 * norm(x[:, :part]), x[:, part:]), 1)):
+        yield
+
+
+@contextmanager
+def parts_not_shared_out_alike() -> Iterator[None]:
+    """Under sequence parallelism a process takes a contiguous piece of both parts together."""
+    original = T5.embed
+
+    def embed(self: T5, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int) -> torch.Tensor:
+        with patch.object(self, "sequence_shards", 1):
+            return original(self, tokens, positions, encoder_len)
+
+    with patch.object(T5, "embed", embed):
+        yield
+
+
+@contextmanager
+def gradient_of_the_encoder_s_output_not_summed() -> Iterator[None]:
+    """Each tensor-parallel process passes the gradient of its own heads' keys and values to the encoder."""
+
+    def enter(self: Any, forward: Callable, group: Group, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return tensor_styles.Region.enter(self, forward, group, x, memory)
+
+    with patch.object(tensor_styles.CrossRegion, "enter", enter):
+        yield
+
+
+@contextmanager
+def biases_of_other_heads() -> Iterator[None]:
+    """Each tensor-parallel process takes the biases of its heads in reverse."""
+    original = tensor_styles.HeadTable.forward
+
+    def forward(self: Any, module: nn.Embedding, group: Group, rows: torch.Tensor) -> torch.Tensor:
+        return original(self, module, group, rows).flip(-1)
+
+    with patch.object(tensor_styles.HeadTable, "forward", forward):
+        yield
+
+
+@contextmanager
+def later_stages_begin_a_position_early() -> Iterator[None]:
+    """Every stage but the first takes the encoder's last position for the decoder's first."""
+    original = T5.layer_inputs
+
+    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
+        return original(self, positions, encoder_len - (not self.is_first))
+
+    with patch.object(T5, "layer_inputs", layer_inputs):
+        yield
