@@ -12,6 +12,9 @@ from benchmarks.published_rows import published_rows
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
+from titan_like.metrics.flops import hardware_flops_per_token
+from titan_like.models.registry import flavors
+from titan_like.models.t5.config import T5Config
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, rank_correlation, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.duration import days_by_formula, duration
@@ -294,3 +297,11 @@ def test_the_page_s_table_is_what_the_planner_says():
             found = predict_row(row)
             line = next(line for line in page.splitlines() if line.startswith(f"| {row.model.removeprefix('GPT-')} |"))
             assert f"{row.seconds:.2f} s | {found.seconds:.2f} s | {100 * found.error:+.1f} %" in line
+
+
+def test_duration_counts_the_decoder():
+    model, recompute = T5Config.model_validate(flavors("t5")["220m"]), ActivationCheckpoint(mode="none")
+    for decoder in (114, 512):
+        found = duration(model, 512, 1e12, 8, 100.0, recompute, decoder_seq_len=decoder)
+        flops = hardware_flops_per_token(model, 512, recompute, decoder)
+        assert found.days_exact == pytest.approx(1e12 * flops / (8 * 100e12) / 86400)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from itertools import islice
 from pathlib import Path
 
@@ -119,3 +120,10 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     assert "which this does not change; leave it out, or train bert" in refusal("--data.mlm_max_ngram=3")
     told = refusal("--evaluation.interval=1", '--evaluation.datasets=["text=README.md"]')
     assert "t5 writes the spans that a text lacks, but these predict the next token" in told
+
+
+@pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])
+def test_what_needs_the_next_token_is_refused_in_one_sentence(script: str, family: str) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / f"{script}.py"))["main"]
+    with pytest.raises(ConfigError, match=f'model.family = "{family}": .* and continues no text; choose a causal'):
+        main([f"--model.family={family}", "--training.steps=1"])

@@ -86,11 +86,8 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig) -> SpanCorru
         ConfigError: the tokenizer cannot be built or lacks a token that is needed, or the model lacks it; or the
             lengths do not fit.
     """
-    spec, tokenizer, length = (
-        config.data.tokenizer,
-        build_tokenizer(config.data.tokenizer),
-        sample_length(config, model),
-    )
+    spec, length = config.data.tokenizer, sample_length(config, model)
+    tokenizer = build_tokenizer(spec)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]
     if len(sentinels) < num_spans:

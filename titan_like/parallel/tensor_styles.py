@@ -279,9 +279,9 @@ class SplitHeads(LocalStyle):
 
 STYLES: dict[str, type[LocalStyle]] = {
     "region": Region,
-    "cross_region": CrossRegion,
     "column_linear": ColumnLinear,
     "row_linear": RowLinear,
+    "cross_region": CrossRegion,
     "norm": Norm,
     "replicated_linear": ReplicatedLinear,
     "split_heads": SplitHeads,

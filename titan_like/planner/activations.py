@@ -99,7 +99,7 @@ def kept(
         layer_input_bytes(model, seq_len, decoder_seq_len, t),
         tuple(layers),
         positions * entry,
-        labelled * norm,
+        labelled * norm + (positions - labelled) * e * outside,  # its input is a view of all positions
         labelled * loss,
         layer_work,
         labelled * loss_work,
@@ -145,7 +145,8 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         elif _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
             whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
         else:
-            matrix = _unfused_core(model, how.lengths[core.keys], t, dtype, how.dropout, device)
+            inside = "float32" if core.is_biased and device.is_cpu else dtype  # a CPU computes with a bias in float32
+            matrix = _unfused_core(model, how.lengths[core.keys], t, inside, how.dropout, device)
             whole += e * region.rows / t + region.cores * matrix
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside

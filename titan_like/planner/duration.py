@@ -34,9 +34,10 @@ def duration(
     tflops: float,
     recompute: ActivationCheckpoint,
     price_per_gpu_hour: float | None = None,
+    decoder_seq_len: int = 0,
 ) -> Duration:
     """Days at ``tflops`` TFLOP/s per GPU, a rate that includes recomputation (hardware FLOPs of `metrics.flops`)."""
-    seconds = tokens * hardware_flops_per_token(model, seq_len, recompute) / (gpus * tflops * 1e12)
+    seconds = tokens * hardware_flops_per_token(model, seq_len, recompute, decoder_seq_len) / (gpus * tflops * 1e12)
     hours = seconds / 3600 * gpus
     return Duration(
         days_by_formula(model.num_parameters(), tokens, gpus, tflops),

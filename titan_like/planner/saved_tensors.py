@@ -27,8 +27,17 @@ def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: i
     Those that are computed from parameters, such as the biases of positions, are split by tensor parallelism.
     """
     positions = torch.arange(seq_len + decoder_seq_len, device="meta")
-    found = _tensors_in(_layer_inputs(one_of_each(model), positions, seq_len))
-    return sum(one.nbytes / (tensor if one.requires_grad else 1) for one in found)
+    saved: dict[int, torch.Tensor] = {}  # by storage: what their own backward pass needs
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        if not one.requires_grad:
+            saved[id(one.untyped_storage())] = one
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        found = _tensors_in(_layer_inputs(one_of_each(model), positions, seq_len))
+    total = sum(one.nbytes / (tensor if one.requires_grad else 1) for one in found)
+    return total + sum(one.nbytes for one in saved.values())
 
 
 def _layer_inputs(model: Any, positions: torch.Tensor, encoder_len: int) -> tuple[Any, ...]:

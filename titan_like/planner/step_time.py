@@ -127,9 +127,8 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     parameters = most_parameters(work.model, counts) / work.tensor
-    most = max(map(sum, counts.largest))
     elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
-    return Passes(rank, parameters, elsewhere, counts.ends_together, most, parts, repeats, link)
+    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, repeats, link)
 
 
 def _split_bubble(

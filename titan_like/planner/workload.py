@@ -84,6 +84,7 @@ class RankLayers(NamedTuple):
     last: Counts  # on the rank with the output matrix
     largest: tuple[Counts, ...]  # on the ranks that may have more than these two: those with the most of some kind
     ends_together: bool  # one rank holds both ends of the model
+    most: int  # the most on any rank, of all kinds together
 
 
 class RankStages(NamedTuple):
@@ -130,7 +131,7 @@ def _pipeline(
         ranks,
         layers,
         tuple(RankStages(tuple(counts), rank == first, rank == last) for rank, counts in enumerate(of_rank)),
-        RankLayers(layers[first], layers[last], _largest(layers), first == last),
+        RankLayers(layers[first], layers[last], _largest(layers), first == last, max(map(sum, layers))),
         tuple(sorted({0, pipeline - 1, *(of_rank.index(counts) for counts in of_rank)})),
     )
 

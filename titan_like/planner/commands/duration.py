@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from titan_like.config import ConfigError
 from titan_like.data.batch_size import total_samples
+from titan_like.data.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.outcome import (
     Outcome,
@@ -52,9 +53,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         if training.steps is training.samples is training.tokens is None:
             raise ConfigError("--tokens", None, "say how many tokens to train on")
         tokens = total_samples(training) * training.seq_len
-    per_token = hardware_flops_per_token(model, training.seq_len, recompute)
+    encoder, decoder = sample_length(config, model)[1:]
+    per_token = hardware_flops_per_token(model, encoder, recompute, decoder)
     rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.num_gpus / 1e12
-    took = duration(model, training.seq_len, tokens, forecast.num_gpus, rate, recompute, options.price)
+    took = duration(model, encoder, tokens, forecast.num_gpus, rate, recompute, options.price, decoder)
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
