@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of
 from titan_like.config import ConfigError, load_config
@@ -120,3 +121,42 @@ def test_it_continues_no_prompt() -> None:
         ConfigError, match=r'model.family = "bert": names masked tokens from both sides and continues no text'
     ):
         main(["--model.family=bert", "--training.steps=1"])
+
+
+@pytest.mark.parametrize("objective", ["sentence_order", "next_sentence"])
+def test_it_learns_how_two_sentences_are_related(tmp_path: Path, objective: str) -> None:
+    """Words come in an order, and each document has words of one kind."""
+    text = tmp_path / "documents.jsonl"
+    documents = [" ".join(f"{'ab'[number % 2]}{word}" for word in range(20)) for number in range(400)]
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    words = ["</s>", "<s>", "<mask>", *(f"{kind}{word}" for kind in "ab" for word in range(20))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "model.family": "bert",
+        "model.overrides.sentence_head": "pair",
+        "model.overrides.num_layers": 2,
+        "model.overrides.hidden_size": 64,
+        "model.overrides.init_std": 0.1,
+        "model.overrides.vocab_size": len(words),
+        "data.dataset": "text",
+        "data.paths": f'["{text}"]',
+        "data.split": "90,10,0",
+        "data.tokenizer": tmp_path / "tokenizer.json",
+        "data.sentence_objective": objective,
+        "training.seq_len": 24,
+        "training.micro_batch_size": 32,
+        "training.global_batch_size": 32,
+        "training.steps": 60,
+        "optimizer.lr": 3e-3,
+        "lr_scheduler.warmup_steps": 5,
+        "evaluation.interval": 60,
+        "job.dump_folder": tmp_path / "out",
+    }
+    run_job(prepare_run(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)))
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    print(lines[-1])
+    assert lines[0]["sentence_loss"] > 0.6 and lines[-1]["validation_lm_loss"] < lines[0]["lm_loss"] - 1
+    # Of other samples half have words of the same kind: at best, a quarter of the pairs are as likely either way.
+    assert lines[-1]["validation_sentence_loss"] < (0.2 if objective == "sentence_order" else 0.6)

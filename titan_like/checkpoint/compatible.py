@@ -41,8 +41,9 @@ def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) ->
     if state is None:
         return
     _compare(path, [("model.family", config.model.family, state.config["model"]["family"])])
-    shape = model.model_dump(mode="json")
-    _compare(path, [(f"model.overrides.{k}", v, state.model.get(k)) for k, v in shape.items() if k not in _MAY_CHANGE])
+    shape, fields = model.model_dump(mode="json"), type(model).model_fields
+    saved = {key: state.model.get(key, fields[key].default) for key in shape}  # an older one may lack a newer field
+    _compare(path, [(f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE])
 
 
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> None:
