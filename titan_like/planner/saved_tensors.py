@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
@@ -45,7 +44,8 @@ def _layer_inputs(model: Any, positions: torch.Tensor, encoder_len: int) -> tupl
 
 
 def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    nested = [_tensors_in(part) if isinstance(part, tuple) else [part] for part in inputs]
+    return [leaf for part in nested for leaf in part if isinstance(leaf, torch.Tensor)]
 
 
 @lru_cache(maxsize=4096)
