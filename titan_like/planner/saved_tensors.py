@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
@@ -45,7 +44,13 @@ def _layer_inputs(model: Any, positions: torch.Tensor, encoder_len: int) -> tupl
 
 
 def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    found = list[torch.Tensor]()
+    for one in inputs:
+        if isinstance(one, tuple):
+            found += _tensors_in(one)
+        elif isinstance(one, torch.Tensor):
+            found.append(one)
+    return found
 
 
 @lru_cache(maxsize=4096)
