@@ -44,8 +44,13 @@ def _layer_inputs(model: Any, positions: torch.Tensor, encoder_len: int) -> tupl
 
 
 def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    nested = [_tensors_in(part) if isinstance(part, tuple) else [part] for part in inputs]
-    return [leaf for part in nested for leaf in part if isinstance(leaf, torch.Tensor)]
+    found = list[torch.Tensor]()
+    for one in inputs:
+        if isinstance(one, tuple):
+            found += _tensors_in(one)
+        elif isinstance(one, torch.Tensor):
+            found.append(one)
+    return found
 
 
 @lru_cache(maxsize=4096)
