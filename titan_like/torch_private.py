@@ -12,6 +12,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
+| `_dynamo` | importing it early, in the server that forks processes | all |
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
@@ -72,6 +73,11 @@ def fake_store() -> dist.Store:
 def is_in_backward_pass() -> bool:
     """Whether autograd is running a backward pass, so that a forward pass inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def import_compiler() -> None:
+    """Import what `torch.compile`, and much else in torch, would import when it is first used."""
+    import torch._dynamo  # noqa: F401
 
 
 def overlap_tensor_parallelism(group_name: Any) -> None:

@@ -8,12 +8,14 @@ import torch
 from tokenizers import Tokenizer, models
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import Data
-from titan_like.data.masks import MaskedSamples, masks_of
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.masks import MaskedSamples, Masks, masks_of
+from titan_like.data.objective import objective_of
 from titan_like.data.sentence_pairs import PairTokens, SentencePairs
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
+from titan_like.models.config import TransformerConfig
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import open_data
 
@@ -107,8 +109,12 @@ def test_samples_without_labels_or_text_have_no_class() -> None:
         assert single[1, 0] == IGNORED_LABEL and 2000 in single[0, :3]
 
 
+def run_masks(section: Data, seed: int, model: TransformerConfig) -> Masks:
+    return masks_of(section, seed, objective_of(JobConfig(data=section), model), model)
+
+
 def test_tokens_are_masked_within_pairs_and_the_rest_follows_from_the_inputs() -> None:
-    masks = masks_of(Data(sentence_objective="sentence_order", mlm_probability=0.5), 3, BERT)
+    masks = run_masks(Data(sentence_objective="sentence_order", mlm_probability=0.5), 3, BERT)
     text = torch.arange(SEQ) % 200
     text[40] = END
 
@@ -137,9 +143,9 @@ def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
     Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, [])).save(str(tmp_path / "t.json"))
     assert (build_tokenizer("byte").pair_ids, ByteTokenizer.vocab_size) == ((FIRST, SEPARATOR, PADDING), 257)
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no \[CLS\] and \[SEP\].*use a tokenizer with these"):
-        masks_of(Data(tokenizer=str(tmp_path / "t.json"), sentence_objective="sentence_order"), 0, BERT)
+        run_masks(Data(tokenizer=str(tmp_path / "t.json"), sentence_objective="sentence_order"), 0, BERT)
     with pytest.raises(ConfigError, match=r"\[PAD\] are 258, 259, 260, but the model's vocab_size is 260; .* to 261"):
-        masks_of(Data(sentence_objective="sentence_order"), 0, BERT.model_copy(update={"vocab_size": 260}))
+        run_masks(Data(sentence_objective="sentence_order"), 0, BERT.model_copy(update={"vocab_size": 260}))
     order, pair = "--data.sentence_objective=sentence_order", "--model.overrides.sentence_head=pair"
     choice = "--model.overrides.sentence_head=choice"
     for family, settings, words in (

@@ -4,7 +4,6 @@ It starts no thread and leaves the GPUs alone, since neither outlives a fork.
 """
 
 import numpy.ctypeslib  # noqa: F401  safetensors imports it when it saves
-import torch._dynamo
 import torch.distributed.checkpoint
 import torch.utils.serialization  # noqa: F401  torch.load imports it
 
@@ -14,9 +13,11 @@ import titan_like.train.job
 import titan_like.verify.observe  # noqa: F401
 from titan_like.metrics.devices import known_device
 from titan_like.models.registry import config_class, flavors
+from titan_like.torch_private import import_compiler
 
+import_compiler()
 known_device("none")
-for _family in ("gpt", "llama", "bert"):
+for _family in ("gpt", "llama", "bert", "t5"):
     flavors(_family)
     for _module in ("model", "sharding"):
         config_class(_family).family_module(_module)
