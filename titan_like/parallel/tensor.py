@@ -83,7 +83,9 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
         found = [name for name in here if _matches(pattern, name)]
-        is_elsewhere = pattern.partition(".")[0] in left_out or any(_matches(pattern, name) for name in model.absent)
+        # Of a module that the stage lacks as a whole, another stage knows the parts.
+        is_absent = pattern.partition(".")[0] in left_out | model.absent
+        is_elsewhere = is_absent or any(_matches(pattern, name) for name in model.absent)
         if not found and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
         one = STYLES[style](sequence_parallel) if isinstance(style, str) else style
