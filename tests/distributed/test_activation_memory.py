@@ -85,9 +85,14 @@ PASSES = [
     case("t5"),
     case("t5 bfloat16", dtype="bfloat16"),
     case("t5 full", "full"),
+    case("t5 full, relu", "full", shape={"mlp": "relu"}),
+    case("t5 selective", "selective"),
+    case("t5 selective bfloat16", "selective", "bfloat16"),
+    case("t5 selective, relu", "selective", shape={"mlp": "relu"}),
     case("t5 dropout", shape={"dropout": 0.1}),
     split("t5 sequence parallel"),
     split("t5 tensor parallel", sequence_parallel=False),
+    split("t5 sequence parallel, selective", "selective"),
 ]
 STEPS = [
     case("gpt, 2 microbatches", shape=LARGER, micro_batch_size=2, microbatches=4),
@@ -200,6 +205,8 @@ def test_activations_are_those_of_the_memory_tracker(passes: Any, case: Case, tm
     within = 0.04 if work.decoder_seq_len else 0.01  # matrices of scores, which a bias keeps from being fused
     layers = sum(map(mul, counts, one.layers))
     assert one.stage + layers + one.entry + one.head + one.logits == pytest.approx(found["kept"], rel=within)
+    if work.decoder_seq_len and work.recompute != "none":
+        within = 0.07  # the peak is in a layer's backward pass, where the order of freeing matters
     assert fullest_moment(work, one, counts, 1, 1, (True, True), 0.0).total == pytest.approx(found["peak"], rel=within)
 
 

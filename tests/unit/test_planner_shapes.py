@@ -58,7 +58,7 @@ def test_what_autograd_saves_inside(dtype, size):
     assert saved(LLAMA, dtype) == inside
     grouped = GPT.model_copy(update={"num_kv_heads": 2})  # queries of two heads to a key are copied out
     assert saved(grouped, dtype)["attention"] == size * (HIDDEN + 2 * KV + HIDDEN + HIDDEN)
-    assert (layer_input_bytes(GPT, 32), layer_input_bytes(LLAMA, 32)) == (0, 2 * 4 * 32 * 32 // 2)
+    assert (layer_input_bytes(GPT, "float32", 32), layer_input_bytes(LLAMA, "float32", 32)) == (0, 2 * 4 * 32 * 32 // 2)
 
 
 def test_looking_changes_no_random_numbers_and_needs_no_gradients():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tests.unit.hugging_face_cases import random_model, t5_config
+from titan_like.config.schema import JobConfig
+from titan_like.models.layers.relative_bias import RelativeBias, bucket_of
 from titan_like.models.registry import build_model, flavors
 from titan_like.models.t5.config import T5Config
+from titan_like.verify.masks import take_definitions
 
 ENCODER = 14  # positions
 
@@ -46,6 +50,51 @@ def test_initial_activations_keep_their_size(mlp: str) -> None:
         assert model.get_submodule(name).weight.std().item() == pytest.approx(inputs**-0.5, rel=0.03)
     logits = model(torch.arange(40)[None], encoder_len=30)[..., :101]
     assert 0.8 < logits.std() < 1.2  # so that the first loss is about that of a uniform guess
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_the_bias_are_added_up_in_more_than_half_precision(dtype: torch.dtype) -> None:
+    seq_len = 64
+    gradient = torch.randn(1, 4, seq_len, seq_len, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def gradient_of_table(dtype: torch.dtype, by_definition: bool = False) -> torch.Tensor:
+        bias = RelativeBias(8, 20, 4, is_causal=False).to(dtype)
+        if by_definition:
+            take_definitions(bias, JobConfig.model_validate({}))
+        bias(seq_len).backward(gradient.to(dtype))
+        return bias.table.weight.grad.double()
+
+    # Each element is rounded once, after a sum of up to 2,000 numbers of about 1 in float32, which is off by less than
+    # 2000 * 2^-24 times their partial sums of about 45.
+    limits = {"rtol": torch.finfo(dtype).eps / 2, "atol": 2000 * 2.0**-24 * 45}
+    torch.testing.assert_close(gradient_of_table(dtype), gradient_of_table(torch.float64), **limits)
+    # So does the definition with which a layout is verified, so both may be compared in a half type.
+    torch.testing.assert_close(gradient_of_table(dtype, True), gradient_of_table(torch.float64), **limits)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_position_buckets": 32, "max_position_distance": 16}, "max_position_distance 16 .* at least 17"),
+        ({"num_position_buckets": 7, "max_position_distance": 2}, "max_position_distance 2 .* at least 4"),
+        (
+            {"head_size": 0, "num_attention_heads": 5},
+            "num_attention_heads 5 does not divide hidden_size 48; .*head_size",
+        ),
+        ({"num_decoder_layers": 5}, "num_decoder_layers 5 of num_layers 5 leave a stack without layers"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(values: dict[str, int], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        t5_config(**values)
+
+
+def test_the_least_distance_has_a_bucket_everywhere() -> None:
+    distance = torch.arange(-300, 301)
+    for buckets in (4, 5, 7, 32, 33):
+        for is_causal in (False, True):
+            found = bucket_of(distance, buckets, buckets // 2 + 1, is_causal)
+            assert found.min() == 0 and found.max() < buckets
 
 
 ORIGINAL = {"60m": 60.5, "220m": 222.9, "770m": 737.7, "3b": 2851.6, "11b": 11307.3}

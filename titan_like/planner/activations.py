@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     entry: float  # by the embedding and whatever else is before the layers
     head: float  # by the final norm and whatever else is before the output matrix
     logits: float  # by the loss
-    layer_work: float  # on top of these, while the backward pass is in a layer
+    layer_work: tuple[float, ...]  # on top of these, while the backward pass is in a layer of each kind
     loss_work: float  # on top of these, while the loss or its backward pass runs
     message: float  # one message between pipeline stages
 
@@ -74,11 +74,11 @@ def kept(
     mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps the mask as factors
     lengths, of_stack = (seq_len, decoder_seq_len), (tokens, tokens * decoder_seq_len / seq_len)
     how = _How(model, lengths, t, sequence_parallel, dtype, device, outside, mask, dropout, recompute, recompute_every)
-    layers, layer_work = [], 0.0
+    layers, layer_work = [], []
     for kind in range(len(model.layer_counts)):
         found = [_layer(how, kind, stack) for stack in range(1 + model.has_decoder)]
         layers.append(sum([n * one for n, (one, _) in zip(of_stack, found, strict=False)]))
-        layer_work = max(layer_work, sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
+        layer_work.append(sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
     labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
 
     # The loss: what it keeps until its backward pass, and its work space.
@@ -96,12 +96,12 @@ def kept(
     head = tuple(name for name in ends.head if name not in ends.pooled)
     norm = _end(ends, head, h, outside, dtype, device) + e * h  # its output is the next product's input
     return Kept(
-        layer_input_bytes(model, seq_len, decoder_seq_len, t),
+        layer_input_bytes(model, dtype, seq_len, decoder_seq_len, t),
         tuple(layers),
         positions * entry,
         labelled * norm + (positions - labelled) * e * outside,  # its input is a view of all positions
         labelled * loss,
-        layer_work,
+        tuple(layer_work),
         labelled * loss_work,
         positions * (e * outside),
     )
@@ -137,17 +137,21 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     # region, and what each region keeps inside, where tensor parallelism splits it.
     whole = sum(_norm(layer_module.get_submodule(name), h, outside, dtype, device) for name in norms)
     whole += len(regions) * (e * h + how.mask)
+    outside_regions, after_cores, scores = whole, 0.0, 0.0
     for region, core in zip(parts.regions, parts.cores, strict=True):
         if region.stack != stack:  # of another stack, which cross attention takes as its memory
             whole += (e * h + saved[region.name][stack] / t) * (region.memory > 0)
         elif core is None:
             whole += saved[region.name][stack] / t
-        elif _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
-            whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
+            after_cores += outside_regions / len(regions) + saved[region.name][stack] / t
         else:
-            inside = "float32" if core.is_biased and device.is_cpu else dtype  # a CPU computes with a bias in float32
-            matrix = _unfused_core(model, how.lengths[core.keys], t, inside, how.dropout, device)
-            whole += e * region.rows / t + region.cores * matrix
+            keys = how.lengths[core.keys]
+            scores = max(scores, _gradients_of_scores(model, keys, t, dtype, device, core))
+            if _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
+                whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
+            else:
+                inside = "float32" if core.is_biased and device.is_cpu else dtype  # a CPU computes with a bias so
+                whole += e * region.rows / t + region.cores * _unfused_core(model, keys, t, inside, how.dropout, device)
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
@@ -164,9 +168,13 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
     # the larger of the gathered gradients and the MLP's inner gradients, some of which are freed before others exist.
+    # Later, in attention, the MLP's share is free, but there may be gradients of scores, and of values and results.
     mlps = [region for region in regions if not region.cores]
-    inner = max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
-    return layer, whole - kept_of_recomputed + unused + e * (outside + inner)
+    inner = e * max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
+    if scores:
+        after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (how.recompute == "selective")
+        inner = max(inner, scores + 2 * e * model.attention_size / t - after_cores)
+    return layer, whole - kept_of_recomputed + unused + e * outside + inner
 
 
 def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
@@ -194,6 +202,19 @@ def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dr
     e = BYTES[dtype]
     mask = (e if device.is_cpu else 1) + e if dropout else 0
     return 3 * e * model.attention_size / t + model.num_attention_heads / t * seq_len * (e + mask)
+
+
+def _gradients_of_scores(
+    model: TransformerConfig, seq_len: int, t: int, dtype: str, device: Device, core: Core
+) -> float:
+    """Bytes per token that the backward pass of an attention core needs for matrices of scores, if it has a bias.
+
+    A CPU computes the gradients of the softmax's output and of its input in float32. A fused kernel on a GPU writes the
+    bias's gradient for each sample, and the sum over them comes after it.
+    """
+    if not core.is_biased:
+        return 0.0
+    return model.num_attention_heads / t * seq_len * (2 * BYTES["float32"] if device.is_cpu else BYTES[dtype])
 
 
 def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device: Device, core: Core) -> bool:
@@ -258,10 +279,16 @@ def fullest_moment(
     if work.pipeline > 1:
         found += (min(MAX_PENDING_SENDS, m * stages) + 2) * one.message
     # First candidate: a layer's backward pass while the most microbatches are in flight. By then the memory of the loss
-    # is free again. Selective recomputation still holds the last layer's output; with tensor parallelism, that output
-    # is already counted in `unused`.
+    # is free again. So is that of the layers after it in its stage, which matters if a layer of an earlier kind needs
+    # more work space, as an encoder's does; a rank with several stages may be in one without those layers. Selective
+    # recomputation still holds the last layer's output; with tensor parallelism, that is already counted in `unused`.
     head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
-    more = one.layer_work - is_last * (head + one.logits + one.loss_work)
+    in_layers, free = [], 0.0
+    for number, layer, layer_work in reversed(list(zip(layers, one.layers, one.layer_work, strict=True))):
+        if number:
+            in_layers.append(layer_work - free)
+        free += number * layer * (stages == 1)
+    more = max(in_layers) - is_last * (head + one.logits + one.loss_work)
     logits = is_last * (losses * one.logits + one.loss_work)
     forward = found + max(0.0, more)
     if held < stages * m:
@@ -269,6 +296,7 @@ def fullest_moment(
     # If every microbatch is in flight at once, there are two more candidates: the backward pass of a stage's first
     # layer, whose own gradients come last, and the moment after it, with all gradients and one microbatch less.
     left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
-    in_layer = left + one.stage + max(one.layers) + one.layer_work
+    first_kind = next(kind for kind, number in enumerate(layers) if number)
+    in_layer = left + one.stage + one.layers[first_kind] + one.layer_work[first_kind]
     last_layer = gradients * (1 - 1 / (sum(layers) + 1)), in_layer, left_logits
     return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))

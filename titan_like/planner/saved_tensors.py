@@ -14,16 +14,20 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.parts import Lengths, layers_of, new_one_of_each, one_of_each
 from titan_like.models.transformer import replace_forward
+from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import description
 
 _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 
 
 @lru_cache(maxsize=4096)
-def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0, tensor: int = 1) -> float:
+def layer_input_bytes(
+    model: TransformerConfig, dtype: str, seq_len: int, decoder_seq_len: int = 0, tensor: int = 1
+) -> float:
     """Bytes of a layer's inputs other than the hidden states, such as rotary tables.
 
-    Those that are computed from parameters, such as the biases of positions, are split by tensor parallelism.
+    Those that are computed from parameters, such as the biases of positions, have their type, and tensor parallelism
+    splits them.
     """
     positions = torch.arange(seq_len + decoder_seq_len, device="meta")
     saved: dict[int, torch.Tensor] = {}  # by storage: what their own backward pass needs
@@ -35,7 +39,7 @@ def layer_input_bytes(model: TransformerConfig, seq_len: int, decoder_seq_len: i
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
         found = _tensors_in(_layer_inputs(one_of_each(model), positions, seq_len))
-    total = sum(one.nbytes / (tensor if one.requires_grad else 1) for one in found)
+    total = sum(BYTES[dtype] * one.numel() / tensor if one.requires_grad else one.nbytes for one in found)
     return total + sum(one.nbytes for one in saved.values())
 
 

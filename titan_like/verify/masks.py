@@ -67,8 +67,9 @@ def take_definitions(model: Transformer, config: JobConfig) -> None:
 
 
 def _bias_by_pairs(module: RelativeBias, seq_len: int) -> torch.Tensor:
-    """[1, heads, queries, keys], one pair at a time."""
-    table, sees_later = module.table.weight, not module.is_causal
+    """[1, heads, queries, keys], one pair at a time; in float32 at least, as gradients of many pairs are summed."""
+    weight, sees_later = module.table.weight, not module.is_causal
+    table = weight.to(torch.promote_types(weight.dtype, torch.float32))
 
     def bias(query: int, key: int) -> torch.Tensor:
         if key > query and not sees_later:
@@ -76,7 +77,7 @@ def _bias_by_pairs(module: RelativeBias, seq_len: int) -> torch.Tensor:
         return table[_bucket(key - query, len(table), module.max_distance, sees_later)]
 
     pairs = [bias(query, key) for query in range(seq_len) for key in range(seq_len)]
-    return torch.stack(pairs, 1).view(1, -1, seq_len, seq_len)
+    return torch.stack(pairs, 1).view(1, -1, seq_len, seq_len).to(weight.dtype)
 
 
 def _bucket(distance: int, buckets: int, farthest: int, sees_later: bool) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -22,7 +23,13 @@ class RelativeBias(nn.Module):
         positions = torch.arange(seq_len, device=self.table.weight.device)
         distance = positions - positions[:, None]  # of each key from each query
         buckets = bucket_of(distance, self.table.num_embeddings, self.max_distance, self.is_causal)
-        bias = self.table(buckets).permute(2, 0, 1)[None]
+        table = self.table(torch.arange(self.table.num_embeddings, device=buckets.device))
+        # Looked up in float32 at least: the gradient of an entry is a sum over all pairs at its distances, which a CPU
+        # would add up in a half type, where most of it is lost.
+        exact = F.embedding(
+            buckets, table.to(torch.promote_types(table.dtype, torch.float32))
+        )  # [queries, keys, heads]
+        bias = exact.to(table.dtype).permute(2, 0, 1)[None]
         return bias.masked_fill(distance > 0, -math.inf) if self.is_causal else bias
 
 

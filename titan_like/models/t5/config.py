@@ -13,7 +13,8 @@ class T5Config(TransformerConfig):
     """The shape of T5 (arXiv 1910.10683) and of T5 v1.1, which has gated MLPs and an output matrix of its own.
 
     Raises:
-        pydantic.ValidationError: as for every `TransformerConfig`, or one of the two stacks has no layer.
+        pydantic.ValidationError: as for every `TransformerConfig`, or one of the two stacks has no layer, or the
+            distances do not fit their buckets.
     """
 
     objective: ClassVar = "span_corruption"
@@ -40,7 +41,8 @@ class T5Config(TransformerConfig):
         if not filled.get("num_decoder_layers"):
             filled["num_decoder_layers"] = layers // 2 if isinstance(layers, int) else 0
         if not filled.get("head_size"):
-            filled["head_size"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+            is_divisible = isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0
+            filled["head_size"] = hidden // heads if is_divisible else 0
         return filled
 
     @model_validator(mode="after")
@@ -49,6 +51,17 @@ class T5Config(TransformerConfig):
             raise ValueError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
                 "choose a divisor"
+            )
+        if not self.head_size:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
+                "choose a divisor, or set head_size"
+            )
+        half = self.num_position_buckets // 2
+        if self.max_position_distance <= half:
+            raise ValueError(
+                f"max_position_distance {self.max_position_distance} is within the first {half} distances, which have "
+                f"one of the {self.num_position_buckets} num_position_buckets each; choose at least {half + 1}"
             )
         if not 0 < self.num_decoder_layers < self.num_layers:
             raise ValueError(
