@@ -201,12 +201,13 @@ HARNESS = {
 
 
 def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]:
-    from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+    from titan_like.evaluate.harness import CheckpointLM, run_harness
+    from titan_like.evaluate.harness_tasks import find_tasks
 
     device = torch.device("cpu")
     model = load_parallel_model(config, find_checkpoint(config), mesh, device)
     lm = CheckpointLM(config, model, mesh, device, ByteTokenizer())
-    found = run_harness(lm, list(HARNESS), find_tasks(list(HARNESS), str(folder / "tasks")), None, None)
+    found = run_harness(lm, *find_tasks(list(HARNESS), str(folder / "tasks")), None, None)
     return {"results": found["results"], "samples": answers_of(found)} if found else {}
 
 
@@ -250,14 +251,14 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
 
-    from titan_like.evaluate.harness import find_tasks
+    from titan_like.evaluate.harness_tasks import find_tasks
 
     folder, _ = trained
     config = training_config(folder, "pipeline, tensor", TASKS)
     arguments = ["to-hf", "--checkpoint", f"{config.job.dump_folder}/checkpoint", "--output", str(folder / "export")]
     assert convert.main(arguments) == 0
     theirs = HFLM(pretrained=str(folder / "export"), max_length=32, batch_size=1, device="cpu")
-    manager = find_tasks(list(HARNESS), str(folder / "tasks"))
+    _, manager = find_tasks(list(HARNESS), str(folder / "tasks"))
     found = lm_eval.simple_evaluate(theirs, tasks=list(HARNESS), task_manager=manager)
 
     with process_group(torch.device("cpu")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,6 +96,62 @@ def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError) as error:
         evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
     assert str(error.value).startswith(HARNESS_ONLY[arguments])
+
+
+@pytest.mark.parametrize("task", ["--lm_eval=hellaswag", "--task=lambada=passages.txt"])
+def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if the harness were installed
+    monkeypatch.chdir(tmp_path)
+    for name in ("passages.txt", "words.txt"):
+        (tmp_path / name).write_text("the quick brown fox")
+    with pytest.raises(ConfigError, match="--stride = 3: is for the tasks text and wikitext103 only; leave it out"):
+        evaluate.main([task, "--stride=3"])
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        evaluate.main([task, "--stride=3", "--task=text=words.txt"])
+
+
+BAD_TASKS = {  # content of a YAML file, and what is said about it
+    "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
+    "\0": r"mine.yaml cannot be read \(unacceptable character",
+    "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
+    "task: 3": r"mine.yaml has a task 3, which is not a text; correct it",
+    "task: mine\ninclude: base.yaml": r"mine.yaml includes base.yaml, which is not a file; correct it",
+    "group: mine\ntask: [none]": r'mine.yaml names a task "none", which does not exist; correct it',
+    "task: other": '--lm_eval = "min\\*": the harness has no such task',
+}
+
+
+@pytest.mark.parametrize("content", BAD_TASKS)
+def test_a_bad_file_of_a_harness_task(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness_tasks = without_own_tasks(monkeypatch)
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=BAD_TASKS[content]) as error:
+        harness_tasks.find_tasks(["min*"], str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness_tasks = without_own_tasks(monkeypatch)
+    for number in (1, 2):  # !function is not followed before the task is built
+        (tmp_path / f"{number}.yaml").write_text(f"task: mine_{number}\ndoc_to_text: !function nowhere.text")
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [mine_1, mine_2]")
+    names, tasks = harness_tasks.find_tasks(["mine_*", "all"], str(tmp_path))
+    assert names == ["all", "mine_1", "mine_2"]
+    told = (
+        r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); correct its YAML file'
+    )
+    with pytest.raises(ConfigError, match=told):
+        tasks.load(["mine_2"])
+
+
+def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that finds the harness's tasks, without the thousands that it comes with."""
+    pytest.importorskip("lm_eval")
+    from titan_like.evaluate import harness_tasks
+
+    few = partial(harness_tasks.HarnessTasks, include_defaults=False)
+    monkeypatch.setattr(harness_tasks, "HarnessTasks", few)
+    return harness_tasks
 
 
 @pytest.mark.parametrize(

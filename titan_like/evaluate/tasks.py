@@ -25,6 +25,7 @@ _OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, 
     "lambada": (read_passages, lambada_task),
 }
 _OF_FOLDERS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {"race": race_task}
+_SLIDING = ("text", "wikitext103")
 _TASKS = (*_OF_TEXT, *_OF_FOLDERS)
 
 
@@ -62,6 +63,11 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
         if labels.count(label) > 1:
             raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
     return found
+
+
+def slides_windows(specs: Sequence[str]) -> bool:
+    """Whether any of the tasks, written NAME=PATH, cuts a text into windows that overlap."""
+    return any(spec.partition("=")[0] in _SLIDING for spec in specs)
 
 
 def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:
