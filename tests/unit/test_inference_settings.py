@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from jinja2 import UndefinedError
 
 from scripts import evaluate, generate
-from titan_like.checkpoint.inference import find_checkpoint
+from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_output_file
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
+NO_JSON = "Expecting value: line 1 column 1 (char 0)"  # Python's words
 RUN = ["--training.steps=1", "--training.global_batch_size=8", "--training.micro_batch_size=4"]
 FIT_TO_READ = {  # settings that no training run could have with that number of processes
     "a global batch that three processes cannot share": (3, []),
@@ -65,6 +67,23 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
             with pytest.raises(ConfigError) as error:
                 find_checkpoint(load_config([*RUN, f"--checkpoint.folder={tmp_path / folder}", *step]))
             assert f'checkpoint.folder = "{tmp_path / folder}": {problem}' in str(error.value)
+
+
+@pytest.mark.parametrize("steps", [(20,), (20, 40, 60)])
+def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...], tmp_path: Path) -> None:
+    config = load_config([*RUN, f"--checkpoint.folder={tmp_path}"])
+    for step in steps:
+        (tmp_path / f"step-{step}").mkdir()
+    path = tmp_path / f"step-{steps[-1]}"
+    told = "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"
+    told = "set checkpoint.load_step to 20 or 40" if len(steps) > 1 else told
+    with pytest.raises(RunError) as failed:  # there is no run.json
+        load_for_inference(config, path, torch.device("cpu"))
+    assert str(failed.value).startswith(f"{path} cannot be loaded (") and str(failed.value).endswith(f"); {told}")
+    (path / "run.json").write_text("step 60")
+    with pytest.raises(ConfigError) as refused:
+        find_checkpoint(config)
+    assert str(refused.value).endswith(f"{path} cannot be loaded (run.json is not JSON: {NO_JSON}); {told}")
 
 
 @pytest.mark.parametrize("module", [evaluate, generate])
