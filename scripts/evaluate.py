@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings
-    from titan_like.evaluate.tasks import check_predictions, check_tasks
+    from titan_like.evaluate.tasks import check_predictions, check_tasks, slides_windows
     from titan_like.models.registry import model_config
 
     shape = model_config(config.model)
@@ -106,18 +106,21 @@ def main(argv: list[str]) -> int:
         if not specs:
             raise ConfigError("--task", None, "there is nothing to evaluate; give --task NAME=PATH or --lm_eval TASKS")
     check_tasks(key, specs)
-    check_predictions(key, specs, config.model.family, shape.predictions)
-    if options.lm_eval and not shape.is_causal:
-        raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
-    path = find_checkpoint(config)
+    slides = slides_windows(specs)
+    if options.stride is not None and not slides:
+        raise ConfigError("--stride", options.stride, "is for the tasks text and wikitext103 only; leave it out")
     windows = TextSettings.of(config.training.seq_len, options.stride)
     if windows.stride > windows.seq_len:
         problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
         raise ConfigError("--stride", windows.stride, problem)
+    check_predictions(key, specs, config.model.family, shape.predictions)
+    if options.lm_eval and not shape.is_causal:
+        raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
+    path = find_checkpoint(config)
     results, of_harness = score(config, path, key, specs, windows, options)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    stride = f", stride {windows.stride}" if shape.is_causal else ""
+    stride = f", stride {windows.stride}" if slides else ""
     print(f"[{path}] windows of {windows.seq_len} tokens{stride}", file=sys.stderr)
     if results:
         print(format_results(results))
@@ -159,9 +162,10 @@ def score(
     tasks = open_tasks(key, specs, tokenizer, windows)
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
-        from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
+        from titan_like.evaluate.harness import CheckpointLM, run_harness
+        from titan_like.evaluate.harness_tasks import find_tasks
 
-        manager = find_tasks(names, options.lm_eval_folder)
+        names, manager = find_tasks(names, options.lm_eval_folder)
     device = select_device(config.training.dtype)
     with process_group(device):
         mesh = build_mesh(layout, device.type)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from jinja2 import UndefinedError
 
 from scripts import evaluate, generate
-from titan_like.checkpoint.inference import find_checkpoint
+from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_output_file
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
+NO_JSON = "Expecting value: line 1 column 1 (char 0)"  # Python's words
 RUN = ["--training.steps=1", "--training.global_batch_size=8", "--training.micro_batch_size=4"]
 FIT_TO_READ = {  # settings that no training run could have with that number of processes
     "a global batch that three processes cannot share": (3, []),
@@ -66,6 +69,23 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
             assert f'checkpoint.folder = "{tmp_path / folder}": {problem}' in str(error.value)
 
 
+@pytest.mark.parametrize("steps", [(20,), (20, 40, 60)])
+def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...], tmp_path: Path) -> None:
+    config = load_config([*RUN, f"--checkpoint.folder={tmp_path}"])
+    for step in steps:
+        (tmp_path / f"step-{step}").mkdir()
+    path = tmp_path / f"step-{steps[-1]}"
+    told = "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"
+    told = "set checkpoint.load_step to 20 or 40" if len(steps) > 1 else told
+    with pytest.raises(RunError) as failed:  # there is no run.json
+        load_for_inference(config, path, torch.device("cpu"))
+    assert str(failed.value).startswith(f"{path} cannot be loaded (") and str(failed.value).endswith(f"); {told}")
+    (path / "run.json").write_text("step 60")
+    with pytest.raises(ConfigError) as refused:
+        find_checkpoint(config)
+    assert str(refused.value).endswith(f"{path} cannot be loaded (run.json is not JSON: {NO_JSON}); {told}")
+
+
 @pytest.mark.parametrize("module", [evaluate, generate])
 def test_a_file_for_results_is_checked_before_anything_is_computed(module, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -95,6 +115,62 @@ def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError) as error:
         evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
     assert str(error.value).startswith(HARNESS_ONLY[arguments])
+
+
+@pytest.mark.parametrize("task", ["--lm_eval=hellaswag", "--task=lambada=passages.txt"])
+def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if the harness were installed
+    monkeypatch.chdir(tmp_path)
+    for name in ("passages.txt", "words.txt"):
+        (tmp_path / name).write_text("the quick brown fox")
+    with pytest.raises(ConfigError, match="--stride = 3: is for the tasks text and wikitext103 only; leave it out"):
+        evaluate.main([task, "--stride=3"])
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        evaluate.main([task, "--stride=3", "--task=text=words.txt"])
+
+
+BAD_TASKS = {  # content of a YAML file, and what is said about it
+    "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
+    "\0": r"mine.yaml cannot be read \(unacceptable character",
+    "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
+    "task: 3": r"mine.yaml has a task 3, which is not a text; correct it",
+    "task: mine\ninclude: base.yaml": r"mine.yaml includes base.yaml, which is not a file; correct it",
+    "group: mine\ntask: [none]": r'mine.yaml names a task "none", which does not exist; correct it',
+    "task: other": '--lm_eval = "min\\*": the harness has no such task',
+}
+
+
+@pytest.mark.parametrize("content", BAD_TASKS)
+def test_a_bad_file_of_a_harness_task(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness_tasks = without_own_tasks(monkeypatch)
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=BAD_TASKS[content]) as error:
+        harness_tasks.find_tasks(["min*"], str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness_tasks = without_own_tasks(monkeypatch)
+    for number in (1, 2):  # !function is not followed before the task is built
+        (tmp_path / f"{number}.yaml").write_text(f"task: mine_{number}\ndoc_to_text: !function nowhere.text")
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [mine_1, mine_2]")
+    names, tasks = harness_tasks.find_tasks(["mine_*", "all"], str(tmp_path))
+    assert names == ["all", "mine_1", "mine_2"]
+    told = (
+        r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); correct its YAML file'
+    )
+    with pytest.raises(ConfigError, match=told):
+        tasks.load(["mine_2"])
+
+
+def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that finds the harness's tasks, without the thousands that it comes with."""
+    pytest.importorskip("lm_eval")
+    from titan_like.evaluate import harness_tasks
+
+    few = partial(harness_tasks.HarnessTasks, include_defaults=False)
+    monkeypatch.setattr(harness_tasks, "HarnessTasks", few)
+    return harness_tasks
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,10 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
         _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
 
 
-def check_readable(folder: Path, steps: list[int]) -> None:
+def check_readable(folder: Path, steps: list[int], cure: str) -> None:
     """Refuse a folder in which no checkpoint's `run.json` can be read. One readable file is enough.
+
+    ``cure`` is what the user can do about it.
 
     Raises:
         ConfigError: what is wrong with the newest of ``steps``.
@@ -76,7 +78,6 @@ def check_readable(folder: Path, steps: list[int]) -> None:
             return
     if problem is not None:
         others = ", nor any other there" if len(steps) > 1 else ""
-        cure = "move it away to start anew, or name another folder"
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.checkpoint.compatible import check_readable, check_same_model
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
@@ -37,10 +37,18 @@ def find_checkpoint(config: JobConfig) -> Path:
         shown = ", ".join(map(str, steps))
         raise ConfigError("checkpoint.load_step", wanted, f"{folder} has the steps {shown}; name one of them")
     step = steps[-1] if wanted is None else wanted
-    check_readable(folder, [step])
+    check_readable(folder, [step], _other_checkpoints(folder, step))
     path = checkpoint_path(folder, step)
     check_same_model(path, config, model_config(config.model))
     return path
+
+
+def _other_checkpoints(folder: Path, step: int) -> str:
+    """What to do if the checkpoint of a step is damaged."""
+    others = [str(other) for other in complete_steps(folder) if other != step]
+    if others:
+        return f"set checkpoint.load_step to {' or '.join(others)}"
+    return "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"
 
 
 def _problem_without_checkpoints(folder: Path) -> str:
@@ -71,7 +79,9 @@ def _load(path: Path, model: ParallelModel | Transformer) -> None:
     try:
         load_checkpoint(path, model)
     except Exception as error:  # whatever a damaged file raises
-        raise RunError(f"{path} cannot be loaded ({error}); choose another checkpoint.load_step") from error
+        step = int(path.name.removeprefix("step-"))
+        cure = _other_checkpoints(path.parent, step)
+        raise RunError(f"{path} cannot be loaded ({first_line(error)}); {cure}") from error
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:

@@ -102,7 +102,7 @@ def _checked(numbers: Any, path: Path) -> RunState:
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):
-            raise ValueError(f"{RUN_FILE} does not match its checksum")
+            raise ValueError(f'{RUN_FILE} does not match its checksum; if you edited it, delete its line "crc32"')
         if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
             raise ValueError(f"{_DESCRIPTION} does not match its checksum")
     return TypeAdapter(RunState).validate_python(numbers)

@@ -1,1 +1,1 @@
-"""Sampling from trained models."""
+"""Sampling from trained models, and scoring them on tasks."""

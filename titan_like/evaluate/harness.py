@@ -10,14 +10,14 @@ import torch.distributed as dist
 from jinja2 import TemplateError  # which lm_eval brings
 from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.inference import ParallelInference
-from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.errors import RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import Tokenizer
+from titan_like.evaluate.harness_tasks import HarnessTasks
 from titan_like.evaluate.sampling import generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.windows import ending_window
@@ -116,22 +116,8 @@ class CheckpointLM(TemplateLM):
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
-    """The harness's tasks, and those that YAML files in ``folder`` describe.
-
-    Raises:
-        ConfigError: there is no task of one of the names.
-    """
-    manager = TaskManager(include_path=folder)
-    for name in names:
-        if not manager.match_tasks([name]):
-            problem = "the harness has no such task; `lm-eval ls tasks` lists them, --lm_eval_folder adds your own"
-            raise ConfigError("--lm_eval", name, problem)
-    return manager
-
-
 def run_harness(
-    model: TemplateLM, names: Sequence[str], manager: TaskManager, num_fewshot: int | None, limit: int | None
+    model: TemplateLM, names: Sequence[str], manager: HarnessTasks, num_fewshot: int | None, limit: int | None
 ) -> dict[str, Any]:
     """Run the harness. Every process calls this.
 

@@ -25,6 +25,7 @@ _OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, 
     "lambada": (read_passages, lambada_task),
 }
 _OF_FOLDERS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {"race": race_task}
+_SLIDING = ("text", "wikitext103")
 _TASKS = (*_OF_TEXT, *_OF_FOLDERS)
 
 
@@ -42,8 +43,8 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
     for spec in specs:
         name, _, written = spec.partition("=")
         if name not in _TASKS or not written:
-            problem = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
-            raise ConfigError(key, spec, problem)
+            expected = f"must be NAME=PATH, where NAME is {', '.join(_TASKS)}; for example lambada=lambada_test.jsonl"
+            raise ConfigError(key, spec, expected)
         try:
             path = Path(expanded(written))
         except ValueError as error:
@@ -51,17 +52,19 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
         if name in _OF_FOLDERS:
             if not path.is_dir():
                 raise ConfigError(key, spec, f"{path} is not a folder; name one of the data set's")
-            found.append((name, path))
-            continue
-        problem_of_file = file_problem(path)
-        if problem_of_file is not None:
-            raise ConfigError(key, spec, f"{path} {problem_of_file}; name a readable text file")
+        elif (problem := file_problem(path)) is not None:
+            raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")
         found.append((name, path))
     labels = _labels(found)
     for label, spec in zip(labels, specs, strict=True):
         if labels.count(label) > 1:
             raise ConfigError(key, spec, f"two files would both be called {label}; name one of them, or rename it")
     return found
+
+
+def slides_windows(specs: Sequence[str]) -> bool:
+    """Whether any of the tasks, written NAME=PATH, cuts a text into windows that overlap."""
+    return any(spec.partition("=")[0] in _SLIDING for spec in specs)
 
 
 def check_predictions(key: str, specs: Sequence[str], family: str, predictions: Sequence[str]) -> None:

@@ -93,11 +93,11 @@ class Muon(ShardedOptimizer):
         """Update the momenta and the matrices of one set."""
         if matrices.exchange is None:
             for parameter, group in matrices.members:
-                self._apply(parameter, group, self._orthogonal(self._direction(parameter)))
+                self._apply(parameter, group, orthogonalise(self._direction(parameter), self.newton_schulz_steps))
             return
         directions = [self._direction(parameter) for parameter, _ in matrices.members]
         wholes = matrices.exchange.gather(directions)
-        wholes = {index: self._orthogonal(whole) for index, whole in wholes.items()}
+        wholes = {index: orthogonalise(whole, self.newton_schulz_steps) for index, whole in wholes.items()}
         parts = matrices.exchange.scatter(wholes, like=directions[0])
         for (parameter, group), part in zip(matrices.members, parts, strict=True):
             self._apply(parameter, group, part)
@@ -116,10 +116,8 @@ class Muon(ShardedOptimizer):
         default = torch.float32 if parameter.device.type == "cpu" else torch.bfloat16
         return self.newton_schulz_dtype or default
 
-    def _orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
-        return orthogonalise(whole, self.newton_schulz_steps)
-
     def _apply(self, parameter: torch.nn.Parameter, group: dict[str, Any], update: torch.Tensor) -> None:
+        """Subtract this process's part of the orthogonal matrix, and decay, from its part of the weights."""
         rows, columns = parameter.shape
         lr = group["lr"] * self.matrix_lr_ratio
         factor = 0.2 * math.sqrt(max(rows, columns))

@@ -13,6 +13,7 @@ from titan_like.metrics.throughput import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.state_size import optimizer_state
+from titan_like.optim.update_work import update_work
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
@@ -234,5 +235,6 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         causal=model.is_causal,
         stage_layers=tuple(layers_per_stage(config, model, stages)) if layout.pipeline > 1 else None,
         optimizer=optimizer_state(config.optimizer),
+        update=update_work(config.optimizer),
         decoder_seq_len=sample_length(config, model).decoder,
     )

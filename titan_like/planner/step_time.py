@@ -18,6 +18,7 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
+from titan_like.planner.update_time import update_time
 from titan_like.planner.workload import Counts, RankLayers, Workload, pipeline_of
 
 
@@ -377,5 +378,4 @@ def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[fl
     if work.pipeline > 1 and work.model.tied_embeddings and not found.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
         time += profile.links.message(table * profile.gradient_bytes, stride * size)
-    shards = shard if zero else 1
-    return time, parameters / shards * profile.optimizer_traffic / profile.memory_rate
+    return time, update_time(work, profile, parameters, found.largest)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
+from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
 
 Counts = tuple[int, ...]
@@ -39,7 +40,8 @@ class Workload(NamedTuple):
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
     causal: bool = True  # each position attends only to those before it; in BERT (arXiv 1810.04805) it attends to all
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
-    optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer; its time is AdamW's
+    optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
+    update: UpdateWork = ADAMW_WORK
 
     @property
     def tokens(self) -> float:

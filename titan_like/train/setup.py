@@ -169,7 +169,8 @@ def _check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path
     if wanted is not None and wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
         raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
-    check_readable(folder, steps if wanted is None else [wanted])
+    cure = "move it away to start anew, or name another folder"
+    check_readable(folder, steps if wanted is None else [wanted], cure)
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
 
