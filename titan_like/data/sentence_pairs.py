@@ -101,7 +101,8 @@ class SentencePairs:
     def _text(self, sample: np.ndarray, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
 
-        Both are int64 and bool [tokens], with 0 to ``most`` tokens: none if the sample has no text.
+        ``sample`` is int64 [2, seq]; both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the
+        sample has no text.
         """
         inputs, labels = sample
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
@@ -118,7 +119,7 @@ class SentencePairs:
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
     def _other(self, samples: Samples, given: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Another sample than ``given``, or that one again if there is no other."""
+        """Another sample than ``given``, or that one again if there is no other: int64 [2, seq] each."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
             other = samples[number % len(samples)].numpy()
