@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from titan_like.data.race import Question
 from titan_like.data.sentence_pairs import PairTokens
 
-WORDS = [f"w{number}" for number in range(24)]
+WORDS = [f"w{number}" for number in range(12)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "which", "?", *WORDS]
 AROUND = PairTokens(first=2, separator=3, padding=0)
 
@@ -21,7 +21,7 @@ def write_race(root: Path, passages: dict[str, int]) -> Path:
     """A folder with passages of 3 questions in each half of the splits (split → number), and tokenizer.json in it."""
     generator = random.Random(0)
     for split, count in passages.items():
-        for group, size in (("middle", 4), ("high", 8)):
+        for group, size in (("middle", 3), ("high", 6)):
             (root / split / group).mkdir(parents=True)
             for number in range(count):
                 record = {"article": [], "questions": [], "options": [], "answers": [], "id": f"{group}{number}.txt"}
@@ -48,8 +48,8 @@ def scores_of_transformers(reference, questions: list[Question], seq_len: int) -
     for question in questions:
         rows = []
         for option in question.options:
-            ids = [2, *question.passage.tolist(), 3, *option.tolist(), 3]
-            types = [0] * (len(question.passage) + 2) + [1] * (len(option) + 1)
+            ids = [2, *option.tolist(), 3, *question.passage.tolist(), 3]
+            types = [0] * (len(option) + 2) + [1] * (len(question.passage) + 1)
             rows.append([row + [0] * (seq_len - len(ids)) for row in (ids, types, [1] * len(ids))])
         ids, types, attention = torch.tensor(rows).unbind(1)
         found.append(

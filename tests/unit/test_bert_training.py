@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.unit.hugging_face_cases import bert_config, random_model, reference_of
+from tests.unit.hugging_face_cases import bert_config, random_model
+from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_reference
 from titan_like.config import ConfigError, load_config
-from titan_like.data.masks import MaskedSamples
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
 from titan_like.train.rules import CHECKS
 from titan_like.train.setup import prepare_run
-
-STEPS, BATCH = 30, 4
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
@@ -45,71 +42,39 @@ def test_initial_weights_are_scaled_by_depth_only_where_norms_come_first() -> No
 
 @pytest.mark.parametrize("head", ["none", "pair"])
 def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str) -> None:
-    text = tmp_path / "words.txt"
-    text.write_text("".join(f"the {number} hidden words of line {number % 7}\n" for number in range(2000)))
-    settings = {
+    settings = run_settings(tmp_path) | {
         "model.family": "bert",
         "model.overrides.norm_placement": "post",
-        "model.overrides.num_layers": 2,
-        "model.overrides.hidden_size": 64,
-        "data.dataset": "text",
-        "data.paths": f'["{text}"]',
         "data.mlm_whole_words": "true",
         "data.mlm_max_ngram": 3,
-        "training.seq_len": 64,
-        "training.micro_batch_size": BATCH // 2,
-        "training.global_batch_size": BATCH,
-        "training.steps": STEPS,
-        "training.max_norm": 0,
-        "training.dtype": "float64",  # the comparison is then of the algorithm alone
-        "optimizer.lr": 1e-3,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay": "constant",
-        "evaluation.interval": 0,
-        "job.dump_folder": tmp_path / "out",
     }
     if head == "pair":
         settings |= {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
         settings["model.overrides.vocab_size"] = 261
     run = prepare_run(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))
     run_job(run)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(run.config)
     losses = [[line["loss"]] if head == "none" else [line["lm_loss"], line["sentence_loss"]] for line in lines]
     assert [sum(each) for each in losses] == pytest.approx([line["loss"] for line in lines], rel=1e-12)
 
-    ours = build_model(run.model, "bert").double()
-    ours.init_weights(run.config.job.seed)
-    theirs = reference_of(ours).train()
+    theirs = untrained_reference(run)
     theirs.bert.embeddings.word_embeddings.padding_idx = None  # else the token 0, which is a byte, gets no gradient
     for module in theirs.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    section = run.config.optimizer
-    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    samples = MaskedSamples(run.datasets["train"], run.masks)
-    expected, stream = [], (samples[index] for index in range(STEPS * BATCH))
-    for _ in range(STEPS):
-        inputs, labels = torch.stack(list(islice(stream, BATCH))).unbind(1)
-        if head == "pair":
-            end = inputs == 259
-            attention = end.flip(1).cumsum(1).flip(1) > 0
-            types = (end.cumsum(1) - end.int() > 0) & attention
-            found = theirs(input_ids=inputs, attention_mask=attention.long(), token_type_ids=types.long())
-            of_pairs = F.cross_entropy(found.seq_relationship_logits, labels[:, 0])
-            of_tokens = F.cross_entropy(found.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
-            terms = [of_tokens, of_pairs]
-        else:
+
+    def terms_of(inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        if head == "none":
             logits = theirs(input_ids=inputs).logits
-            terms = [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
-        sum(terms).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append([term.item() for term in terms])
+            return [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)]
+        end = inputs == 259
+        attention = end.flip(1).cumsum(1).flip(1) > 0
+        types = (end.cumsum(1) - end.int() > 0) & attention
+        found = theirs(input_ids=inputs, attention_mask=attention.long(), token_type_ids=types.long())
+        of_tokens = F.cross_entropy(found.prediction_logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten())
+        return [of_tokens, F.cross_entropy(found.seq_relationship_logits, labels[:, 0])]
+
+    expected = plain_losses(run, theirs, terms_of)
     assert expected[0][0] > 5 and expected[-1][0] < expected[0][0] - 1
     for one, other in zip(losses, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-7)  # which is how metrics.jsonl may round

@@ -15,14 +15,16 @@ from tests.unit.race_cases import AROUND, VOCABULARY, scores_of_transformers, wr
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data
 from titan_like.data.open_source import open_source
-from titan_like.data.race import read_questions
+from titan_like.data.race import RaceError, read_questions
+from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import IGNORED_LABEL, DataRequest
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.train.job import run_job
 from titan_like.train.rules import CHECKS
 from titan_like.train.setup import prepare_run
 
 SEQ = 16
+BYTES = PairTokens(*ByteTokenizer.pair_ids)
 MODEL = {
     "model.family": "bert",
     "model.overrides.sentence_head": "choice",
@@ -64,7 +66,7 @@ def test_samples_are_the_options_of_questions(race: Path, tmp_path: Path) -> Non
                 pad = SEQ - 3 - len(f"{record['article']} {text}".split())
                 passage = " ".join(record["article"].split())
                 if pad >= 0:
-                    assert words(inputs) == f"[CLS] {passage} [SEP] {text} [SEP]" + " [PAD]" * pad
+                    assert words(inputs) == f"[CLS] {text} [SEP] {passage} [SEP]" + " [PAD]" * pad
                 answer = "ABCD".index(record["answers"][place]) if option == 0 else IGNORED_LABEL
                 assert labels.tolist() == [answer] + [IGNORED_LABEL] * (SEQ - 1)
     assert (held_out[480][1] == IGNORED_LABEL).all()
@@ -87,7 +89,33 @@ def test_long_questions_and_passages_are_cut(race: Path, tmp_path: Path) -> None
     (question,) = read_questions(tmp_path, build_tokenizer(str(race / "tokenizer.json")))
     assert (len(question.passage), len(question.options[0]), question.answer) == (30, 20, 3)
     inputs = words(torch.from_numpy(question.inputs(0, AROUND, 20)))
-    assert inputs == f"[CLS] {'w1 ' * 9}[SEP] w2 {'w3 ' * 7}[SEP]"
+    assert inputs == f"[CLS] w2 {'w3 ' * 7}[SEP] {'w1 ' * 9}[SEP]"
+
+
+def test_samples_are_those_of_megatron_lm(tmp_path: Path) -> None:
+    """The rules of its tasks/race and tasks/data_utils.py, written here over lists of tokens, for samples of 512."""
+    record = {
+        "article": "  a long\n\npassage .\t" * 200,
+        "questions": ["which is _ , or _ ?", "why ?"],
+        "options": [["one", "two " * 60, " three", ""], ["x " * 300, "y", "z\n", "."]],
+        "answers": ["B", "A"],
+    }
+    (tmp_path / "one.txt").write_text(json.dumps(record))
+    tokenizer, size, cut = ByteTokenizer(), 512, 0
+    for question, text, options in zip(
+        read_questions(tmp_path, tokenizer), record["questions"], record["options"], strict=True
+    ):
+        for number, option in enumerate(options):
+            merged = text.replace("_", option) if "_" in text else f"{text} {option}"
+            first, second = (" ".join(part.split()).encode() for part in (merged, record["article"]))
+            ids = [258, *first[:128], 259, *second]
+            types = [0] * (len(first[:128]) + 2) + [1] * len(second)
+            ids, types = [*ids[: size - 1], 259], [*types[: size - 1], 1]
+            cut += len(first) > 128
+            inputs = torch.from_numpy(question.inputs(number, BYTES, size))
+            assert inputs.tolist() == ids
+            assert BYTES.types_and_visible(inputs[None])[0][0].tolist() == types
+    assert cut == 2 and len(question.passage) == len(second) > size
 
 
 def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
@@ -98,7 +126,7 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
     start = [*arguments(race, {"data.dataset": "race"}), tokenizer, "--training.steps=1"]
     for paths, words_of in (
         (f'["{tmp_path}"]', r"train.*: has no article with questions, 4 options each and answers in line 1 of 1.txt"),
-        (f'["{race}/dev"]', r"dev/train.*has no .txt files; name a folder of RACE"),
+        (f'["{race}/dev"]', r"dev/train.*has no .txt files with questions; name a folder of RACE"),
         (f'["{race}", "{race}"]', "needs one folder, in which train, dev and test are"),
     ):
         with pytest.raises(ConfigError, match=words_of):
@@ -111,6 +139,31 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
         settings = arguments(race, {}) if family == "bert" else ["--model.family=gpt"]
         with pytest.raises(ConfigError, match=words_of):
             evaluate.main([*settings, "--training.steps=1", "--task", task])
+
+
+DAMAGED: dict[str, tuple[dict[str, object], str]] = {
+    "questions in one string": ({"questions": "b"}, "no article with questions"),
+    "options in one string": ({"options": ["abcd"]}, "no article with questions"),
+    "three options": ({"options": [["a", "b", "c"]]}, "no article with questions"),
+    "an option that is a number": ({"options": [["a", "b", "c", 4]]}, "no article with questions"),
+    "answers in one string": ({"answers": "A"}, "no article with questions"),
+    "a fifth answer": ({"answers": ["E"]}, "no article with questions"),
+    "two answers": ({"answers": ["A", "B"]}, "no article with questions"),
+    "half a surrogate pair": ({"article": "\ud800"}, "no article with questions"),
+    "no question": ({"questions": [], "options": [], "answers": []}, "has no .txt files with questions"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, damage: str) -> None:
+    whole = {"article": "a", "questions": ["b"], "options": [["a", "b", "c", "d"]], "answers": ["A"]}
+    (tmp_path / "1.txt").write_text(json.dumps(whole))
+    (question,) = read_questions(tmp_path, ByteTokenizer())
+    assert (question.answer, len(question.options)) == (0, 4)
+    values, words_of = DAMAGED[damage]
+    (tmp_path / "1.txt").write_text(json.dumps(whole | values))
+    with pytest.raises(RaceError, match=words_of):
+        read_questions(tmp_path, ByteTokenizer())
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
@@ -139,7 +192,7 @@ def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, pl
 def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys) -> None:
     """Initial weights have a head for tokens and one for pairs. The pooler goes on; the head that chooses is new."""
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(VOCABULARY[7 + n * n % 24] for n in range(3000)))
+    text.write_text(" ".join(VOCABULARY[7 + n * n % 12] for n in range(3000)))
     pretraining = {
         "model.overrides.sentence_head": "pair",
         "data.dataset": "text",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import runpy
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,46 +10,21 @@ import torch
 import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from tests.unit.hugging_face_cases import reference_of
+from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_reference
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
-from titan_like.data.masks import MaskedSamples
-from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
 from titan_like.train.rules import CHECKS, resolve_settings
 from titan_like.train.setup import prepare_run
 
-STEPS, BATCH = 30, 4
-
 
 def config_of(folder: Path, **settings: object) -> JobConfig:
-    text = folder / "words.txt"
-    text.write_text("".join(f"the {number} missing spans of line {number % 7}\n" for number in range(2000)))
-    settings = {
-        "model.family": "t5",
-        "model.overrides.num_layers": 2,
-        "model.overrides.hidden_size": 64,
-        "data.dataset": "text",
-        "data.paths": f'["{text}"]',
-        "training.seq_len": 64,
-        "training.decoder_seq_len": 20,
-        "training.micro_batch_size": BATCH // 2,
-        "training.global_batch_size": BATCH,
-        "training.steps": STEPS,
-        "training.max_norm": 0,
-        "training.dtype": "float64",  # the comparison is then of the algorithm alone
-        "optimizer.lr": 1e-3,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay": "constant",
-        "evaluation.interval": 0,
-        "job.dump_folder": folder / "out",
-    } | settings
+    settings = run_settings(folder) | {"model.family": "t5", "training.decoder_seq_len": 20} | settings
     return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
 
 
 def losses_of(config: JobConfig) -> list[float]:
-    text = (Path(config.job.dump_folder) / "metrics.jsonl").read_text()
-    return [json.loads(line)["loss"] for line in text.splitlines()]
+    return [line["loss"] for line in logged(config)]
 
 
 @pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
@@ -64,26 +37,13 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
 
     in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
     monkeypatch.setattr(T5LayerNorm, "forward", in_float64)  # which transformers' own rounds to float32
-    ours = build_model(run.model, "t5").double()
-    ours.init_weights(run.config.job.seed)
-    theirs = reference_of(ours).train()
-    section = run.config.optimizer
-    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    samples = MaskedSamples(run.datasets["train"], run.masks)
-    expected, stream = [], (samples[index] for index in range(STEPS * BATCH))
-    for _ in range(STEPS):
-        inputs, labels = torch.stack(list(islice(stream, BATCH))).unbind(1)
+    theirs = untrained_reference(run)
+
+    def terms_of(inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         logits = theirs(input_ids=inputs[:, :64], decoder_input_ids=inputs[:, 64:]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 64:].flatten(), ignore_index=-100)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+        return [F.cross_entropy(logits.flatten(0, 1), labels[:, 64:].flatten(), ignore_index=-100)]
+
+    expected = [terms[0] for terms in plain_losses(run, theirs, terms_of)]
     assert expected[0] > 5 and expected[-1] < expected[0] - 1
     assert losses_of(run.config) == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
 

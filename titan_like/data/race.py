@@ -4,23 +4,24 @@ BERT.
 The data set is a folder with ``train``, ``dev`` and ``test``, and in each of them ``middle`` and ``high``. Each line of
 the .txt files in them is a JSON object with an article, questions, four options for each, and answers A to D.
 
-A question is four samples, one after the other: [CLS] passage [SEP] question and option [SEP]. The first label of the
-first of them is the number of the answer. As in Megatron-LM (tasks/race), an option replaces the blank, _, of a
-question that has one, and else follows it. Both together are cut after `MOST_OF_QUESTION` tokens, and the passage to
-what is left. Runs of white space are one space.
+A question is four samples, one after the other, as in Megatron-LM (tasks/race): [CLS] question and option [SEP] passage
+[SEP]. The first label of the first of them is the number of the answer. An option replaces the blank, _, of a question
+that has one, and else follows it. Both together are cut after `MOST_OF_QUESTION` tokens, or half of a shorter sample,
+and the passage to what is left. Runs of white space are one space.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
@@ -46,10 +47,24 @@ class Question:
     group: str  # the folder of its file: middle or high
 
     def inputs(self, option: int, around: PairTokens, seq_len: int) -> np.ndarray:
-        """[CLS] passage [SEP] question and option [SEP], padded: int64 [seq_len]."""
-        most = min(MOST_OF_QUESTION, (seq_len - ADDED) // 2)
-        question = self.options[option][:most]
-        return around.join(self.passage[: seq_len - ADDED - len(question)], question, seq_len)
+        """[CLS] question and option [SEP] passage [SEP], padded: int64 [seq_len]."""
+        question = self.options[option][: min(MOST_OF_QUESTION, (seq_len - ADDED) // 2)]
+        return around.join(question, self.passage[: seq_len - ADDED - len(question)], seq_len)
+
+
+class Record(BaseModel):
+    """A line of a file: a passage with its questions."""
+
+    article: str
+    questions: list[str]
+    options: list[Annotated[list[str], Field(min_length=NUM_OPTIONS, max_length=NUM_OPTIONS)]]
+    answers: list[Literal["A", "B", "C", "D"]]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Record:
+        if not len(self.questions) == len(self.options) == len(self.answers):
+            raise ValueError("each question needs options and an answer")
+        return self
 
 
 def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
@@ -58,22 +73,21 @@ def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
     Raises:
         RaceError: there are none, or a file is not of RACE.
     """
-    files = sorted(folder.rglob("*.txt"))
-    if not files:
-        raise RaceError("has no .txt files; name a folder of RACE, such as RACE/test")
-    records = [(file.parent.name, record) for file in files for record in _records(file)]
-    passages = tokenizer.encode_all([_clean(record["article"]) for _, record in records])
+    records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
+    if not any(record.questions for _, record in records):
+        raise RaceError("has no .txt files with questions; name a folder of RACE, such as RACE/test")
+    passages = tokenizer.encode_all([_clean(record.article) for _, record in records])
     texts = [
         _clean(question.replace("_", option) if "_" in question else f"{question} {option}")
         for _, record in records
-        for question, options in zip(record["questions"], record["options"], strict=True)
+        for question, options in zip(record.questions, record.options, strict=True)
         for option in options
     ]
     options = iter(tokenizer.encode_all(texts))
     return [
         Question(passage, [next(options) for _ in range(NUM_OPTIONS)], ord(answer) - ord("A"), group)
         for (group, record), passage in zip(records, passages, strict=True)
-        for answer in record["answers"]
+        for answer in record.answers
     ]
 
 
@@ -81,8 +95,8 @@ def _clean(text: str) -> str:
     return " ".join(text.split())
 
 
-def _records(file: Path) -> Iterator[dict]:
-    """The JSON objects of a file, one a line, checked."""
+def _records(file: Path) -> Iterator[Record]:
+    """The JSON objects of a file, one a line."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,21 +105,10 @@ def _records(file: Path) -> Iterator[dict]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            is_whole = isinstance(record["article"], str) and len(record["questions"]) == len(record["answers"])
-            is_whole = is_whole and len(record["options"]) == len(record["questions"])
-            is_whole = is_whole and all(isinstance(question, str) for question in record["questions"])
-            is_whole = is_whole and all(answer in ("A", "B", "C", "D") for answer in record["answers"])
-            is_whole = is_whole and all(
-                len(options) == NUM_OPTIONS and all(isinstance(option, str) for option in options)
-                for options in record["options"]
-            )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            is_whole = False
-        if not is_whole:
+            yield Record.model_validate_json(line)
+        except ValidationError:
             problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
-            raise RaceError(f"{problem} {file.name}; get the data set anew")
-        yield record
+            raise RaceError(f"{problem} {file.name}; get the data set anew") from None
 
 
 class RaceSource(Source):

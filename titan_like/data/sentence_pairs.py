@@ -3,7 +3,7 @@
 A and B are two parts of a text from one document, cut at a random token, as "a 'sentence' can be an arbitrary span of
 contiguous text" (arXiv 1810.04805, section 3). In half of the pairs
 
-- ``next_sentence`` replaces B by the text of another sample (arXiv 1810.04805, section 3.1);
+- ``next_sentence`` replaces B by the end of a text from another sample (arXiv 1810.04805, section 3.1);
 - ``sentence_order`` swaps A and B (arXiv 1909.11942, section 3.1; Megatron-LM's, arXiv 1909.08053, section 5.3).
 
 The class, 0 for the text as it was and 1 otherwise, is the label of the first position. The inputs say the rest: tokens
@@ -12,7 +12,6 @@ after the first [SEP] are of the second type, and what follows the last one is p
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +20,7 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data.draws import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.models.layers.visible import VisibleKeys
@@ -74,7 +74,7 @@ class SentencePairs:
         position, and at those of the text the tokens themselves, where the dataset gives a label. A sample without any
         label, or with fewer than two tokens of text, has none.
         """
-        random = np.random.Generator(np.random.Philox(key=_key(seed, index)))
+        random = sample_generator(b"sentence pairs", seed, index)
         given, seq_len = samples[index].numpy(), samples[index].shape[1]
         text, has_label = self._text(given, seq_len - ADDED, random)
         cut = 1 + int(random.random() * (len(text) - 1))
@@ -83,8 +83,10 @@ class SentencePairs:
         if is_other and self.objective == "sentence_order":
             one, two, label_one, label_two = two, one, label_two, label_one
         elif is_other:
-            other = self._other(samples, given, random)
-            two, label_two = self._text(other, seq_len - ADDED - len(one), random)
+            other, other_has_label = self._text(self._other(samples, given, random), seq_len - ADDED, random)
+            # As long as B was, at the end of its text and without its beginning: B alone does not tell the class.
+            begin = max(len(other) - len(two), int(len(other) > 1))
+            two, label_two = other[begin:], other_has_label[begin:]
         inputs = self.tokens.join(one, two, seq_len)
         nothing = np.zeros(1, dtype=bool)
         has_label = np.concatenate((nothing, label_one, nothing, label_two))
@@ -99,7 +101,8 @@ class SentencePairs:
     def _text(self, sample: np.ndarray, most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The text around a random token of a sample, up to ``most`` tokens of one document, and where it has a label.
 
-        Both are int64 and bool [tokens], with 0 to ``most`` tokens: none if the sample has no text.
+        ``sample`` is int64 [2, seq]; both results, int64 and bool, are [tokens], with 0 to ``most`` tokens: none if the
+        sample has no text.
         """
         inputs, labels = sample
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
@@ -116,18 +119,13 @@ class SentencePairs:
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
     def _other(self, samples: Samples, given: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Another sample than ``given``, or that one again if there is no other."""
+        """Another sample than ``given``, or that one again if there is no other: int64 [2, seq] each."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
             other = samples[number % len(samples)].numpy()
             if not np.array_equal(other[0], given[0]):
                 break
         return other
-
-
-def _key(seed: int, index: int) -> int:
-    digest = hashlib.blake2b(repr((seed, index)).encode(), digest_size=16, person=b"sentence pairs").digest()
-    return int.from_bytes(digest, "little")
 
 
 def pair_tokens_of(section: Data, vocab_size: int) -> PairTokens:

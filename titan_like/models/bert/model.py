@@ -142,15 +142,15 @@ class Bert(Transformer):
         They are the logits of tokens [batch, seq, padded vocab], those of a pair [batch, 1, 2], of which the first is
         that of sentences in order, or the score of a choice [batch, 1, 1].
         """
-        x, kind = self.norm(x), self.config.predictions
+        x, predictions = self.norm(x), self.config.predictions
         found = []
-        if "tokens" in kind:
+        if "tokens" in predictions:
             hidden = self.transform(x)
             logits = self.output(hidden, self.embedding.weight) if self.config.tied_embeddings else self.output(hidden)
             found.append(self.mask_padding(self.output_bias(logits)))
-        if "pair" in kind or "choice" in kind:
+        if "pair" in predictions or "choice" in predictions:
             pooled = torch.tanh(self.pooler(self.first_token(x)))
-            if "pair" in kind:
+            if "pair" in predictions:
                 found.append(self.pair(pooled))
             else:
                 found.append(self.choice(self.pooled_dropout(pooled)))
