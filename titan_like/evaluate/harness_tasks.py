@@ -46,7 +46,10 @@ def find_tasks(names: Sequence[str], folder: str | None) -> tuple[list[str], Har
             files[path] = _read_yaml(path)
         except ValueError as error:
             raise ConfigError("--lm_eval_folder", folder, f"{path} {error}; correct it") from None
-    manager = HarnessTasks(include_path=folder)
+    manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
+    groups = [content for content in files.values() if "group" in content]  # which may name any task
+    if manager is None or groups or not set(names) <= set(manager.all_subtasks):
+        manager = HarnessTasks(include_path=folder)  # reads some ten thousand files of the harness
     for name in names:
         if not manager.match_tasks([name]):
             problem = "the harness has no such task; `lm-eval ls tasks` lists them, --lm_eval_folder adds your own"
