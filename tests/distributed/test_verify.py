@@ -208,7 +208,7 @@ BUGS = [
     (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
     (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.UPDATE, "layers.0"),
     (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.UPDATE, "embedding.weight"),
-    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.UPDATE, "layers.0"),
+    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.UPDATE, "embedding.weight"),
     (optimizers.skipped_steps_counted_as_updates, [*ADAFACTOR, *DATA], "one_process", Row.UPDATE, "embedding.weight"),
     (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
     (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
@@ -246,6 +246,10 @@ def verify(
         [*LLAMA_MASKS, *SEQUENCE],
         [*PAIRS, *BERT_LAYOUT],
         [*T5, *BERT_LAYOUT],
+        # In float32 rounding decided here whether an update of Adafactor's is clipped.
+        pytest.param(
+            [*ADAFACTOR, *PIPELINE, *TENSOR, *DATA, "--training.global_batch_size", "32"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_product_is_the_same(layout: list[str]) -> None:
