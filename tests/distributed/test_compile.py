@@ -60,9 +60,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile on a CPU needs a C++ compiler")
 def test_compiled_layers_have_the_same_gradients(results: dict[str, Result]) -> None:
-    eager = results.pop("eager")
+    eager = results["eager"]
     for case, found in results.items():
-        assert found.gradients.keys() == eager.gradients.keys()
+        if case == "eager":
+            continue
+        assert found.gradients.keys() == eager.gradients.keys(), case
         for name, reference in eager.gradients.items():
             assert relative(found.gradients[name], reference) < 1e-5, (case, name)
         assert found.losses == pytest.approx(eager.losses, rel=1e-6), case

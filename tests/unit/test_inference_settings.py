@@ -133,6 +133,8 @@ BAD_TASKS = {  # content of a YAML file, and what is said about it
     "task: mine\n  key: [": r'lm_eval_folder = ".*": .*/mine.yaml cannot be read \(mapping values are not allowed here',
     "\0": r"mine.yaml cannot be read \(unacceptable character",
     "- task: mine": r"mine.yaml is not a table of keys and values; correct it",
+    "group:\ntask: [none]": r"mine.yaml has a group None, which is not a text; correct it",
+    'group: mine\ntask: ["mine*"]': r'mine.yaml names a task "mine\*", which does not exist; correct it',
     "task: 3": r"mine.yaml has a task 3, which is not a text; correct it",
     "task: mine\ninclude: base.yaml": r"mine.yaml includes base.yaml, which is not a file; correct it",
     "group: mine\ntask: [none]": r'mine.yaml names a task "none", which does not exist; correct it',
@@ -154,11 +156,9 @@ def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest
     for number in (1, 2):  # !function is not followed before the task is built
         (tmp_path / f"{number}.yaml").write_text(f"task: mine_{number}\ndoc_to_text: !function nowhere.text")
     (tmp_path / "all.yaml").write_text("group: all\ntask: [mine_1, mine_2]")
-    names, tasks = harness_tasks.find_tasks(["mine_*", "all"], str(tmp_path))
-    assert names == ["all", "mine_1", "mine_2"]
-    told = (
-        r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); correct its YAML file'
-    )
+    names, tasks = harness_tasks.find_tasks(["*", "all", "mine_1"], str(tmp_path))
+    assert names == ["mine_1", "mine_2", "all"]  # a pattern stands for single tasks
+    told = r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); see its YAML file'
     with pytest.raises(ConfigError, match=told):
         tasks.load(["mine_2"])
 

@@ -48,10 +48,9 @@ class MatrixTraffic(TorchDispatchMode):
         return found
 
 
-def take_step(name: str, rows: int, columns: int, mode: Any) -> None:
+def take_step(section: Optimizer, rows: int, columns: int, mode: Any) -> None:
     """The second update of a matrix inside a layer."""
     weight = torch.nn.Parameter(torch.randn(rows, columns))
-    section = Optimizer(name=name, implementation="foreach" if name == "sgd" else "fused")
     optimizer: Any = build_optimizer([("layers.0.weight", weight)], section)
     for update in range(2):
         weight.grad = torch.randn_like(weight)
@@ -64,17 +63,28 @@ def take_step(name: str, rows: int, columns: int, mode: Any) -> None:
                 optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor", "muon"])
-def test_bytes_that_an_update_reads_and_writes(name: str) -> None:
-    work, counted = update_work(Optimizer(name=name)), MatrixTraffic()
-    take_step(name, 48, 96, counted)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "sgd", "implementation": "foreach"},
+        {"name": "muon"},
+        {"name": "adafactor"},
+        {"name": "adafactor", "beta1": 0.9},
+        {"name": "adafactor", "scale_parameter": True},
+        {"name": "adafactor", "beta1": 0.9, "scale_parameter": True},
+    ],
+)
+def test_bytes_that_an_update_reads_and_writes(settings: dict[str, Any]) -> None:
+    section, counted = Optimizer(**settings), MatrixTraffic()
+    work = update_work(section)
+    take_step(section, 48, 96, counted)
     assert counted.nbytes == (work.traffic + work.matrix_traffic) * 48 * 96
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 96), (96, 48), (64, 64)])
 def test_flops_of_muon(rows: int, columns: int) -> None:
     counter = FlopCounterMode(display=False)
-    take_step("muon", rows, columns, counter)
+    take_step(Optimizer(name="muon"), rows, columns, counter)
     expected = 5 * sum(2 * m * n * k for m, n, k in newton_schulz_products(rows, columns))
     assert counter.get_total_flops() == expected
 
@@ -102,3 +112,11 @@ def test_an_update_takes_the_time_of_what_it_does() -> None:
     assert update_time(times["muon"]._replace(shard=4096), SELENE, 0, model.num_layers) > most
     copies = times["muon"]._replace(zero_stage=0, tensor=1)
     assert update_time(copies, SELENE, 0, model.num_layers) > 32 * computes
+
+
+def test_muon_is_priced_on_a_device_without_bfloat16() -> None:
+    profile = builtin_profiles()["dgx2_v100"]
+    work = Workload(flavor("gpt", "1.7b"), 2048, 1, 64, shard=8, zero_stage=1, dtype="float16")
+    sections = [Optimizer(name="muon", newton_schulz_dtype=dtype) for dtype in (None, "float32")]
+    times = [update_time(work._replace(update=update_work(section)), profile, 1e9, 24) for section in sections]
+    assert times[0] == times[1] > 0

@@ -45,7 +45,7 @@ def find_checkpoint(config: JobConfig) -> Path:
 
 def _other_checkpoints(folder: Path, step: int) -> str:
     """What to do if the checkpoint of a step is damaged."""
-    others = [str(other) for other in complete_steps(folder) if other != step]
+    others = [str(other) for other in complete_steps(folder) if other != step][-3:]
     if others:
         return f"set checkpoint.load_step to {' or '.join(others)}"
     return "there is no other in that folder; set checkpoint.folder or job.dump_folder to that of another run"

@@ -10,10 +10,10 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 class UpdateWork(NamedTuple):
     """What an update does. Bytes are per element, read and written, in float32."""
 
-    traffic: int = 28  # of every parameter: AdamW reads weight, gradient and moments, and writes all but the gradient
+    traffic: int = 28  # of every parameter: fused AdamW reads weight, gradient, moments and writes all but the gradient
     matrix_traffic: int = 0  # of matrices inside layers, in addition
     newton_schulz_steps: int = 0  # on matrices inside layers, each of them on one process
-    newton_schulz_dtype: str | None = None  # None: as in `titan_like.optim.muon`
+    newton_schulz_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
 
 
 ADAMW_WORK = UpdateWork()
@@ -23,7 +23,9 @@ def update_work(section: OptimizerSection) -> UpdateWork:
     """What the run's optimizer does. Rules of other packages are taken to do what AdamW does."""
     if section.name == "muon":
         return UpdateWork(28, 52, section.newton_schulz_steps, section.newton_schulz_dtype)
-    return UpdateWork({"sgd": 24, "adafactor": 96}.get(section.name, ADAMW_WORK.traffic))
+    if section.name == "adafactor":
+        return UpdateWork(96 + 24 * (section.beta1 is not None) + 12 * section.scale_parameter)
+    return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
 
 
 def newton_schulz_products(rows: int, columns: int) -> list[tuple[int, int, int]]:

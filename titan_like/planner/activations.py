@@ -150,7 +150,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             if _has_fused_core(model, dtype, how.dropout, device, core):  # plus the log-sum-exp of each row
                 whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
             else:
-                inside = "float32" if core.is_biased and device.is_cpu else dtype  # a CPU computes with a bias so
+                inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
                 whole += e * region.rows / t + region.cores * _unfused_core(model, keys, t, inside, how.dropout, device)
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside

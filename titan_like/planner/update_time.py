@@ -24,6 +24,8 @@ def update_time(work: Workload, profile: Profile, parameters: float, layers: int
     if update.newton_schulz_steps == 0:
         return nbytes / profile.memory_rate
     dtype = update.newton_schulz_dtype or ("float32" if profile.device.is_cpu else "bfloat16")
+    if dtype not in profile.device.peak:  # as on GPUs before Ampere, which emulate bfloat16
+        dtype = "float32"
     elements, longest, products = _matrices(work.model, dtype, profile)
     processes, share = work.tensor * shards, layers / sum(work.model.layer_counts)
     here = share * elements / processes
