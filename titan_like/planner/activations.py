@@ -8,8 +8,8 @@ the modules of `titan_like.models`. It differs from the paper as follows:
   as well as the projection's result, and for a gated MLP the gate, the activated gate, the other half and their
   product.
 - RMSNorm is one operator on a GPU. On a CPU it is several operators, which keep float32 copies.
-- Fused attention keeps the log-sum-exp of each row in float32. Where torch has no fused kernel (on a CPU with dropout,
-  on a GPU with grouped queries in float32 or older than the A100), the attention matrix is kept.
+- Fused attention keeps the log-sum-exp of each row in float32. Where torch has no fused kernel (on a CPU with dropout
+  or a bias, on a GPU with grouped queries in float32 or older than the A100), the attention matrix is kept.
 - Selective recomputation keeps the result of every product with weights and of every tensor-parallel sum, including the
   layer's last two, which the backward pass does not need.
 - The loss keeps its own logits with tensor parallelism and on a CPU, and otherwise float32 probabilities.
