@@ -19,6 +19,7 @@ tests/distributed/test_activation_memory.py checks these formulas against torch'
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -272,31 +273,44 @@ def fullest_moment(
         gradients: bytes of the rank's gradients.
     """
     m, (is_first, is_last) = work.microbatches, ends
+    of_layers, more, first_layer = _layers_of_rank(one, layers, stages == 1)
     # A last stage runs each backward pass right after its forward pass, unless all forward passes come first.
     losses = m if work.schedule in ("gpipe", "looped_bfs") else 1
-    chunk = one.stage + (sum(map(mul, layers, one.layers)) + is_first * one.entry) / stages
-    found = held * chunk + is_last * losses * one.head
+    chunk = one.stage + (of_layers + is_first * one.entry) / stages
+    found = held * chunk
     if work.pipeline > 1:
         found += (min(MAX_PENDING_SENDS, m * stages) + 2) * one.message
-    # First candidate: a layer's backward pass while the most microbatches are in flight. By then the memory of the loss
-    # is free again. So is that of the layers after it in its stage, which matters if a layer of an earlier kind needs
-    # more work space, as an encoder's does; a rank with several stages may be in one without those layers. Selective
-    # recomputation still holds the last layer's output; with tensor parallelism, that is already counted in `unused`.
-    head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
-    in_layers, free = [], 0.0
-    for number, layer, layer_work in reversed(list(zip(layers, one.layers, one.layer_work, strict=True))):
-        if number:
-            in_layers.append(layer_work - free)
-        free += number * layer * (stages == 1)
-    more = max(in_layers) - is_last * (head + one.logits + one.loss_work)
-    logits = is_last * (losses * one.logits + one.loss_work)
+    logits = 0.0
+    if is_last:
+        # First candidate: a layer's backward pass while the most microbatches are in flight. By then the memory of the
+        # loss is free again. Selective recomputation still holds the last layer's output; with tensor parallelism,
+        # that is already counted in `unused`.
+        head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
+        found += losses * one.head
+        more -= head + one.logits + one.loss_work
+        logits = losses * one.logits + one.loss_work
     forward = found + max(0.0, more)
     if held < stages * m:
         return Moment(gradients, forward, logits)
     # If every microbatch is in flight at once, there are two more candidates: the backward pass of a stage's first
     # layer, whose own gradients come last, and the moment after it, with all gradients and one microbatch less.
     left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
-    first_kind = next(kind for kind, number in enumerate(layers) if number)
-    in_layer = left + one.stage + one.layers[first_kind] + one.layer_work[first_kind]
-    last_layer = gradients * (1 - 1 / (sum(layers) + 1)), in_layer, left_logits
+    last_layer = gradients * (1 - 1 / (sum(layers) + 1)), left + one.stage + first_layer, left_logits
     return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))
+
+
+@lru_cache(maxsize=65536)
+def _layers_of_rank(one: Kept, layers: Counts, is_one_stage: bool) -> tuple[float, float, float]:
+    """Bytes that a rank's layers keep; that the fullest of them needs to run; and both, of a stage's first layer.
+
+    When a layer runs its backward pass, the memory of the layers after it in its stage is free again. That matters if
+    a layer of an earlier kind needs more work space, as an encoder's does. A rank with several stages may be in one
+    without those layers.
+    """
+    most, free, first_layer = -math.inf, 0.0, 0.0
+    for number, layer, layer_work in zip(reversed(layers), reversed(one.layers), reversed(one.layer_work), strict=True):
+        if number:
+            most = max(most, layer_work - free)
+            first_layer = layer + layer_work
+        free += number * layer * is_one_stage
+    return sum(map(mul, layers, one.layers)), most, first_layer
