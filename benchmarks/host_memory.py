@@ -1,13 +1,15 @@
-"""Memory and speed of a training process on a CPU with a large vocabulary, under two settings of the C allocator.
+"""Memory and speed of a training process on a CPU with a large vocabulary, under settings of the C allocator.
 
     python benchmarks/host_memory.py --json host_memory.json
 
 A GPT with 16 million parameters, 13 million of them in the embedding table of 50,257 tokens, trains for --steps steps
 in one process. Rounds alternate between the settings, and each run is a new process:
 
-- ours: the settings of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process and turn
-  off the cache of small blocks that fragments the heap;
-- default: glibc's settings, which return large buffers to the kernel when they are freed.
+- ours: those of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process, turn off the
+  cache of small blocks that fragments the heap, and put the heap into huge pages;
+- small pages: ours without huge pages;
+- tcache: ours with the cache of small blocks;
+- default: glibc's own settings, which return large buffers to the kernel when they are freed.
 
 Growth is that of the peak resident set from step 10 to the last step. Tokens per second are those of the median step
 after step 10. System time is spent in the kernel, mostly to hand out pages.
@@ -27,7 +29,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-SETTINGS = ("ours", "default")
+# glibc's tunables of each setting. train.py adds those that are not there.
+SETTINGS = {
+    "ours": "",
+    "small pages": "glibc.malloc.hugetlb=0",
+    "tcache": "glibc.malloc.tcache_count=7",
+    "default": "glibc.malloc.hugetlb=0:glibc.malloc.tcache_count=7",
+}
 TOKENS = 8 * 256
 RUN = [
     "--data.dataset=stdlib", "--model.overrides.vocab_size=50257", "--model.overrides.hidden_size=256",
@@ -41,9 +49,8 @@ def worker(setting: str, argv: list[str]) -> None:
     """Run train.py under one of the settings; its last line of output is the processor time."""
     from titan_like.train import host_memory
 
-    if setting == "ours":
-        host_memory.restart_without_tcache()
-    else:
+    host_memory.restart_with_tunables()
+    if setting == "default":
         host_memory.keep_freed_memory = lambda: None
     from train import main
 
@@ -57,6 +64,7 @@ def measure(setting: str, steps: int, threads: int, folder: Path) -> dict[str, f
     """Measure one run."""
     command = [sys.executable, __file__, "worker", setting, f"--job.dump_folder={folder}", *RUN]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    environment["GLIBC_TUNABLES"] = SETTINGS[setting]
     done = subprocess.run([*command, f"--training.steps={steps}"], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{setting} failed:\n{done.stdout}{done.stderr}")
@@ -84,7 +92,7 @@ def main() -> None:
 
     runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in SETTINGS}
     print(
-        f"{'':10} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
+        f"{'':11} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
     )
     for number in range(args.rounds):
         for setting in SETTINGS:
@@ -92,7 +100,7 @@ def main() -> None:
                 run = measure(setting, args.steps, args.threads, Path(folder))
             runs[setting].append(run)
             print(
-                f"{setting:10} {run['peak_at_10_mib']:5.0f} MiB {run['peak_at_end_mib']:5.0f} MiB {run['growth']:6.1%} "
+                f"{setting:11} {run['peak_at_10_mib']:5.0f} MiB {run['peak_at_end_mib']:5.0f} MiB {run['growth']:6.1%} "
                 f"{run['tokens_per_second']:9.0f} {run['user_s']:6.0f} s {run['system_s']:6.1f} s  round {number + 1}",
                 flush=True,
             )

@@ -3,10 +3,10 @@
     python benchmarks/starts.py --starts 200 --signs 100000 --json starts.json
 
 Each start runs train.py under torchrun on two ranks for a few steps of a tiny model, with a short hang_timeout_seconds,
-while other processes keep the processors busy. A start has failed if the job did not exit with 0. Its output is then
-searched for the cause: a line that names a rank, an exception in a thread, or a line of the watchdog about itself.
-Finally, a process sends heartbeats from a thread while its main thread imports modules, drops them and imports them
-again.
+while other processes keep the processors busy. Several starts may run --together; they are load for one another. A
+start has failed if the job did not exit with 0. Its output is then searched for the cause: a line that names a rank, an
+exception in a thread, or a line of the watchdog about itself. Finally, a process sends heartbeats from a thread while
+its main thread imports modules, drops them and imports them again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--together", type=int, default=1, help="starts that run at the same time")
     parser.add_argument("--busy", type=int, default=4, help="processes that keep the processors busy")
     parser.add_argument("--timeout", type=float, default=20.0, help="health.hang_timeout_seconds")
     parser.add_argument("--signs", type=int, default=100_000)
@@ -137,9 +139,11 @@ def main() -> None:
     for process in busy:
         process.start()
     ended_well, traces, seconds = 0, Counter[str](), []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, options.starts + 1):
-            went_well, found, took = start_once(Path(folder), options.ranks, options.timeout)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.together) as pool:
+        folders = [Path(folder) / str(number) for number in range(options.starts)]
+        starts = [pool.submit(start_once, dump, options.ranks, options.timeout) for dump in folders]
+        for number, start in enumerate(as_completed(starts), 1):
+            went_well, found, took = start.result()
             ended_well += went_well
             traces.update(found)
             seconds.append(round(took, 1))
@@ -148,7 +152,12 @@ def main() -> None:
     signs = give_signs(options.signs) if options.signs else {}
     for process in busy:
         process.kill()
-    settings = {"ranks": options.ranks, "busy_processes": options.busy, "hang_timeout_seconds": options.timeout}
+    settings = {
+        "ranks": options.ranks,
+        "together": options.together,
+        "busy_processes": options.busy,
+        "hang_timeout_seconds": options.timeout,
+    }
     result = {"starts": options.starts, "ended_well": ended_well, "found": dict(traces), **settings}
     result |= {"median_seconds": sorted(seconds)[len(seconds) // 2] if seconds else None} | signs
     print(json.dumps(result, indent=2))
