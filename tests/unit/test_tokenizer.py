@@ -60,6 +60,14 @@ def test_tokenizer_json(tokenizer_json):
     assert tokenizer.decode([4, 2]) == "not be"
 
 
+def test_a_tokenizer_is_read_again_only_if_its_file_has_changed(tokenizer_json):
+    path = tokenizer_json(["?", "to", "be", "</s>"])
+    first = build_tokenizer(path)
+    assert build_tokenizer(path) is first and first.vocab_size == 4
+    tokenizer_json(["?", "to", "be", "or", "</s>"])
+    assert build_tokenizer(path).vocab_size == 5
+
+
 def test_tokens_before_every_text(tokenizer_json):
     path = tokenizer_json(["?", "to", "<s>", "</s>"])
     assert build_tokenizer(path).first_ids == build_tokenizer("byte").first_ids == []

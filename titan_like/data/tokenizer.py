@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -163,10 +164,19 @@ def _is_of_word(character: str) -> bool:
 def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
     """Build the tokenizer that a value of `data.tokenizer` names. ``key`` is the setting that errors blame.
 
+    A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
+    a blend needs it.
+
     Raises:
         ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
-    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*read_tokenizer(spec, key))
+    files = tuple(tokenizer_files(spec, key))
+    return _build(spec, key, files, tuple(path.stat().st_mtime_ns for path in files if path.is_file()))
+
+
+@lru_cache(maxsize=1)
+def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
+    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files))
 
 
 def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
@@ -175,7 +185,10 @@ def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
     Raises:
         ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
-    files = tokenizer_files(spec, key)
+    return _read(spec, key, tokenizer_files(spec, key))
+
+
+def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]:
     if spec.startswith("gpt2:"):
         tokenizer = _read_gpt2(spec, files, key)
     else:
@@ -237,7 +250,7 @@ def _download(name: str, key: str) -> Path:
         raise ConfigError(key, name, f"{problem}; {_CHOICES}") from None
 
 
-def _read_gpt2(spec: str, paths: list[Path], key: str) -> HFTokenizer:
+def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
     if len(paths) != 2:
         raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
