@@ -41,7 +41,7 @@ class Job:
         """Process ids by rank."""
         raise NotImplementedError
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 240) -> int:
         """The exit code."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class Job:
         """What it has printed."""
         return self.log.read_text(encoding="utf-8")
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         """Wait until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -98,7 +98,7 @@ class TorchrunJob(Job):
                 found[int(ranks[0].removeprefix("RANK="))] = pid
         return found
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 240) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

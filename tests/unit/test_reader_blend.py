@@ -49,9 +49,8 @@ def test_counts_far_away_are_sums_of_what_is_near(readers: int) -> None:
 
 
 def test_the_order_is_mixed_and_depends_on_the_key() -> None:
-    first, second = (
-        [ReaderBlend([1, 1], 8, key).locate(index % 8, index // 8)[0] for index in range(BLOCK)] for key in (0, 1)
-    )
+    blends = [ReaderBlend([1, 1], 8, key) for key in (0, 1)]
+    first, second = ([blend.locate(index % 8, index // 8)[0] for index in range(BLOCK)] for blend in blends)
     assert first != second
     longest = max(len(run) for run in "".join(map(str, first)).replace("01", "0 1").replace("10", "1 0").split())
     assert 5 < longest < 40
