@@ -8,6 +8,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -39,13 +40,18 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 @dataclass(frozen=True)
 class Death:
-    """Where a process kills itself: before the n-th file operation of a save, or n bytes into a file."""
+    """Where a process kills itself: before the n-th file operation of a save, or n bytes into a file.
+
+    With ``instants`` the process first outlives them all, and copies its run's folder there before each operation: what
+    it would have left if it had been killed then.
+    """
 
     step: int  # during the save of this step; 0: while it looks for a checkpoint to resume from
     operation: int | None = None
     file: str = ""
     size: int = 0
     rank: int = 0
+    instants: Path | None = None
 
 
 class MortalTrainer(Trainer):
@@ -70,13 +76,17 @@ class MortalTrainer(Trainer):
 def die_in(folder: Path, death: Death) -> list[str]:
     """Arrange this process's death; the operations on ``folder`` are listed as they happen."""
     operations: list[str] = []
+    copying = threading.Lock()  # held while this function's own operations are not to be listed
 
     def before(event: str, args: tuple[Any, ...]) -> None:
         if threading.current_thread() not in (threading.main_thread(), *background_saves()):
             return
         is_open = event == "open" and str(args[0]).startswith(str(folder))
-        if not is_open and event not in CHANGES:
+        if (not is_open and event not in CHANGES) or copying.locked():
             return
+        if death.instants is not None:
+            with copying:
+                shutil.copytree(folder.parent, death.instants / str(len(operations)))
         if len(operations) == death.operation:
             os.kill(os.getpid(), signal.SIGKILL)
         operations.append(" ".join([event, *(Path(str(name)).name for name in args[: 1 + (event == "os.rename")])]))

@@ -48,7 +48,7 @@ def slow(seconds_to_copy: float, seconds_to_write: float, events: list[str]) -> 
 
 
 def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float) -> None:
-    """Train while saves take long; note in which order things happen."""
+    """Train while saves take long; note in which order things happen, and what the checkpoints hold."""
     events: list[str] = []
 
     class Noting(Trainer):
@@ -65,6 +65,7 @@ def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], 
         trainer.train()
     if rank == 0:
         (dump / "events.json").write_text(json.dumps(events))
+    digests(rank, folder, dump, settings)
 
 
 def digests(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:

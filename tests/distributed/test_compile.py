@@ -39,13 +39,15 @@ CASES = {  # by number of ranks
     2: [
         compiled("none", 3),
         compiled_on_two("pipeline", PIPELINE, "none"),
-        compiled_on_two("tensor", TENSOR, "none"),
         compiled_on_two("sequence", SEQUENCE, "full"),
     ],
 }
 MORE_CASES = {
     1: [compiled(mode, 0) for mode in ("none", "full")],
-    2: [compiled("full", 3), compiled_on_two("sequence", SEQUENCE, "none")],
+    2: [
+        compiled("full", 3),
+        *(compiled_on_two(*case, "none") for case in (("tensor", TENSOR), ("sequence", SEQUENCE))),
+    ],
 }
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

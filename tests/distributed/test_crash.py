@@ -57,6 +57,15 @@ class Straight:
         listing = dump / "operations.json"
         return json.loads(listing.read_text()) if listing.exists() else []
 
+    def instants(self, dump: Path, settings: dict[str, Any], step: int) -> tuple[list[str], list[Path]]:
+        """Train in ``dump``; the operations of a step's save, and copies of the folder as it was before each of them.
+
+        On one rank such a copy is what a process leaves that is killed at that instant; it takes no process of its own.
+        """
+        folder = self.root / f"{dump.name}, instants"
+        operations = self.kill(dump, settings, Death(step, NEVER, instants=folder if self.ranks == 1 else None))
+        return operations, [folder / str(number) for number in range(len(operations))]
+
     def resume(self, dumps: list[Path], settings: dict[str, Any]) -> list[dict[str, Any]]:
         """What new processes find in the folders and make of them."""
         launch(crash_worker.resume_each, self.ranks, self.root, dumps, self.settings | settings)
@@ -86,7 +95,7 @@ def names(folder: Path) -> list[str]:
 def test_every_instant_of_a_save_that_removes_the_one_before(straight: Straight) -> None:
     """The run resumes from step 1 and dies while it saves step 2, which replaces step 1 as the one that is kept."""
     settings = {"checkpoint.keep_latest": 1}
-    operations = straight.kill(straight.copy("outlived", 1), settings, Death(step=2, operation=NEVER))
+    operations, copies = straight.instants(straight.copy("outlived", 1), settings, 2)
     arrival = operations.index("os.rename step-2.unfinished step-2")
     assert operations[:2] == ["os.mkdir checkpoint", "os.mkdir step-2.unfinished"]
     written = [operations.index(f"open {name}") for name in ("__0_0.distcp", ".metadata.tmp", "run.json")]
@@ -99,14 +108,19 @@ def test_every_instant_of_a_save_that_removes_the_one_before(straight: Straight)
     whole = straight.root / "start" / "checkpoint" / "step-1"
     for rank in range(straight.ranks):
         tensors = f"__{rank}_0.distcp"
-        for size in (1, (whole / tensors).stat().st_size // 2):
+        for size in (1, (whole / tensors).stat().st_size // 2)[straight.ranks - 1 :]:  # on two ranks, the half only
             deaths[f"{size} bytes into {tensors}"] = Death(step=2, file=tensors, size=size, rank=rank)
-    deaths["inside .metadata"] = Death(step=2, file=".metadata.tmp", size=(whole / ".metadata").stat().st_size // 2)
-    deaths["inside run.json"] = Death(step=2, file="run.json", size=(whole / "run.json").stat().st_size // 2)
+    if straight.ranks == 1:  # a single rank writes these in any case
+        for file, target in ((".metadata.tmp", ".metadata"), ("run.json", "run.json")):
+            deaths[f"inside {target}"] = Death(step=2, file=file, size=(whole / target).stat().st_size // 2)
 
-    dumps = {name: straight.copy(name, 1) for name in deaths}
+    dumps = {}
     for name, death in deaths.items():
-        straight.kill(dumps[name], settings, death)
+        if straight.ranks == 1 and death.operation is not None and death.operation != arrival:
+            dumps[name] = copies[death.operation]
+        else:
+            dumps[name] = straight.copy(name, 1)
+            straight.kill(dumps[name], settings, death)
         arrived = death.operation is not None and death.operation > arrival
         assert complete_steps(dumps[name] / "checkpoint")[-1] == (2 if arrived else 1), name
         if death.file:
@@ -123,16 +137,18 @@ def test_every_instant_of_a_save_that_removes_the_one_before(straight: Straight)
 
 
 def test_every_instant_of_replacing_a_step_after_going_back(straight: Straight) -> None:
-    operations = straight.kill(straight.copy("outlived back", 1, 2), BACK, Death(step=2, operation=NEVER))
+    operations, copies = straight.instants(straight.copy("outlived back", 1, 2), BACK, 2)
     gone, arrived = (
         operations.index(f"os.rename {names}") for names in ("step-2 step-2.replaced", "step-2.unfinished step-2")
     )
     assert arrived == gone + 1 and operations[-1] == "os.rmdir step-2.replaced"
     digests = [straight.digests["2"], straight.digests_back["2"]]
     instants = range(gone - 1, len(operations)) if straight.ranks == 1 else (arrived, arrived + 1)
-    dumps = {i: straight.copy(f"went back {i}", 1, 2) for i in instants}
-    for i, dump in dumps.items():
-        straight.kill(dump, BACK, Death(step=2, operation=i))
+    dumps = {i: copies[i] for i in instants}
+    if straight.ranks > 1:
+        dumps = {i: straight.copy(f"went back {i}", 1, 2) for i in instants}
+        for i, dump in dumps.items():
+            straight.kill(dump, BACK, Death(step=2, operation=i))
     assert "step-2" not in names(dumps[arrived] / "checkpoint")
     for i, outcome in zip(instants, straight.resume(list(dumps.values()), {}), strict=True):
         assert (outcome["step"], outcome["digest"]) == (2, digests[i > arrived]), operations[i]
@@ -149,13 +165,15 @@ def test_every_instant_of_sweeping_up_after_a_crash(straight: Straight) -> None:
         (folder / "step-2").rename(folder / "step-2.replaced")  # its replacement did not arrive
         return dump
 
-    operations = straight.kill(crashed("swept"), {}, Death(step=0, operation=NEVER))
+    operations, copies = straight.instants(crashed("swept"), {}, 0)
     assert "os.rename step-2.replaced step-2" in operations
     removals = [i for i, operation in enumerate(operations) if not operation.startswith("open")]
     instants = removals if straight.ranks == 1 else removals[:2]
-    dumps = {i: crashed(f"swept {i}") for i in instants}
-    for i, dump in dumps.items():
-        straight.kill(dump, {}, Death(step=0, operation=i))
+    dumps = {i: copies[i] for i in instants}
+    if straight.ranks > 1:
+        dumps = {i: crashed(f"swept {i}") for i in instants}
+        for i, dump in dumps.items():
+            straight.kill(dump, {}, Death(step=0, operation=i))
     for i, outcome in zip(instants, straight.resume(list(dumps.values()), {}), strict=True):
         assert (outcome["step"], outcome["final"]) == (2, straight.digests["3"]), operations[i]
         assert names(dumps[i] / "checkpoint") == ["step-1", "step-2", "step-3"], operations[i]

@@ -38,7 +38,6 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
 ) -> None:
     dump = folder / f"background {copy} {write}"
     launch(save_worker.train_slowly, 2, folder, dump, BACKGROUND, copy, write)
-    launch(save_worker.digests, 2, folder, dump, STEPS)
     assert json.loads((dump / "digests.json").read_text()) == wanted
     events = json.loads((dump / "events.json").read_text())
     of_each = ["save {0} returns", "copied", "update {1}", "written {0}"]  # written at last, while training goes on

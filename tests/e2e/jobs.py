@@ -1,4 +1,4 @@
-"""Jobs under torchrun that can be looked at and disturbed while they run."""
+"""Jobs that can be looked at and disturbed while they run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,57 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Self
 
-REPO = Path(__file__).parents[2]
+from tests.e2e.scripts import REPO, Script
 
 
-class TorchrunJob:
-    """A job started in a process group of its own; a context manager that leaves nothing running."""
+class Job:
+    """Processes that write to ``log``; a context manager that leaves nothing running."""
+
+    log: Path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def is_over(self) -> bool:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End all processes at once, as when their machine is lost."""
+        raise NotImplementedError
+
+    def workers(self) -> dict[int, int]:
+        """Process ids by rank."""
+        raise NotImplementedError
+
+    def wait(self, seconds: float = 240) -> int:
+        """The exit code."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(encoding="utf-8")
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+        """Wait until a condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} does not come\n{self.output}"
+            assert not self.is_over or condition(), f"the job ended before {what}\n{self.output}"
+            time.sleep(0.02)
+
+
+class TorchrunJob(Job):
+    """A job under torchrun, started in a process group of its own."""
 
     def __init__(
         self, log: Path, script: Path, arguments: list[str], processes: int = 2, options: tuple[str, ...] = ()
@@ -32,27 +74,18 @@ class TorchrunJob:
                 stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=REPO, start_new_session=True,
             )  # fmt: skip
 
-    def __enter__(self) -> TorchrunJob:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    @property
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
 
     def kill(self) -> None:
-        """End torchrun and its workers at once, as when their machine is lost."""
         workers = self.workers() if self.process.poll() is None else {}
         self.process.kill()
         for pid in workers.values():
             kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    @property
-    def output(self) -> str:
-        """What it has printed."""
-        return self.log.read_text(encoding="utf-8")
-
     def workers(self) -> dict[int, int]:
-        """Process ids of the workers by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = {}
         for pid in map(int, children):
@@ -65,20 +98,60 @@ class TorchrunJob:
                 found[int(ranks[0].removeprefix("RANK="))] = pid
         return found
 
-    def wait(self, seconds: float = 120) -> int:
-        """torchrun's exit code."""
+    def wait(self, seconds: float = 240) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job does not end\n{self.output}") from None
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        """Wait until a condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} does not come\n{self.output}"
-            assert self.process.poll() is None or condition(), f"the job ended before {what}\n{self.output}"
-            time.sleep(0.02)
+
+class ForkedJob(Job):
+    """The ranks of a job without torchrun, in processes forked from one that has imported what they import."""
+
+    def __init__(
+        self, log: Path, script: str, arguments: list[str], processes: int = 2,
+        cwd: Path = REPO, path: Sequence[Path] = (), environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        import torch.distributed as dist
+
+        self.log = log
+        log.write_text("")
+        # The store is opened here because a port that is only probed may be taken before the ranks meet at it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {**(environment or {}), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self.ranks = []
+        for rank in map(str, range(processes)):
+            own = {"RANK": rank, "LOCAL_RANK": rank}
+            self.ranks.append(Script(script, arguments, cwd, path, shared | own, log))
+
+    @property
+    def is_over(self) -> bool:
+        return all(rank.poll() is not None for rank in self.ranks)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        self.wait()
+
+    def workers(self) -> dict[int, int]:
+        return {number: rank.pid for number, rank in enumerate(self.ranks)}
+
+    def wait(self, seconds: float = 240) -> int:
+        """The exit code of the lowest rank that failed; 0 if none did."""
+        try:
+            codes = [rank.wait(seconds).returncode for rank in self.ranks]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job does not end\n{self.output}") from None
+        return next((code for code in codes if code), 0)
+
+
+def train_on(processes: int, log: Path, arguments: list[str], **options: Any) -> str:
+    """Train on that many forked ranks, which must end well, and return what they printed."""
+    with ForkedJob(log, "train.py", arguments, processes, **options) as job:
+        assert job.wait() == 0, job.output
+    return job.output
 
 
 def free_port() -> int:

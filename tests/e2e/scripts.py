@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 from titan_like.verify.processes import start_fork_server
@@ -18,15 +19,23 @@ REPO = Path(__file__).parents[2]
 
 
 class Script:
-    """``python SCRIPT ARGUMENTS`` in folder ``cwd``, with the folders ``path`` on PYTHONPATH. Used like a Popen."""
+    """``python SCRIPT ARGUMENTS`` in folder ``cwd``, with the folders ``path`` on PYTHONPATH. Used like a Popen.
 
-    def __init__(self, script: str, arguments: Sequence[str], cwd: Path = REPO, path: Sequence[Path] = ()) -> None:
+    It writes to ``log`` if that is given, both stdout and stderr.
+    """
+
+    def __init__(
+        self, script: str, arguments: Sequence[str], cwd: Path = REPO, path: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None, log: Path | None = None,
+    ) -> None:  # fmt: skip
         start_fork_server()
         self.arguments, self._output = [script, *arguments], tempfile.TemporaryDirectory(prefix="script-")
-        self._files = [Path(self._output.name, name) for name in ("stdout", "stderr")]
-        target = (self._files, str(REPO / script), self.arguments, cwd, [str(folder) for folder in path])
+        self._files = [log or Path(self._output.name, name) for name in ("stdout", "stderr")]
+        folders = [str(folder) for folder in path]
+        target = (self._files, str(REPO / script), self.arguments, cwd, folders, dict(environment or {}))
         self._process = get_context("forkserver").Process(target=_run, args=target, daemon=False)
         self._process.start()
+        self.pid = self._process.pid or 0
 
     @property
     def returncode(self) -> int | None:
@@ -55,12 +64,19 @@ class Script:
         return subprocess.CompletedProcess(self.arguments, self.returncode, out, err)
 
 
-def _run(files: list[Path], script: str, arguments: list[str], cwd: Path, path: list[str]) -> None:
+def _run(
+    files: list[Path], script: str, arguments: list[str], cwd: Path, path: list[str], environment: dict[str, str]
+) -> None:
     for number, file in enumerate(files, start=1):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # The script's own processes begin as they would in a new interpreter. Those that it forks from a server come from
+    # the one that this process comes from, because another one would import everything again.
+    multiprocessing.set_start_method(None, force=True)
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
     os.chdir(cwd)
+    os.environ |= environment
     sys.argv = arguments
     sys.path[:0] = [str(Path(script).parent), *path]
     importlib.invalidate_caches()

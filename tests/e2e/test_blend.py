@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.jobs import records
+from tests.e2e.jobs import records, train_on
 from titan_like.data.indexed import IndexedDataset
 
 REPO = Path(__file__).parents[2]
@@ -56,14 +56,15 @@ def test_both_sources_are_drawn_and_told(folder: Path) -> None:
     """The numbers in the log, in metrics.jsonl, and those of the weights agree; on two processes they are the same."""
     told = {}
     for processes in (1, 2):
-        launcher = "python" if processes == 1 else "torchrun --standalone --nproc_per_node 2"
-        command = (
-            TRAIN.replace("\\\n", " ").replace("python", launcher, 1) + f" {SMALL} --job.dump_folder out{processes}"
-        )
-        done = run(command, folder)
+        command = TRAIN.replace("\\\n", " ") + f" {SMALL} --job.dump_folder out{processes}"
+        if processes == 1:
+            printed = run(command, folder).stdout
+        else:
+            arguments = shlex.split(command)[2:]
+            printed = train_on(processes, folder / "log.txt", arguments, cwd=folder)
         lines = re.findall(
             r"^ sources \| code: (\d+) samples \(([\d.]+)%\), ([\d.]+) epochs \| prose: (\d+) samples",
-            done.stdout,
+            printed,
             re.M,
         )
         written = [record for record in records(folder / f"out{processes}") if "samples/code" in record]

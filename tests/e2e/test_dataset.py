@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import records, steps
+from tests.e2e.jobs import records, steps, train_on
 from tests.e2e.scripts import Script
 
 REPO = Path(__file__).parents[2]
@@ -55,25 +53,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, dump: str, *settings: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    arguments = [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}", *settings]
-    if processes == 1:
-        return Script("train.py", arguments, path=[folder]).wait()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *launcher, "train.py", *arguments]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=240, check=False)
+def arguments_of(folder: Path, dump: str, *settings: str) -> list[str]:
+    return [f"--job.config_file={folder}/run.toml", f"--job.dump_folder={folder}/{dump}", *settings]
+
+
+def train(folder: Path, dump: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    return Script("train.py", arguments_of(folder, dump, *settings), path=[folder]).wait()
 
 
 def test_a_dataset_of_one_class_trains_in_any_layout_and_resumes(folder: Path) -> None:
     whole = train(folder, "whole")
     assert whole.returncode == 0, whole.stderr
     assert steps(folder / "whole") == [1, 2, 3, 4, 5, 6]
-    begun = train(folder, "parts", "--training.steps=3", processes=2)
-    assert begun.returncode == 0, begun.stderr
-    resumed = train(folder, "parts", "--data.num_workers=1", processes=2)
-    assert resumed.returncode == 0, resumed.stderr
+    for settings in ("--training.steps=3", "--data.num_workers=1"):
+        train_on(2, folder / "log.txt", arguments_of(folder, "parts", settings), path=[folder])
     assert steps(folder / "parts") == [1, 2, 3, 4, 5, 6]
     for key, values in {"loss": 6, "validation_loss": 2}.items():
         wanted, found = ([one[key] for one in records(folder / dump) if key in one] for dump in ("whole", "parts"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, steps
+from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, steps, train_on
 
 LAST = 40
 SETTINGS = [
@@ -32,8 +32,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     """A run that nothing disturbs, on two ranks."""
     folder = tmp_path_factory.mktemp("straight")
     arguments = [*SETTINGS, f"--job.dump_folder={folder / 'out'}"]
-    with TorchrunJob(folder / "log.txt", REPO / "train.py", arguments, 2, ("--standalone",)) as job:
-        assert job.wait() == 0, job.output
+    train_on(2, folder / "log.txt", arguments)
     return records(folder / "out")
 
 

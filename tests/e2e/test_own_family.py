@@ -71,12 +71,13 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path) -> None:
     assert first == second
 
 
-def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path) -> None:
+@pytest.mark.parametrize("processes", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_it_is_verified_in_tensor_times_pipeline_times_zero_3(home: Path, processes: int) -> None:
+    """On four processes each shard is a whole."""
     degrees = ["tensor_parallel_degree=2", "pipeline_parallel_degree=2", "zero_stage=3", "sequence_parallel=true"]
     settings = [f"--parallelism.{degree}" for degree in degrees]
-    said = succeeded(
-        home, "scripts/verify.py", "--job.config_file=primer.toml", "--steps=2", "--timeout=300", *SMALL, *settings
-    )
+    options = ["--job.config_file=primer.toml", "--steps=2", "--timeout=300", f"--processes={processes}"]
+    said = succeeded(home, "scripts/verify.py", *options, *SMALL, *settings)
     assert "same: this layout computes the training of one process" in said
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.jobs import train_on
 from tests.e2e.scripts import Script
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +41,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    if command[0] == "train.py":
-        return Script("train.py", command[1:], path=[package]).wait()
-    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+def train(package: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    return Script("train.py", [*SETTINGS, *settings], path=[package]).wait()
 
 
 def losses(dump: Path) -> list[float]:
@@ -56,18 +52,16 @@ def losses(dump: Path) -> list[float]:
 def test_trains_alike_on_one_process_and_on_two_and_resumes(package: Path, tmp_path: Path) -> None:
     alone, shards = tmp_path / "alone", tmp_path / "shards"
     saves = "--checkpoint.enable=true"
-    done = run(package, "train.py", *SETTINGS, f"--job.dump_folder={alone}", saves, "--checkpoint.interval=2")
+    done = train(package, f"--job.dump_folder={alone}", saves, "--checkpoint.interval=2")
     assert done.returncode == 0, done.stderr
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     layout = ["--parallelism.zero_stage=3", "--checkpoint.load_step=2", f"--checkpoint.folder={alone}/checkpoint"]
-    done = run(package, *torchrun, *SETTINGS, *layout, f"--job.dump_folder={shards}", saves)
-    assert done.returncode == 0, done.stderr
+    train_on(2, tmp_path / "log.txt", [*SETTINGS, *layout, f"--job.dump_folder={shards}", saves], path=[package])
     assert losses(alone)[0] > losses(alone)[-1] + 0.1
     assert losses(shards) == pytest.approx(losses(alone)[2:], rel=1e-12)  # momentum and weights of step 2, in shards
 
 
 def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) -> None:
-    done = run(package, "train.py", *SETTINGS, "--job.dry_run=true", f"--json={tmp_path / 'plan.json'}")
+    done = train(package, "--job.dry_run=true", f"--json={tmp_path / 'plan.json'}")
     assert done.returncode == 0, done.stderr
     plan = json.dumps(json.loads((tmp_path / "plan.json").read_text()))
     parameters = int(re.search(r'"num_parameters": (\d+)', plan)[1])  # type: ignore[index]
@@ -75,7 +69,7 @@ def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) 
 
 
 def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
-    done = run(package, "train.py", *SETTINGS, "--optimizer.name=lyon")
+    done = train(package, "--optimizer.name=lyon")
     assert done.returncode == 2 and "did you mean lion? there are adafactor, adamw, lion, muon, sgd" in done.stderr
-    done = run(package, "train.py", *SETTINGS, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
+    done = train(package, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
     assert done.returncode == 2 and "sgd has no options" in done.stderr and "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, TorchrunJob, kill, steps
+from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, steps
 from tests.e2e.scripts import Script
 from titan_like.checkpoint.step_folders import complete_steps
 
@@ -41,6 +41,8 @@ def settings(dump: Path, last: int = ENDLESS) -> list[str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., TorchrunJob]:
+    """Starts a job under torchrun."""
+
     def begin(*arguments: str, script: Path = REPO / "train.py", processes: int = 2) -> TorchrunJob:
         log = tmp_path / "log.txt"
         return TorchrunJob(log, script, [*settings(tmp_path / "out"), *arguments], processes, STANDALONE)
@@ -48,12 +50,22 @@ def start(tmp_path: Path) -> Callable[..., TorchrunJob]:
     return begin
 
 
+@pytest.fixture
+def fork(tmp_path: Path) -> Callable[..., ForkedJob]:
+    """Starts a job whose ranks are forked."""
+
+    def begin(*arguments: str, script: Path = REPO / "train.py", processes: int = 2) -> ForkedJob:
+        return ForkedJob(tmp_path / "log.txt", str(script), [*settings(tmp_path / "out"), *arguments], processes)
+
+    return begin
+
+
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)], ids=["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
-    start: Callable[..., TorchrunJob], tmp_path: Path, number: signal.Signals, rank: int
+    fork: Callable[..., ForkedJob], tmp_path: Path, number: signal.Signals, rank: int
 ) -> None:
     dump = tmp_path / "out"
-    with start(f"--checkpoint.async={'true' if rank else 'false'}") as job:
+    with fork(f"--checkpoint.async={'true' if rank else 'false'}") as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
         done = len(steps(dump))
         kill(job.workers()[rank], number)
@@ -63,7 +75,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_well(
     assert steps(dump) == list(range(1, int(stopped) + 1))
     assert int(stopped) <= done + 20  # a step takes some hundredths of a second, and a signal its time
     if number == signal.SIGUSR1:
-        with start(f"--training.steps={int(stopped) + 2}") as again:
+        with fork(f"--training.steps={int(stopped) + 2}") as again:
             assert again.wait() == 0, again.output
         assert f"resumed from {dump}/checkpoint/step-{stopped}" in again.output
         assert steps(dump) == list(range(1, int(stopped) + 3))
@@ -82,11 +94,11 @@ def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: 
 
 def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
     dump = tmp_path / "out"
-    with start("--training.global_batch_size=1200") as job:  # whose steps take seconds
-        job.until(lambda: len(steps(dump)) >= 1, "the first step")
+    with start("--disturb=sleep", "--metrics.log_interval=1", script=DISTURBED) as job:  # step 4 does not end
+        job.until(lambda: len(steps(dump)) >= 3, "the third step")
         job.process.send_signal(signal.SIGINT)
         job.until(lambda: job.output.count("closing signal SIGINT") == 2, "the signal's way to the ranks")
-        time.sleep(0.2)
+        time.sleep(1.0)  # until they have taken it
         job.process.send_signal(signal.SIGINT)
         job.wait()
     assert [line for line in job.output.splitlines() if line.startswith("ended")] == [
@@ -117,20 +129,27 @@ def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
         ),
     }
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process: subprocess.Popen[bytes] | Script
     for name, (number, arguments, is_there) in cases.items():
         folder = tmp_path / name
         folder.mkdir()
         log = folder / "log.txt"
-        with open(log, "w") as output:
-            command = [sys.executable, "train.py", *settings(folder / "out"), *arguments]
-            process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        log.touch()
+        given = [*settings(folder / "out"), *arguments]
+        if name == "imports":
+            with open(log, "w") as output:
+                command = [sys.executable, "train.py", *given]
+                process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        else:
+            process = Script("train.py", given, log=log)
         try:
             deadline = time.monotonic() + 90
             while not (is_handling(process.pid) and is_there(log)):
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.01)
-            process.send_signal(number)
-            assert process.wait(90) == 128 + number, log.read_text()
+            kill(process.pid, number)
+            process.wait(90)
+            assert process.returncode == 128 + number, log.read_text()
         finally:
             process.kill()
         lines = [line for line in log.read_text().splitlines() if not line.startswith(("tokeniz", " gpt debug: "))]
@@ -163,11 +182,13 @@ TIMEOUT = 12.0
 
 @pytest.mark.parametrize("how", ["sleeps", "is stopped", "dies", "fails"])
 def test_the_rank_that_the_others_wait_for_is_named(
-    start: Callable[..., TorchrunJob], tmp_path: Path, how: str
+    start: Callable[..., TorchrunJob], fork: Callable[..., ForkedJob], tmp_path: Path, how: str
 ) -> None:
+    """One of the cases is under torchrun, which ends the other rank when one dies."""
     dump, timeout = tmp_path / "out", f"--health.hang_timeout_seconds={TIMEOUT}"
     arguments = [f"--disturb={word}" for word in {"sleeps": ["sleep"], "fails": ["fail"]}.get(how, [])]
-    with start(timeout, "--metrics.log_interval=1", *arguments, script=DISTURBED, processes=3) as job:
+    begin, processes = (start, 2) if how == "dies" else (fork, 3)
+    with begin(timeout, "--metrics.log_interval=1", *arguments, script=DISTURBED, processes=processes) as job:
         job.until(lambda: len(steps(dump)) >= 3, "the third step")
         began = time.monotonic()
         if how == "is stopped":
@@ -177,7 +198,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
         job.until(lambda: "error: rank 1 " in job.output, "the name of the rank at fault", TIMEOUT + 5)
         assert time.monotonic() - began < TIMEOUT + 1
         last = steps(dump)[-1]
-        if how != "is stopped":  # torchrun gives a stopped process half a minute to end
+        if how != "is stopped":
             assert job.wait() != 0
     (line,) = {line for line in job.output.splitlines() if line.startswith("error: rank 1")}
     assert re.search(r"after step \d+, at titan_like/\S+\.py:\d+ in \w+", line), line
@@ -194,14 +215,14 @@ def test_the_rank_that_the_others_wait_for_is_named(
         assert line.startswith(f"error: rank 1 died or was stopped after step {last},")
 
 
-def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
+def test_other_jobs_are_kept_out_of_a_job_s_folders(fork: Callable[..., ForkedJob], tmp_path: Path) -> None:
     dump, checkpoints = tmp_path / "out", tmp_path / "checkpoints"
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return Script(str(DISTURBED), [*arguments, "--disturb=impatient"]).wait(timeout=120)
 
     saves = [f"--checkpoint.folder={checkpoints}", "--checkpoint.interval=2"]
-    with start(*saves, "--disturb=slow", script=DISTURBED, processes=1) as first:
+    with fork(*saves, "--disturb=slow", script=DISTURBED, processes=1) as first:
         first.until(lambda: len(steps(dump)) >= 3, "the third step")
         second = run(*settings(dump), "--checkpoint.enable=false")
         assert second.returncode == 2
@@ -210,8 +231,7 @@ def test_other_jobs_are_kept_out_of_a_job_s_folders(start: Callable[..., Torchru
         third = run(*settings(tmp_path / "other"), f"--checkpoint.folder={checkpoints}")
         assert third.returncode != 0
         assert f"error: another run writes to {checkpoints}; stop it, or set checkpoint.folder" in third.stderr
-        kill(first.workers()[0], signal.SIGKILL)
-        first.wait()
+        first.kill()
     seen = steps(dump)
     assert seen == list(range(1, seen[-1] + 1))
     fourth = run(*settings(dump, last=2), "--checkpoint.enable=false")  # no lock outlives its job

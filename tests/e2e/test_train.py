@@ -16,6 +16,8 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.e2e.jobs import train_on
+
 REPO = Path(__file__).parents[2]
 SHORT = [
     "--job.config_file=train_configs/debug_gpt.toml",
@@ -40,14 +42,6 @@ def environment(home: Path) -> dict[str, str]:
     return inherited | {"HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def torchrun(home: Path, steps: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    settings = [*SHORT, f"--job.dump_folder={home}/out", f"--training.steps={steps}"]
-    return subprocess.run(
-        [*command, *settings], cwd=REPO, env=environment(home), capture_output=True, text=True, timeout=240, check=False
-    )
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
@@ -55,8 +49,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(home: Path) -> subprocess.CompletedProcess[str]:
-    """Six steps on two ranks."""
-    return torchrun(home, 6)
+    """Six steps on two ranks under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=6"]
+    return subprocess.run(
+        [*command, *settings], cwd=REPO, env=environment(home), capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.fixture
@@ -172,10 +170,10 @@ def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     assert iterations(out) == []
     assert lines_of(home) == before
 
-    longer = torchrun(home, 9)
-    assert longer.returncode == 0, longer.stderr
-    assert longer.stdout.count(f"resumed from {home}/out/checkpoint/step-6") == 1
-    assert iterations(longer.stdout) == [8, 9]
+    settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=9"]
+    printed = train_on(2, home / "log.txt", settings, environment={"HOME": str(home)})
+    assert printed.count(f"resumed from {home}/out/checkpoint/step-6") == 1
+    assert iterations(printed) == [8, 9]
     lines = lines_of(home)
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[:6] == before

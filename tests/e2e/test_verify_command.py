@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.mutations import layers
 from tests.e2e.scripts import Script
+from titan_like.verify import verify as verify_module
+from titan_like.verify.verify import Verifier
 
 REPO = Path(__file__).parents[2]
 CONFIG = ["--job.config_file", str(REPO / "train_configs" / "debug_gpt.toml")]
@@ -44,7 +49,7 @@ def copy_with(folder: Path, file: str, old: str, new: str) -> Path:
 
 
 def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
-    result = verify("--steps", "2", "--json", str(tmp_path / "verdict.json"), *PIPELINE)
+    result = verify_forked("--steps", "2", "--json", str(tmp_path / "verdict.json"), *PIPELINE)
     assert result.returncode == 0, result.stdout + result.stderr
     *kinds, conclusion = result.stdout.splitlines()
     assert [line.split()[:2] for line in kinds] == [[k, "same"] for k in ("float64", "float32", "dropout", "resume")]
@@ -87,14 +92,17 @@ def test_running_out_of_time_ends_with_3() -> None:
     assert "different" not in result.stdout
 
 
-def test_bug_in_the_model_is_nobody_elses(tmp_path: Path) -> None:
-    wrong = "self.position_embedding(positions[: tokens.shape[2]])"
-    fails = copy_with(tmp_path, "models/gpt/model.py", "self.position_embedding(positions)", wrong)
-    result = verify(*PIPELINE, product=fails)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "\ndifferent: the layout runs (float64): one process alone fails: IndexError" in result.stdout
-    assert "\nat fault: one_process (" in result.stdout
-    assert "Traceback" not in result.stderr
+def test_bug_in_the_model_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    mutation = layers.positions_of_a_dimension_that_tokens_lack
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, prepare=mutation))
+    monkeypatch.setattr(sys, "argv", ["verify.py", *CONFIG, *PIPELINE])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(REPO / "scripts" / "verify.py"), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert stop.value.code == 1, out + err
+    assert "\ndifferent: the layout runs (float64): one process alone fails: IndexError" in out
+    assert "\nat fault: one_process (" in out
+    assert "Traceback" not in err
 
 
 def test_bad_input_ends_with_2_and_one_sentence() -> None:

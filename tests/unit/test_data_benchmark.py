@@ -1,14 +1,11 @@
 """`benchmarks/data.py` on sizes that take seconds: it runs, and counts what the product does."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.e2e.scripts import Script
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
@@ -17,9 +14,8 @@ def test_small_measurements(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{number} " + "some words and others\n" * 40}) for number in range(200)]
     text.write_text("\n".join(lines))
     sections = ["access", "tokenize", "loader"]
-    command = [sys.executable, str(BENCHMARKS / "data.py"), "--only", *sections, "--scale=0.001", f"--input={text}"]
-    command += ["--tokens_per_second=100", f"--json={result}"]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    options = ["--only", *sections, "--scale=0.001", f"--input={text}", "--tokens_per_second=100", f"--json={result}"]
+    done = Script("benchmarks/data.py", options).wait()
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     assert set(found) == {"command", "machine", *sections}

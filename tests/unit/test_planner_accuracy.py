@@ -266,17 +266,17 @@ def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
     assert load_profile(str(path)).judged == {"a key": 1.0}
 
 
-def test_command_reports_groups_and_writes_json(tmp_path):
+def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import planner_accuracy as script
+
     target = tmp_path / "accuracy.json"
-    command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py")]
-    code = (
-        "import sys; sys.path.insert(0, 'benchmarks'); import planner_accuracy as script; script.SEARCHES.clear(); "
-        f"script.memory_tracker = str; sys.exit(script.main(['--json', {str(target)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(script, "SEARCHES", {})
+    monkeypatch.setattr(script, "memory_tracker", str)
+    assert script.main(["--json", str(target)]) == 0
+    printed = capsys.readouterr().out
     for line in ("ptdp_table1", "rows left out of the fit", "predicted not to fit", "closed forms", "layouts a second"):
-        assert line in done.stdout
+        assert line in printed
     result = json.loads(target.read_text())
     table_1 = next(group for group in result["groups"] if group["name"].endswith("ptdp_table1"))
     assert {"n", "median", "mean", "p90", "bias", "regret", "rank_correlation"} <= table_1.keys()
@@ -285,7 +285,8 @@ def test_command_reports_groups_and_writes_json(tmp_path):
     assert max(result["simulated_step_errors"]) < 0.02
     assert result["trainer_state_deviation_bytes"] == 0
     assert set(result["left_out"]) == set(builtin_profiles())
-    missing = subprocess.run([*command, "--points", "no.csv"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--points", "no.csv"]
+    missing = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
 

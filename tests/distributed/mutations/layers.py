@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models import transformer
+from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
@@ -149,4 +150,16 @@ def softmax_without_maximum() -> Iterator[None]:
             return original(*args)
 
     with patch.object(loss._SplitCrossEntropy, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def positions_of_a_dimension_that_tokens_lack() -> Iterator[None]:
+    """The embedding of positions fails, on one process too."""
+    original = GPT.embed
+
+    def embed(self: GPT, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return original(self, tokens, positions[: tokens.shape[2]])
+
+    with patch.object(GPT, "embed", embed):
         yield
