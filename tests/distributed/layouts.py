@@ -89,8 +89,14 @@ def every_pair(layout: ParallelLayout) -> set[tuple]:
 
 
 def pairs_of_kinds(layout: ParallelLayout) -> set[tuple]:
-    """Each two choices, where schedules of one kind count as one, and the schedule itself."""
-    return every_pair(replace(layout, schedule=kind(layout.schedule))) | {(layout.schedule,)}
+    """Each two choices, where schedules of one kind count as one, and the schedule itself.
+
+    Tensor parallelism meets each kind and each ZeRO stage only with sequence parallelism, which splits more.
+    """
+    alike = replace(layout, schedule=kind(layout.schedule))
+    pairs = every_pair(alike) | {(layout.schedule,)}
+    left_out = {("schedule", alike.schedule), ("zero_stage", layout.zero_stage)}
+    return {pair for pair in pairs if ("tensor", "2") not in pair or left_out.isdisjoint(pair)}
 
 
 def kind(schedule: str) -> str:

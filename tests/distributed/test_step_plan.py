@@ -33,9 +33,16 @@ RANKS = 4
 def case(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
     """So many microbatches. Keys are those of [parallelism], or have a section before two underscores."""
     named = {key.replace("__", ".") if "__" in key else f"parallelism.{key}": v for key, v in settings.items()}
-    degrees = (named.get(f"parallelism.{kind}_parallel_degree", 1) for kind in ("tensor", "pipeline"))
-    data_parallel = RANKS // (next(degrees) * next(degrees))
-    size = {"hidden_size": 32, "max_seq_len": 48} | named.pop("model.overrides", {})
+
+    def degree_of(kind: str) -> int:
+        return named.get(f"parallelism.{kind}_parallel_degree", 1)
+
+    data_parallel = RANKS // (degree_of("tensor") * degree_of("pipeline"))
+    size: dict[str, Any] = {"hidden_size": 32, "max_seq_len": 48}
+    has_few_stages = degree_of("pipeline") <= 2 and "parallelism.virtual_stages_per_rank" not in named
+    if family != "t5" and has_few_stages:
+        size["num_layers"] = 2
+    size |= named.pop("model.overrides", {})
     batch = {"training.micro_batch_size": 2, "training.global_batch_size": 2 * microbatches * data_parallel}
     fixed = {"model.family": family, "model.overrides": size, "training.seq_len": 16}
     if family == "t5":
