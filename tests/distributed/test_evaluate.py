@@ -168,7 +168,7 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
         "evaluation.interval": 2,
         "evaluation.steps": 1,
         "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
-        "model.overrides": {"dropout": 0.2},
+        "model.overrides": {"dropout": 0.2, "num_layers": 2},
         "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
     }
     return base_config(folder, settings)
@@ -316,7 +316,8 @@ def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> N
 
     # The script finds the same in one process, from the checkpoint of the last step.
     arguments = ["--job.dump_folder", config.job.dump_folder, "--training.seq_len=32", "--training.micro_batch_size=5"]
-    arguments += ["--model.overrides.dropout=0.2", "--json", str(folder / "found.json")]
+    arguments += ["--model.overrides.dropout=0.2", "--model.overrides.num_layers=2"]
+    arguments += ["--json", str(folder / "found.json")]
     for spec in config.evaluation.datasets:
         arguments += ["--task", spec]
     assert evaluate.main(arguments) == 0
