@@ -189,23 +189,23 @@ def save_without_update(rank: int, folder: Path, dump: Path, settings: dict[str,
     trainer.save()
 
 
-def save_each(rank: int, folder: Path, names: list[str], layouts: dict[str, dict[str, Any]]) -> None:
-    """Train two steps and save, in each layout."""
+def save_each(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> None:
+    """Train a step and save, in each layout."""
     for name, layout in layouts.items():
-        trainer = build(folder, folder / name, {"training.steps": 2, "checkpoint.interval": 2} | layout)
+        trainer = build(folder, folder / name, {"training.steps": 1} | layout)
         trainer.train()
         saved = digest(trainer)
         if rank == 0:
             (folder / name / "digest").write_text(saved)
 
 
-def load_each(rank: int, folder: Path, names: list[str], layouts: dict[str, dict[str, Any]]) -> None:
-    """Load every checkpoint in each layout; write the digests."""
+def load_each(rank: int, folder: Path, names: dict[str, list[str]], layouts: dict[str, dict[str, Any]]) -> None:
+    """Load the named checkpoints in each layout; write the digests."""
     found = {}
     for layout, settings in layouts.items():
-        for name in names:
-            trainer = build(folder, folder / name, {"training.steps": 2} | settings)
-            assert trainer.step == 2
+        for name in names[layout]:
+            trainer = build(folder, folder / name, {"training.steps": 1} | settings)
+            assert trainer.step == 1
             found[f"{name} in {layout}"] = digest(trainer)
     if rank == 0:
         (folder / f"loaded at {torch.distributed.get_world_size()}.json").write_text(json.dumps(found))

@@ -21,6 +21,8 @@ from titan_like.train import trainer as trainer_module
 from titan_like.train.job import clock_warning
 from titan_like.train.trainer import Trainer
 
+DIGESTED = (5, 7, 9, 10, 11, 14)  # the steps at which the tests look
+
 
 def train(
     rank: int,
@@ -41,7 +43,8 @@ def train(
     class Watched(Trainer):
         def train_step(self, data: Any) -> Any:
             issued = super().train_step(data)
-            digests[issued.step] = digest(self)
+            if issued.step in DIGESTED:
+                digests[issued.step] = digest(self)
             if issued.step == ruined_after and rank == dist.get_world_size() - 1:
                 next(self.model.parameters()).detach().fill_(math.nan)
             return issued

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -115,12 +116,23 @@ def train_case(case: Case, folder: Path) -> Result:
 
 def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Result]:
     """Train all cases on one set of processes; results by case name."""
-    launch(_train_cases, world_size, folder, cases)
+    launch(train_cases, world_size, folder, cases)
+    return read_results(world_size, folder)
+
+
+def read_results(world_size: int, folder: Path) -> dict[str, Result]:
+    """What `train_cases` wrote on that many processes."""
     stored = torch.load(folder / f"results_{world_size}.pt", weights_only=True)
     return {name: Result(**values) for name, values in stored.items()}
 
 
-def _train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
+def runs_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that are marked so are chosen: only then are the cases trained that they alone look at."""
+    return any(item.get_closest_marker("exhaustive") for item in request.session.items)
+
+
+def train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
+    """Train all cases in this process group; rank 0 writes the results."""
     results = {case.name: vars(train_case(case, folder)) for case in cases}
     if rank == 0:
         torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")

@@ -1,8 +1,10 @@
-"""Layouts to hold against one process: the whole product, and a small set in which every pair of choices occurs."""
+"""Layouts to hold against one process: the whole product, and small sets in which every pair of choices occurs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -80,22 +82,48 @@ def full_product() -> list[ParallelLayout]:
     return [layout for layout in layouts if layout.ranks > 1 and (layout.data != "1" or layout.zero_stage == 0)]
 
 
-def covering_set(layouts: list[ParallelLayout], most_ranks: int = 4) -> list[ParallelLayout]:
-    """Few of the layouts, such that any two choices that occur together in one of all occur together in one of these.
+def every_pair(layout: ParallelLayout) -> set[tuple]:
+    """Each two of the layout's choices."""
+    choices = [(field.name, getattr(layout, field.name)) for field in fields(layout)]
+    return set(combinations(choices, 2))
 
-    Greedy; among equally good ones the one with the fewest ranks and microbatches, none with more than ``most_ranks``.
+
+def pairs_of_kinds(layout: ParallelLayout) -> set[tuple]:
+    """Each two choices, where schedules of one kind count as one, and the schedule itself.
+
+    Tensor parallelism meets each kind and each ZeRO stage only with sequence parallelism, which splits more.
     """
-    missing = set().union(*map(_pairs, layouts))
-    small = [layout for layout in layouts if layout.ranks <= most_ranks]
+    alike = replace(layout, schedule=kind(layout.schedule))
+    pairs = every_pair(alike) | {(layout.schedule,)}
+    left_out = {("schedule", alike.schedule), ("zero_stage", layout.zero_stage)}
+    return {pair for pair in pairs if ("tensor", "2") not in pair or left_out.isdisjoint(pair)}
+
+
+def kind(schedule: str) -> str:
+    """What other axes see of a schedule: how many stages a rank has, and whether the backward pass is split."""
+    if schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"):
+        return "split backward"
+    return schedule if schedule == "none" else f"{SCHEDULES[schedule]} stages"
+
+
+def covering_set(
+    layouts: list[ParallelLayout], parts: Callable[[ParallelLayout], set[tuple]], most_ranks: int = 4
+) -> list[ParallelLayout]:
+    """Few of the layouts, such that each part that occurs in any of ``layouts`` occurs in one of these.
+
+    Greedy: take the layout with the most new parts, then leave out those whose parts others have too. Candidates are
+    shuffled, so that what is not prescribed varies. None has more than ``most_ranks``.
+    """
+    candidates = [(layout, parts(layout)) for layout in layouts if layout.ranks <= most_ranks]
+    random.Random(0).shuffle(candidates)
+    missing = set().union(*map(parts, layouts))
     chosen = []
     while missing:
-        best = max(small, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks, -layout.microbatches))
+        best = max(candidates, key=lambda each: (len(each[1] & missing), -each[0].ranks))
         chosen.append(best)
-        missing -= _pairs(best)
-    return sorted(chosen, key=lambda layout: layout.ranks)
-
-
-def _pairs(layout: ParallelLayout) -> set[tuple]:
-    choices = asdict(layout)
-    names = [field.name for field in fields(layout)]
-    return {(a, choices[a], b, choices[b]) for a, b in combinations(names, 2)}
+        missing -= best[1]
+    for each in sorted(chosen, key=lambda each: -each[0].ranks):
+        others = [other for other in chosen if other is not each]
+        if each[1] <= set().union(*(parts for _, parts in others)):
+            chosen = others
+    return sorted((layout for layout, _ in chosen), key=lambda layout: layout.ranks)

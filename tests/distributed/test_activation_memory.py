@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.launch import Case, base_config, launch, runs_exhaustive_tests
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -62,46 +62,50 @@ def split(name: str, mode: str = "none", dtype: str = "float32", sequence_parall
 EVERY_OTHER = case("llama full, every other layer", "full")
 EVERY_OTHER.settings["activation_checkpoint.every_n_layers"] = 2
 PASSES = [
-    case("gpt"),
     case("gpt bfloat16", dtype="bfloat16"),
-    case("gpt grouped queries", shape={"num_kv_heads": 2}),
     case("gpt dropout", shape={"dropout": 0.1}),
     case("gpt selective", "selective"),
     case("gpt full", "full", "bfloat16"),
     case("llama"),
-    case("llama bfloat16", dtype="bfloat16"),
     case("llama selective", "selective", "bfloat16"),
-    case("llama full", "full"),
     EVERY_OTHER,
-    split("gpt sequence parallel"),
     split("gpt tensor parallel", sequence_parallel=False),
     split("gpt sequence parallel, selective", "selective", "bfloat16"),
+    split("llama sequence parallel, full", "full"),
+    case("bert norms after, bfloat16", dtype="bfloat16", shape={"norm_placement": "post"}),
+    case("t5"),
+    case("t5 full, relu", "full", shape={"mlp": "relu"}),
+    case("t5 selective bfloat16", "selective", "bfloat16"),
+    split("t5 sequence parallel"),
+]
+MORE_PASSES = [
+    case("gpt"),
+    case("gpt grouped queries", shape={"num_kv_heads": 2}),
+    case("llama bfloat16", dtype="bfloat16"),
+    case("llama full", "full"),
+    split("gpt sequence parallel"),
     split("llama sequence parallel", dtype="bfloat16"),
     split("llama tensor parallel, selective", "selective", sequence_parallel=False),
-    split("llama sequence parallel, full", "full"),
     case("bert"),
-    case("bert norms after, bfloat16", dtype="bfloat16", shape={"norm_placement": "post"}),
     split("bert sequence parallel"),
-    case("t5"),
     case("t5 bfloat16", dtype="bfloat16"),
     case("t5 full", "full"),
-    case("t5 full, relu", "full", shape={"mlp": "relu"}),
     case("t5 selective", "selective"),
-    case("t5 selective bfloat16", "selective", "bfloat16"),
     case("t5 selective, relu", "selective", shape={"mlp": "relu"}),
     case("t5 dropout", shape={"dropout": 0.1}),
-    split("t5 sequence parallel"),
     split("t5 tensor parallel", sequence_parallel=False),
     split("t5 sequence parallel, selective", "selective"),
 ]
 STEPS = [
-    case("gpt, 2 microbatches", shape=LARGER, micro_batch_size=2, microbatches=4),
-    case("gpt, 1 microbatch", shape=LARGER, micro_batch_size=2, microbatches=2),
     case("gpt full, 1 microbatch", "full", shape=LARGER, micro_batch_size=2, microbatches=2),
     case("gpt bfloat16", dtype="bfloat16", micro_batch_size=2, microbatches=4),
     case("gpt zero 3", shape=LARGER, micro_batch_size=2, microbatches=4, zero_stage=3),
-    case("llama zero 3 bfloat16", dtype="bfloat16", micro_batch_size=2, microbatches=4, zero_stage=3),
     case("gpt pipeline", shape=LARGER, micro_batch_size=2, microbatches=4, pipeline_parallel_degree=2),
+]
+MORE_STEPS = [
+    case("gpt, 2 microbatches", shape=LARGER, micro_batch_size=2, microbatches=4),
+    case("gpt, 1 microbatch", shape=LARGER, micro_batch_size=2, microbatches=2),
+    case("llama zero 3 bfloat16", dtype="bfloat16", micro_batch_size=2, microbatches=4, zero_stage=3),
     case(
         "llama gpipe",
         shape=LARGER,
@@ -113,8 +117,12 @@ STEPS = [
 ]
 
 
-def measure(rank: int, folder: Path) -> None:
-    steps = {case.name: measure_step(base_config(folder, case.settings)) for case in STEPS}
+def marked(cases: list[Case], more: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in more), id=case.name) for case in cases + more]
+
+
+def measure(rank: int, folder: Path, cases: list[Case]) -> None:
+    steps = {case.name: measure_step(base_config(folder, case.settings)) for case in cases}
     gathered: list[Any] = [None] * RANKS
     dist.all_gather_object(gathered, steps)
     if rank == 0:
@@ -175,18 +183,19 @@ def measure_step(config: JobConfig) -> int:
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """By case. In a fake process group: gloo's threads let go of a collective's buffers some time after it is done."""
     folder = tmp_path_factory.mktemp("passes")
+    cases = PASSES + (MORE_PASSES if runs_exhaustive_tests(request) else [])
     with fake_process_group(0, RANKS):
-        return {case.name: measure_passes(base_config(folder, case.settings)) for case in PASSES}
+        return {case.name: measure_passes(base_config(folder, case.settings)) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
+def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     """By rank and case."""
     folder = tmp_path_factory.mktemp("activations")
-    launch(measure, RANKS, folder)
+    launch(measure, RANKS, folder, STEPS + (MORE_STEPS if runs_exhaustive_tests(request) else []))
     return json.loads((folder / "measured.json").read_text())
 
 
@@ -194,7 +203,7 @@ def workload(config: JobConfig, world_size: int) -> Workload:
     return workload_of(config, model_config(config.model), resolve_layout(config.parallelism, world_size))
 
 
-@pytest.mark.parametrize("case", PASSES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", marked(PASSES, MORE_PASSES))
 def test_activations_are_those_of_the_memory_tracker(passes: Any, case: Case, tmp_path: Path) -> None:
     """What the formulas leave out: labels, positions, generators' states, gradients of single weights."""
     work = workload(base_config(tmp_path / "none", case.settings), RANKS)
@@ -210,7 +219,7 @@ def test_activations_are_those_of_the_memory_tracker(passes: Any, case: Case, tm
     assert fullest_moment(work, one, counts, 1, 1, (True, True), 0.0).total == pytest.approx(found["peak"], rel=within)
 
 
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", marked(STEPS, MORE_STEPS))
 def test_most_memory_of_a_step_is_that_of_the_memory_tracker(steps: Any, case: Case, tmp_path: Path) -> None:
     work = workload(base_config(tmp_path / "none", case.settings), RANKS)
     for rank, found in enumerate(steps):

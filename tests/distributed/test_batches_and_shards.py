@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, by_name, full, launch, relative
+from tests.distributed.launch import base_config, by_name, full, launch, relative, runs_exhaustive_tests
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -28,7 +29,8 @@ TEXT_LENGTH, FIRST_FOR_VALIDATION = 60_001, 54_001  # tokens of the text, end of
 RAMP = TINY | {"training.micro_batch_size": 1, "training.batch_size_rampup": [4, 4, 24], "training.steps": 6}
 # The batch grows by 4 after each third of 24 samples.
 RAMP_SIZES, RAMP_CONSUMED = [4, 4, 8, 12, 16, 16], [4, 8, 16, 28, 44, 60]
-RAMP_STAGES = (0, 1, 3)
+RAMP_STAGES = (0, 3)
+MORE_RAMP_STAGES = (1,)
 
 # Over 4 ranks, 30 rows are 8, 8, 8, 6; 5 rows are 2, 2, 1 and none; 257 and 33 rows are uneven too.
 ODD_GPT = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 3, "ffn_hidden_size": 5, "max_seq_len": 33}
@@ -44,7 +46,7 @@ UNEVEN = {
         "parallelism.data_parallel_replicate_degree": replicas,
         "training.seq_len": 32,
         "training.micro_batch_size": 2,
-        "training.steps": 3,
+        "training.steps": 2,
     }
     for family, shape, optimizer, stage, replicas in (
         *(("gpt", ODD_GPT, "sgd", stage, 1) for stage in (0, 2, 3)),
@@ -53,6 +55,11 @@ UNEVEN = {
         *(("llama", ODD_LLAMA, "sgd", stage, 1) for stage in (1, 3)),
     )
 }
+MORE_UNEVEN = [
+    "gpt sgd | zero0 x 1 replicas",
+    "gpt sgd | zero3 x 1 replicas",
+    "llama sgd | zero3 x 1 replicas",
+]
 ONE_PROCESS = {"parallelism.zero_stage": 0, "parallelism.data_parallel_replicate_degree": 1}
 UNEVEN_ALONE = {name.split(" | ")[0]: settings | ONE_PROCESS for name, settings in UNEVEN.items()}
 
@@ -81,12 +88,20 @@ def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> di
     return {"records": records, "gradients": gradients, "weights": weights, "validation": validation}
 
 
-def train_everything(rank: int, folder: Path, world_size: int) -> None:
-    layouts = [f"zero{stage}" for stage in RAMP_STAGES] if world_size == 2 else []
-    results = {f"ramp {name}": train(folder, RAMP | {"parallelism.zero_stage": int(name[-1])}) for name in layouts}
-    if world_size != 2:
+def exhaustive(value: Any, more: Iterable[Any]) -> Any:
+    """A parameter, marked if it is one of the others."""
+    return pytest.param(value, marks=[pytest.mark.exhaustive] if value in more else [])
+
+
+def train_everything(rank: int, folder: Path, world_size: int, is_exhaustive: bool) -> None:
+    results: dict[Any, Any] = {}
+    if world_size == 2:
+        for stage in (*RAMP_STAGES, *(MORE_RAMP_STAGES if is_exhaustive else ())):
+            results[f"ramp zero{stage}"] = train(folder, RAMP | {"parallelism.zero_stage": stage})
+    else:
         for name, settings in (UNEVEN_ALONE if world_size == 1 else UNEVEN).items():
-            results[name] = train(folder, settings)
+            if is_exhaustive or name not in MORE_UNEVEN:
+                results[name] = train(folder, settings)
         for name, settings in VALIDATED.items():
             micro_batch = {"training.steps": 2, "training.micro_batch_size": 16 if world_size == 1 else 2}
             for validates in (False, True):
@@ -101,10 +116,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[int, dict[Any, Any]]:
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[int, dict[Any, Any]]:
     """By number of ranks."""
     for world_size in (1, 2, 4):
-        launch(train_everything, world_size, folder, world_size)
+        launch(train_everything, world_size, folder, world_size, runs_exhaustive_tests(request))
     return {size: torch.load(folder / f"{size}.pt", weights_only=True) for size in (1, 2, 4)}
 
 
@@ -119,7 +134,7 @@ def mean_loss(model: Transformer, samples: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(samples[:, 0]).flatten(0, 1), samples[:, 1].flatten())
 
 
-@pytest.mark.parametrize("stage", RAMP_STAGES)
+@pytest.mark.parametrize("stage", [exhaustive(stage, MORE_RAMP_STAGES) for stage in (*RAMP_STAGES, *MORE_RAMP_STAGES)])
 def test_ramp_up_trains_on_the_right_batches(folder: Path, results: dict[int, Any], stage: int) -> None:
     run = results[2][f"ramp zero{stage}"]
     assert [record["global_batch_size"] for record in run["records"]] == RAMP_SIZES
@@ -140,7 +155,7 @@ def test_ramp_up_trains_on_the_right_batches(folder: Path, results: dict[int, An
         first += size
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", [exhaustive(name, MORE_UNEVEN) for name in UNEVEN])
 def test_unequal_shards_train_as_one_process(folder: Path, results: dict[int, Any], name: str) -> None:
     run, alone = results[4][name], results[1][name.split(" | ")[0]]
     initial = plain_model(base_config(folder, UNEVEN[name])).state_dict()

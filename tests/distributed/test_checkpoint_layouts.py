@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +24,86 @@ INTERLEAVED = PIPELINE | {
 TENSOR = {"parallelism.tensor_parallel_degree": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
-        "zero0 of 4": {"parallelism.zero_stage": 0},
-        "zero1 of 4": {"parallelism.zero_stage": 1},
         "zero3 of 4": {"parallelism.zero_stage": 3},
         "2 replicas of zero3": {"parallelism.zero_stage": 3} | HSDP,
-        "bfloat16 zero0 of 4": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
         "2 stages of tensor 2": PIPELINE | TENSOR,
-        "2 stages of zero3": PIPELINE | {"parallelism.zero_stage": 3},
         "tensor 2 of zero1": TENSOR | {"parallelism.zero_stage": 1, "parallelism.sequence_parallel": True},
     },
     2: {
         "zero0 of 2": {"parallelism.zero_stage": 0},
-        "zero3 of 2": {"parallelism.zero_stage": 3},
+        "bfloat16 zero0 of 2": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
         "interleaved": INTERLEAVED,
     },
     1: {"1 rank": {}, "1 rank in bfloat16": {"training.dtype": "bfloat16"}},
 }
-NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-LOADED_IN = ("2 stages of tensor 2", "interleaved", "1 rank")
+MORE_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    4: LAYOUTS[4]
+    | {
+        "zero0 of 4": {"parallelism.zero_stage": 0},
+        "2 stages of zero3": PIPELINE | {"parallelism.zero_stage": 3},
+        "zero1 of 4": {"parallelism.zero_stage": 1},
+        "bfloat16 zero0 of 4": {"parallelism.zero_stage": 0, "training.dtype": "bfloat16"},
+    },
+    2: LAYOUTS[2] | {"zero3 of 2": {"parallelism.zero_stage": 3}},
+    1: LAYOUTS[1],
+}
+# One process reads every checkpoint. Other layouts read other parts, whose borders may not be those of what was saved.
+LOADED = {
+    "2 stages of tensor 2": ["zero3 of 4", "tensor 2 of zero1", "interleaved"],
+    "interleaved": ["2 stages of tensor 2", "2 replicas of zero3", "1 rank"],
+    "1 rank": [name for layouts in LAYOUTS.values() for name in layouts],
+}
+LOADED_MORE = {layout: [name for layouts in MORE_LAYOUTS.values() for name in layouts] for layout in LOADED}
+SETS = {"normal": (LAYOUTS, LOADED), "exhaustive": (MORE_LAYOUTS, LOADED_MORE)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    crash_worker.base_config(folder, {})
-    for ranks, layouts in LAYOUTS.items():
-        settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items()}
-        launch(crash_worker.save_each, ranks, folder, NAMES, settings)
-    for ranks, layouts in LAYOUTS.items():
-        settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items() if name in LOADED_IN}
-        launch(crash_worker.load_each, ranks, folder, NAMES, settings)
-    return folder
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where everything is saved, and loaded as far as it is, of the normal or of the exhaustive run."""
+
+    @cache
+    def save_and_load(chosen: str) -> Path:
+        folder, (saved, loaded) = tmp_path_factory.mktemp("layouts"), SETS[chosen]
+        crash_worker.base_config(folder, {})
+        for ranks, layouts in saved.items():
+            settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items()}
+            launch(crash_worker.save_each, ranks, folder, settings)
+        for ranks, layouts in saved.items():
+            settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items() if name in loaded}
+            launch(crash_worker.load_each, ranks, folder, loaded, settings)
+        return folder
+
+    return save_and_load
 
 
-@pytest.mark.parametrize("saved", NAMES)
-def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(folder: Path, saved: str) -> None:
-    digest = (folder / saved / "digest").read_text()
-    for ranks, layouts in LAYOUTS.items():
-        loaded = json.loads((folder / f"loaded at {ranks}.json").read_text())
-        for layout in set(layouts) & set(LOADED_IN):
-            assert loaded[f"{saved} in {layout}"] == digest, layout
+@pytest.mark.parametrize(
+    ("chosen", "saved", "layout"),
+    [
+        pytest.param(chosen, name, layout, marks=[pytest.mark.exhaustive] * (chosen == "exhaustive"))
+        for chosen, (_, loaded) in SETS.items()
+        for layout, names in loaded.items()
+        for name in names
+    ],
+)
+def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(
+    folder: Callable[[str], Path], chosen: str, saved: str, layout: str
+) -> None:
+    ranks = next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts)
+    loaded = json.loads((folder(chosen) / f"loaded at {ranks}.json").read_text())
+    assert loaded[f"{saved} in {layout}"] == (folder(chosen) / saved / "digest").read_text()
 
 
 def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
-    checkpoints = tmp_path / "run" / "checkpoint"
+    launch(train_three_times, 1, tmp_path)
+
+
+def train_three_times(rank: int, folder: Path) -> None:
+    checkpoints = folder / "run" / "checkpoint"
 
     def train(**settings: int) -> list[int]:
-        launch(
-            crash_worker.train,
-            1,
-            tmp_path,
-            tmp_path / "run",
-            {k.replace("_", ".", 1): v for k, v in settings.items()},
-        )
+        changes = {key.replace("_", ".", 1): value for key, value in settings.items()}
+        crash_worker.train(rank, folder, folder / "run", changes)
         return complete_steps(checkpoints)
 
     assert train(training_steps=4) == [1, 2, 3, 4]
@@ -89,20 +117,19 @@ def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
 def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> None:
     crash_worker.base_config(tmp_path, {})
     dump = tmp_path / "run"
-    launch(crash_worker.train, 1, tmp_path, dump, {"training.steps": 4})
-    launch(
-        crash_worker.train,
-        1,
-        tmp_path,
-        dump,
-        {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3},
-    )
+    runs = [{"training.steps": 4}, {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3}]
+    launch(train_each, 1, tmp_path, dump, runs)
     rates = {
         step: read_run_state(dump / "checkpoint" / f"step-{step}").config["optimizer"]["lr"]
         for step in complete_steps(dump / "checkpoint")
     }
     assert rates == {1: 1e-3, 2: 5e-3, 3: 5e-3, 4: 1e-3}
     assert [json.loads(line)["step"] for line in (dump / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def train_each(rank: int, folder: Path, dump: Path, runs: list[dict[str, Any]]) -> None:
+    for settings in runs:
+        crash_worker.train(rank, folder, dump, settings)
 
 
 def test_run_saved_before_its_first_update_resumes(tmp_path: Path) -> None:

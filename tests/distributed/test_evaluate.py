@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from scripts import convert, evaluate
-from tests.distributed.launch import base_config, launch
+from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, reference_of, save_checkpoint
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.config.schema import JobConfig
@@ -48,6 +48,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama")
 MODELS = (*FAMILIES, "gpt prefix")  # the last with data.prefix_lm
+NORMAL = [
+    ("gpt", "pipeline, tensor"),
+    ("gpt", "data"),
+    ("llama", "data, tensor, zero 3"),
+    ("llama", "replicas, interleaved"),
+    ("gpt prefix", "data, tensor, zero 3"),
+]
+EVERY = [*NORMAL, *(each for each in itertools.product(MODELS, LAYOUTS) if each not in NORMAL)]
 
 
 @cache
@@ -57,6 +65,11 @@ def model_of(family: str):
     return random_model(shape).float()
 
 
+@cache
+def transformers_model(family: str):
+    return reference_of(model_of(family))
+
+
 @torch.no_grad()
 def log_probabilities(name: str, tokens: torch.Tensor, prefix: int) -> torch.Tensor:
     """transformers, on tokens [seq] of which the first ``prefix`` come before the targets: [seq, vocab]."""
@@ -64,7 +77,7 @@ def log_probabilities(name: str, tokens: torch.Tensor, prefix: int) -> torch.Ten
     mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     if masked:
         mask[:, :prefix] = True
-    return reference_of(model_of(family))(tokens[None], attention_mask=mask[None, None]).logits[0].log_softmax(-1)
+    return transformers_model(family)(tokens[None], attention_mask=mask[None, None]).logits[0].log_softmax(-1)
 
 
 def config_of(folder: Path, name: str, layout: dict[str, Any]) -> JobConfig:
@@ -104,28 +117,30 @@ def windows_of(family: str) -> list[Window]:
     return sliding_windows(random_text(), SEQ_LEN, STRIDE) + continued(family)
 
 
-def scores_of(config: JobConfig, family: str, mesh: Any) -> torch.Tensor:
+def scores_of(config: JobConfig, windows: list[Window], mesh: Any) -> torch.Tensor:
     device = torch.device("cpu")
     model = load_parallel_model(config, find_checkpoint(config), mesh, device)
     model.train()
-    windows, before = windows_of(family), torch.get_rng_state()
+    before = torch.get_rng_state()
     scores = torch.tensor(Scorer(config, model, mesh, device)(windows), dtype=torch.float64)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(stage.module.training for stage in model.stages)
     return scores
 
 
-def score_in_every_layout(rank: int, folder: Path) -> None:
+Chosen = list[tuple[str, str, list[Window]]]  # model, layout and what is scored: transformers takes long to import
+
+
+def score_in_layouts(rank: int, folder: Path, chosen: Chosen) -> None:
     found = {}
-    for family in MODELS:
-        for name, layout in LAYOUTS.items():
-            config = config_of(folder, family, layout)
-            _, degrees = check_settings(config, dist.get_world_size())
-            scores = scores_of(config, family, build_mesh(degrees, "cpu"))
-            everywhere: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, scores)
-            assert all(torch.equal(others, scores) for others in everywhere)
-            found[f"{family} {name}"] = scores
+    for family, name, windows in chosen:
+        config = config_of(folder, family, LAYOUTS[name])
+        _, degrees = check_settings(config, dist.get_world_size())
+        scores = scores_of(config, windows, build_mesh(degrees, "cpu"))
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, scores)
+        assert all(torch.equal(others, scores) for others in everywhere)
+        found[f"{family} {name}"] = scores
     if rank == 0:
         torch.save(found, folder / "scores.pt")
 
@@ -153,7 +168,7 @@ def training_config(folder: Path, layout: str, tasks: list[str]) -> JobConfig:
         "evaluation.interval": 2,
         "evaluation.steps": 1,
         "evaluation.datasets": [f"{spec.partition('=')[0]}={folder / spec.partition('=')[2]}" for spec in tasks],
-        "model.overrides": {"dropout": 0.2},
+        "model.overrides": {"dropout": 0.2, "num_layers": 2},
         "job.dump_folder": str(folder / "runs" / f"{layout} {len(tasks)}"),
     }
     return base_config(folder, settings)
@@ -229,13 +244,13 @@ def write_harness_tasks(folder: Path) -> None:
         (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
 
 
-def do_everything(rank: int, folder: Path) -> None:
-    score_in_every_layout(rank, folder)
+def do_everything(rank: int, folder: Path, chosen: Chosen) -> None:
+    score_in_layouts(rank, folder, chosen)
     train_and_evaluate(rank, folder)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """The folder in which all processes did everything, and what they printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name, text in FILES.items():
@@ -247,7 +262,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
         for key, value in {"HF_HOME": "", "HF_DATASETS_CACHE": "/datasets"}.items():
             patch.setenv(key, f"{folder}/hf{value}")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        yield folder, launch(do_everything, 4, folder)[0].printed
+        layouts = EVERY if runs_exhaustive_tests(request) else NORMAL
+        chosen = [(model, layout, windows_of(model)) for model, layout in layouts]
+        yield folder, launch(do_everything, 4, folder, chosen)[0].printed
 
 
 def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:
@@ -299,7 +316,8 @@ def test_evaluation_during_training(trained: tuple[Path, str], layout: str) -> N
 
     # The script finds the same in one process, from the checkpoint of the last step.
     arguments = ["--job.dump_folder", config.job.dump_folder, "--training.seq_len=32", "--training.micro_batch_size=5"]
-    arguments += ["--model.overrides.dropout=0.2", "--json", str(folder / "found.json")]
+    arguments += ["--model.overrides.dropout=0.2", "--model.overrides.num_layers=2"]
+    arguments += ["--json", str(folder / "found.json")]
     for spec in config.evaluation.datasets:
         arguments += ["--task", spec]
     assert evaluate.main(arguments) == 0
@@ -318,10 +336,11 @@ def scores(trained: tuple[Path, str]) -> dict[str, torch.Tensor]:
     with process_group(torch.device("cpu")):
         for family in MODELS:
             config, _, layout = resolve_for_inference(config_of(folder, family, LAYOUTS["pipeline, tensor"]), 1)
-            found[f"{family} one process"] = scores_of(config, family, build_mesh(layout, "cpu"))
+            found[f"{family} one process"] = scores_of(config, windows_of(family), build_mesh(layout, "cpu"))
     return found
 
 
+@cache
 def perplexity_by_transformers(name: str) -> float:
     """The loop of Hugging Face's guide to perplexity, over windows of SEQ_LEN inputs."""
     tokens = torch.from_numpy(random_text())
@@ -338,14 +357,29 @@ def perplexity_by_transformers(name: str) -> float:
     return math.exp(loss / (len(tokens) - 1))
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("layout", ["one process", *LAYOUTS])
+@cache
+def scores_by_transformers(name: str) -> list[tuple[float, int]]:
+    """Of each continued window: the log probability of its targets, and how many of them are the most probable."""
+    scores = []
+    for window in continued(name):
+        tokens = torch.from_numpy(window.tokens)
+        likely = log_probabilities(name, tokens[:-1], len(tokens) - TARGETS)[-TARGETS:]
+        right = (likely.argmax(-1) == tokens[-TARGETS:]).sum().item()
+        scores.append((likely.gather(1, tokens[-TARGETS:, None]).sum().item(), int(right)))
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(family, "one process") for family in MODELS]
+    + [
+        pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive])  # type: ignore[misc]
+        for each in EVERY
+    ],
+)
 def test_scores_are_those_of_transformers(scores: dict[str, torch.Tensor], family: str, layout: str) -> None:
     text, words = scores[f"{family} {layout}"].split((len(windows_of(family)) - len(continued(family)), 23))
     assert math.exp(-text[:, 0].sum().item() / 159) == pytest.approx(perplexity_by_transformers(family), rel=1e-6)
-    for window, (found, right) in zip(continued(family), words.tolist(), strict=True):
-        tokens = torch.from_numpy(window.tokens)
-        likely = log_probabilities(family, tokens[:-1], len(tokens) - TARGETS)[-TARGETS:]
-        assert found == pytest.approx(likely.gather(1, tokens[-TARGETS:, None]).sum().item(), rel=1e-5)
-        assert right == (likely.argmax(-1) == tokens[-TARGETS:]).sum()
+    for expected, (found, right) in zip(scores_by_transformers(family), words.tolist(), strict=True):
+        assert (found, right) == (pytest.approx(expected[0], rel=1e-5), expected[1])
     assert {TARGETS - 1, TARGETS} <= set(words[:, 1].int().tolist())

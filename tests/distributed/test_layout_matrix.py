@@ -2,8 +2,10 @@
 
 Every layout is held to one process by the gradient norms before clipping, every parameter's gradient of the first step
 and every weight after the last, in float64, where summation order leaves less than 1e-10. (`test_parity` has float32.)
-A set that covers all pairs of choices runs here for two steps of AdamW; ``pytest -m exhaustive`` runs it for ten, and
-all combinations with two data-parallel ranks for two steps of SGD (an hour on two cores), and writes
+
+A set runs here, for two steps of AdamW, that covers every pair of choices, where schedules of one kind count as one and
+each schedule occurs. ``pytest -m exhaustive`` runs a set in which all pairs of schedules with others occur, for ten
+steps, and all combinations with two data-parallel ranks for two steps of SGD (an hour on two cores), and writes
 benchmarks/results/layout_matrix_cpu.json.
 """
 
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,15 @@ import pytest
 import torch
 
 from tests.distributed.launch import Case, Result, run_cases, worst
-from tests.distributed.layouts import GLOBAL_BATCH, SCHEDULES, ParallelLayout, covering_set, full_product
+from tests.distributed.layouts import (
+    GLOBAL_BATCH,
+    SCHEDULES,
+    ParallelLayout,
+    covering_set,
+    every_pair,
+    full_product,
+    pairs_of_kinds,
+)
 from tests.distributed.test_parity import without_key_biases
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layout_matrix_cpu.json"
@@ -34,7 +46,8 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 FLOAT64_TOLERANCE = 1e-10
-COVERING = covering_set(full_product())
+COVERING = covering_set(full_product(), pairs_of_kinds)
+COVERING_MORE = covering_set(full_product(), every_pair)
 
 BERT_PAIRS: dict[str, Any] = {
     "model.family": "bert",
@@ -42,7 +55,6 @@ BERT_PAIRS: dict[str, Any] = {
     "data.sentence_objective": "next_sentence",
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
-    "gpt 4 stages": (4, {"parallelism.pipeline_parallel_degree": 4}),
     "gpt 4 stages of 6 layers, balanced": (
         4,
         {"parallelism.pipeline_parallel_degree": 4, "model.overrides": {"num_layers": 6}},
@@ -50,15 +62,6 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     "gpt 1 and 3 layers": (
         2,
         {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_layers": [1, 3]},
-    ),
-    "llama tied, 4 stages": (
-        4,
-        {
-            "model.family": "llama",
-            "model.overrides": {"tied_embeddings": True},
-            "parallelism.pipeline_parallel_degree": 4,
-            "parallelism.pipeline_schedule": "gpipe",
-        },
     ),
     "llama tied, both ends on one rank, shards": (
         4,
@@ -99,6 +102,18 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
             "activation_checkpoint.mode": "full",
         },
     ),
+}
+EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on 8 ranks: `test_optimizers` and `test_t5_layouts` have others
+    "gpt 4 stages": (4, {"parallelism.pipeline_parallel_degree": 4}),
+    "llama tied, 4 stages": (
+        4,
+        {
+            "model.family": "llama",
+            "model.overrides": {"tied_embeddings": True},
+            "parallelism.pipeline_parallel_degree": 4,
+            "parallelism.pipeline_schedule": "gpipe",
+        },
+    ),
     **{
         layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})
         for layout in (
@@ -127,25 +142,41 @@ def small(layout: ParallelLayout) -> dict[str, Any]:
     return layout.settings() | {"model.overrides": {"hidden_size": 64, "num_layers": 2 if has_one_stage else 4}}
 
 
-ALL: dict[str, tuple[int, dict[str, Any]]] = {layout.name: (layout.ranks, small(layout)) for layout in COVERING} | MORE
+def named(layouts: list[ParallelLayout]) -> dict[str, tuple[int, dict[str, Any]]]:
+    return {layout.name: (layout.ranks, small(layout)) for layout in layouts}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(10, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder, steps = tmp_path_factory.mktemp("matrix"), request.param
-    references = [reference(choices, "adamw", steps) for _, choices in ALL.values()]
-    found = run_cases(list({case.name: case for case in references}.values()), 1, folder)
-    for ranks in (2, 4, 8):
-        cases = [
-            Case(name, settings(choices, "adamw", steps)) for name, (size, choices) in ALL.items() if size == ranks
-        ]
-        found |= run_cases(cases, ranks, folder)
-    return found
+NORMAL = named(COVERING) | MORE
+ALL = named(COVERING_MORE) | NORMAL | EXHAUSTIVE
+STEPS = {"normal": 2, "exhaustive": 10}
+RUN_BY_NAME = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+TESTED = [("normal", name) for name in NORMAL]
+TESTED += [pytest.param("exhaustive", name, marks=RUN_BY_NAME) for name in ALL]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_same_training_as_one_process(results: dict[str, Result], name: str) -> None:
-    result, expected = results[name], results[reference(ALL[name][1], "adamw", 1).name]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Result]]:
+    """Those of the normal or of the exhaustive run."""
+
+    @cache
+    def train(chosen: str) -> dict[str, Result]:
+        folder, steps = tmp_path_factory.mktemp("matrix"), STEPS[chosen]
+        layouts = NORMAL if chosen == "normal" else ALL
+        references = [reference(choices, "adamw", steps) for _, choices in layouts.values()]
+        found = run_cases(list({case.name: case for case in references}.values()), 1, folder)
+        for ranks in sorted({ranks for ranks, _ in layouts.values()}):
+            here = {name: choices for name, (size, choices) in layouts.items() if size == ranks}
+            cases = [Case(name, settings(choices, "adamw", steps)) for name, choices in here.items()]
+            found |= run_cases(cases, ranks, folder)
+        return found
+
+    return train
+
+
+@pytest.mark.parametrize(("chosen", "name"), TESTED)
+def test_same_training_as_one_process(results: Callable[[str], dict[str, Result]], chosen: str, name: str) -> None:
+    found = results(chosen)
+    result, expected = found[name], found[reference(ALL[name][1], "adamw", 1).name]
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=FLOAT64_TOLERANCE)
     assert worst(result.gradients, expected.gradients) <= (FLOAT64_TOLERANCE, "")
     weights, expected_weights = without_key_biases(result.weights), without_key_biases(expected.weights)
@@ -153,9 +184,14 @@ def test_same_training_as_one_process(results: dict[str, Result], name: str) -> 
     assert result.losses == pytest.approx(expected.losses, rel=FLOAT64_TOLERANCE)
 
 
-def test_covering_set_covers_and_stays_small() -> None:
-    assert 30 <= len(COVERING) <= 45
-    assert {layout.schedule for layout in COVERING} == {layout.schedule for layout in full_product()}
+@pytest.mark.parametrize(
+    ("layouts", "parts", "most"), [(COVERING, pairs_of_kinds, 26), (COVERING_MORE, every_pair, 46)]
+)
+def test_covering_set_covers_and_stays_small(layouts: list[ParallelLayout], parts: Any, most: int) -> None:
+    assert len(layouts) <= most
+    assert set().union(*map(parts, layouts)) == set().union(*map(parts, full_product()))
+    for axis in ("family", "schedule", "tensor", "zero_stage", "data", "recompute", "microbatches"):
+        assert {getattr(each, axis) for each in layouts} == {getattr(each, axis) for each in full_product()}
 
 
 @pytest.mark.exhaustive

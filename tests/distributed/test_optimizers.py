@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import Case, Result, base_config, launch, run_cases, worst
+from tests.distributed.launch import (
+    Case,
+    Result,
+    base_config,
+    launch,
+    read_results,
+    run_cases,
+    train_cases,
+    worst,
+)
 from tests.distributed.test_host_reads import CountReads, refuse
 from tests.distributed.test_zero_memory import CountCollectives
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
@@ -49,27 +58,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 2, "vocab_multiple": 1},
     "llama": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_multiple": 1},
 }
+V_SHAPED = {PP: 2, SCHEDULE: "zbv_zero_bubble", "parallelism.virtual_stages_per_rank": 2}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "zero 0 of 4": (4, "gpt", {ZERO: 0}),
-    "zero 1 of 4": (4, "gpt", {ZERO: 1}),
     "zero 3 of 4": (4, "llama", {ZERO: 3}),
     "zero 2, replicas": (4, "llama", {ZERO: 2, REPLICAS: 2}),
     "zero 1, tensor with SP": (4, "gpt", {ZERO: 1, TP: 2, SP: True}),
     "zero 3, tensor": (4, "llama", {ZERO: 3, TP: 2}),
+    "tensor with SP, 2 stages": (4, "gpt", {TP: 2, SP: True, PP: 2}),
+    "zero 1, both ends on one rank": (4, "gpt", {ZERO: 1} | V_SHAPED),
+}
+MORE_LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero 0 of 4": (4, "gpt", {ZERO: 0}),
+    "zero 1 of 4": (4, "gpt", {ZERO: 1}),
     "zero 0, tensor with SP": (4, "llama", {ZERO: 0, TP: 2, SP: True}),
     "zero 3, 2 stages": (4, "gpt", {ZERO: 3, PP: 2}),
-    "tensor with SP, 2 stages": (4, "gpt", {TP: 2, SP: True, PP: 2}),
     "zero 2, tensor with SP, 2 stages": (8, "gpt", {ZERO: 2, TP: 2, SP: True, PP: 2}),
     "zero 3 of 4, 2 stages": (8, "gpt", {ZERO: 3, PP: 2}),
-    "zero 1 of 4, both ends on one rank": (
-        8,
-        "gpt",
-        {ZERO: 1, PP: 2, SCHEDULE: "zbv_zero_bubble", "parallelism.virtual_stages_per_rank": 2},
-    ),
+    "zero 1 of 4, both ends on one rank": (8, "gpt", {ZERO: 1} | V_SHAPED),
 }
+EVERY_LAYOUT = LAYOUTS | MORE_LAYOUTS
 
 
-def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     model = MODELS[family]
     if layout.get(SCHEDULE) == "zbv_zero_bubble":
         model = model | {"num_layers": 4}
@@ -82,7 +92,7 @@ def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 3
         "training.dtype": "float64",
         "training.steps": steps,
         "optimizer.name": optimizer,
-        "lr_scheduler.warmup_steps": 2,
+        "lr_scheduler.warmup_steps": 1,
     }
     return common | OPTIMIZERS[optimizer][family] | layout
 
@@ -94,19 +104,31 @@ def reference(optimizer: str, family: str, layout: dict[str, Any]) -> Case:
     return Case(f"{optimizer} {family} {alone['model.overrides']['num_layers']}", alone)
 
 
+def references(layouts: dict[str, tuple[int, str, dict[str, Any]]]) -> list[Case]:
+    cases = (reference(optimizer, *chosen) for optimizer in OPTIMIZERS for _, *chosen in layouts.values())
+    return list({case.name: case for case in cases}.values())
+
+
+def cases(layouts: dict[str, tuple[int, str, dict[str, Any]]], ranks: int) -> list[Case]:
+    return [
+        Case(f"{optimizer} {name}", settings(optimizer, family, layout))
+        for name, (size, family, layout) in layouts.items()
+        for optimizer in OPTIMIZERS
+        if size == ranks
+    ]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(folder: Path) -> dict[str, Result]:
+    return run_cases(references(LAYOUTS), 1, folder) | read_results(4, folder)
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("optimizers")
-    alone = {case.name: case for o in OPTIMIZERS for _, *chosen in LAYOUTS.values() for case in [reference(o, *chosen)]}
-    found = run_cases(list(alone.values()), 1, folder)
+    found = run_cases(references(MORE_LAYOUTS), 1, folder)
     for ranks in (4, 8):
-        cases = [
-            Case(f"{optimizer} {name}", settings(optimizer, family, layout))
-            for name, (size, family, layout) in LAYOUTS.items()
-            for optimizer in OPTIMIZERS
-            if size == ranks
-        ]
-        found |= run_cases(cases, ranks, folder)
+        found |= run_cases(cases(MORE_LAYOUTS, ranks), ranks, folder)
     return found
 
 
@@ -122,7 +144,18 @@ def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_same_training_as_one_process(results: dict[str, Result], name: str, optimizer: str) -> None:
-    _, family, layout = LAYOUTS[name]
+    assert_same(results, name, optimizer)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MORE_LAYOUTS)
+def test_same_training_in_more_layouts(more_results: dict[str, Result], name: str, optimizer: str) -> None:
+    assert_same(more_results, name, optimizer)
+
+
+def assert_same(results: dict[str, Result], name: str, optimizer: str) -> None:
+    _, family, layout = EVERY_LAYOUT[name]
     result, expected = results[f"{optimizer} {name}"], results[reference(optimizer, family, layout).name]
     assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
@@ -134,43 +167,69 @@ def test_same_training_as_one_process(results: dict[str, Result], name: str, opt
 # ---- checkpoints
 
 ONE = "one process"
-PAIRS = [  # of layouts with the same model
+PAIRS = [("zero 3, tensor", "zero 2, replicas")]  # of layouts of four processes with the same model
+MORE_PAIRS = [
+    ("tensor with SP, 2 stages", "zero 1, tensor with SP"),
     (ONE, "zero 3, tensor"),
-    ("zero 3, tensor", "zero 2, replicas"),
     ("zero 3, 2 stages", "zero 1, tensor with SP"),
     ("zero 0, tensor with SP", ONE),
 ]
 SAVED = 2
 
+Job = tuple[str, Path | None, dict[str, Any]]
 
-def job(optimizer: str, name: str) -> tuple[int, dict[str, Any]]:
-    """Number of processes and settings of a run that keeps all its checkpoints."""
-    ranks, family, layout = LAYOUTS.get(name, (1, "llama", {}))
+
+def jobs(folder: Path, pairs: list[tuple[str, str]], ranks: int) -> tuple[list[Job], list[Job]]:
+    """What `crash_worker.train_from` takes: runs that keep all their checkpoints, and runs that go on from those."""
+    own, going_on = {}, []
     keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
-    return ranks, settings(optimizer, family, layout) | keeps
+    for optimizer in OPTIMIZERS:
+        for before, after in pairs:
+            for name in (before, after):
+                size, family, layout = EVERY_LAYOUT.get(name, (1, "llama", {}))
+                chosen = settings(optimizer, family, layout) | keeps
+                if size == ranks and name == before:
+                    own[f"{optimizer} {before}"] = chosen
+                if size == ranks and name == after:
+                    job = f"{optimizer} {before} → {after}", folder / f"{optimizer} {before}", chosen
+                    going_on.append(job)
+    return [(name, None, chosen) for name, chosen in own.items()], going_on
+
+
+def read_losses(folder: Path) -> dict[str, list[float]]:
+    """Of the steps after the saved one: of each layout's own run, and of each that goes on from another's."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("* *.json")}
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Of the steps after the saved one: of each layout's own run, and of each that goes on from another's."""
+def losses(folder: Path) -> dict[str, list[float]]:
+    return read_losses(folder)
+
+
+@pytest.fixture(scope="module")
+def more_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     folder = tmp_path_factory.mktemp("resumed")
     base_config(folder, {})
     for goes_on in (False, True):
         for ranks in (1, 4):
-            jobs = []
-            for optimizer in OPTIMIZERS:
-                for before, after in PAIRS:
-                    size, own = job(optimizer, after if goes_on else before)
-                    source = f"{optimizer} {before}"
-                    if size == ranks:
-                        jobs.append((f"{source} → {after}", folder / source, own) if goes_on else (source, None, own))
-            launch(crash_worker.train_from, ranks, folder, jobs, {}, SAVED)
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+            launch(crash_worker.train_from, ranks, folder, jobs(folder, MORE_PAIRS, ranks)[goes_on], {}, SAVED)
+    return read_losses(folder)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
 def test_goes_on_in_another_layout(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
+    assert_goes_on(losses, optimizer, before, after)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), MORE_PAIRS, ids=lambda name: name)
+def test_goes_on_in_more_layouts(more_losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
+    assert_goes_on(more_losses, optimizer, before, after)
+
+
+def assert_goes_on(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
     wanted = losses[f"{optimizer} {before}"]
     assert len(wanted) == 2 and wanted[-1] < wanted[0]
     assert losses[f"{optimizer} {before} → {after}"] == pytest.approx(wanted, rel=TOLERANCE)
@@ -244,11 +303,25 @@ class CountUpdates(CountCollectives):
         return func(*args, **(kwargs or {}))
 
 
+def do_everything(rank: int, folder: Path) -> None:
+    """What the tests that are not exhaustive look at: processes take long to start."""
+    train_cases(rank, folder, cases(LAYOUTS, 4))
+    for some in jobs(folder, PAIRS, 4):
+        crash_worker.train_from(rank, folder, some, {}, SAVED)
+    watch_steps(rank, folder)
+
+
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("optimizers")
+    base_config(folder, {})
+    launch(do_everything, 4, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watched(folder: Path) -> list[dict[str, Any]]:
     """By rank and run: values read, collectives, what a skipped step changed, and what the next one did not."""
-    folder = tmp_path_factory.mktemp("watched")
-    launch(watch_steps, 4, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 

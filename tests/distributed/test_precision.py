@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, base_config, full, launch, relative, train_case
+from tests.distributed.launch import (
+    Case,
+    base_config,
+    full,
+    launch,
+    relative,
+    runs_exhaustive_tests,
+    train_case,
+)
 from titan_like.config.errors import RunError
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -53,15 +61,46 @@ MODEL_PARALLEL = [  # on two ranks
         ("bfloat16", "split, one microbatch,", V_SHAPED | ONE_MICROBATCH, 0),
     )
 ]
-ON_TWO = [*HALF, *MODEL_PARALLEL]
+CASES = {1: HALF, 2: [*HALF, *MODEL_PARALLEL]}  # by number of ranks
+NORMAL = {  # those that run without -m exhaustive
+    1: {
+        "float16 zero0 summed in float32",
+        "bfloat16 zero0 summed in float32",
+        "bfloat16 zero3 summed in bfloat16",
+    },
+    2: {
+        "float16 zero0 summed in float32",
+        "float16 zero2 summed in float32",
+        "bfloat16 zero1 summed in float32",
+        "bfloat16 zero3 summed in float32",
+        "bfloat16 zero0 summed in bfloat16",
+        "bfloat16 zero3 summed in bfloat16",
+        "bfloat16 pipeline zero3",
+        "float16 sequence zero1",
+        "bfloat16 split zero2",
+        "float16 split zero3",
+        "bfloat16 split, one microbatch, zero0",
+    },
+}
 STEPS = 16
 WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
 SCALED = {
     f"zero{stage}": TINY | WARMUP | {"training.dtype": "float16", "parallelism.zero_stage": stage} for stage in (0, 3)
 }
-SCALED_ON_TWO = SCALED | {"pipeline": TINY | WARMUP | PIPELINE | {"training.dtype": "float16"}}
+SCALED_PIPELINE = {"pipeline": TINY | WARMUP | PIPELINE | {"training.dtype": "float16"}}
 ABSURD_SCALE = 2.0**30
 POISONED = {f"zero{stage}": TINY | WARMUP | {"parallelism.zero_stage": stage} for stage in (0, 1, 3)}
+
+ALL_SCALED = {1: SCALED, 2: SCALED | SCALED_PIPELINE}
+ALL_POISONED = {1: POISONED, 2: POISONED}
+NORMAL_SCALED = {1: {"zero0"}, 2: {"zero3", "pipeline"}}
+NORMAL_POISONED = {1: {"zero0"}, 2: {"zero0", "zero3"}}
+
+
+def marked(name: str, world_size: int, normal: dict[int, set[str]], value: Any = None) -> Any:
+    """A pair of parameters, exhaustive unless the name is among the normal ones."""
+    marks = [] if name in normal[world_size] else [pytest.mark.exhaustive]
+    return pytest.param(value or name, world_size, marks=marks, id=f"{name}-{world_size}")
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -109,26 +148,29 @@ def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: boo
     return {"records": records, "before": before, "after": after, "end": weights_of(trainer), "stopped": stopped}
 
 
-def train_everything(rank: int, folder: Path, world_size: int) -> None:
+def train_everything(rank: int, folder: Path, world_size: int, exhaustive: bool) -> None:
+    def chosen(runs: dict[int, dict[str, Any]], normal: dict[int, set[str]]) -> dict[str, Any]:
+        here = runs[world_size].items()
+        return {name: settings for name, settings in here if exhaustive or name in normal[world_size]}
+
+    half = [case for case in CASES[world_size] if exhaustive or case.name in NORMAL[world_size]]
+    scaled, poisoned = chosen(ALL_SCALED, NORMAL_SCALED), chosen(ALL_POISONED, NORMAL_POISONED)
     results = {
-        "half": {case.name: vars(train_case(case, folder)) for case in (HALF if world_size == 1 else ON_TWO)},
+        "half": {case.name: vars(train_case(case, folder)) for case in half},
         "exact": {case.name: vars(train_case(case, folder)) for case in (EXACT, EXACT_OF_FOUR) if world_size == 1},
-        "scaled": {
-            name: train_with_absurd_scale(folder, settings)
-            for name, settings in (SCALED if world_size == 1 else SCALED_ON_TWO).items()
-        },
-        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in POISONED.items()},
-        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in POISONED.items()},
+        "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in scaled.items()},
+        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in poisoned.items()},
+        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in poisoned.items()},
     }
     torch.save(results, folder / f"{world_size}_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """By number of ranks; what the last rank saw."""
-    folder = tmp_path_factory.mktemp("precision")
+    folder, exhaustive = tmp_path_factory.mktemp("precision"), runs_exhaustive_tests(request)
     for world_size in (1, 2):
-        launch(train_everything, world_size, folder, world_size)
+        launch(train_everything, world_size, folder, world_size, exhaustive)
     return {size: torch.load(folder / f"{size}_{size - 1}.pt", weights_only=True) for size in (1, 2)}
 
 
@@ -140,8 +182,7 @@ def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case
 
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [*((case, 1) for case in HALF), *((case, 2) for case in ON_TWO)],
-    ids=lambda value: getattr(value, "name", str(value)),
+    [marked(case.name, world_size, NORMAL, case) for world_size, cases in CASES.items() for case in cases],
 )
 def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_size: int, case: Case) -> None:
     """A gradient element goes through some 20 rounded results per layer, forward and backward.
@@ -161,14 +202,16 @@ def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_si
     assert results[world_size]["half"][case.name]["grad_norms"] == pytest.approx(exact["grad_norms"], rel=eps)
 
 
-@pytest.mark.parametrize("case", [case for case in HALF if "in float32" in case.name], ids=lambda case: case.name)
-def test_sums_are_float32(results: dict[int, Any], case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [marked(case.name, world_size, NORMAL, case) for world_size in CASES for case in HALF if "in float32" in case.name],
+)
+def test_sums_are_float32(results: dict[int, Any], case: Case, world_size: int) -> None:
     """Microbatches are the same in every layout, so what differs is only the order of their float32 sum."""
     alone = next(other for other in HALF if other.settings["training.dtype"] == case.settings["training.dtype"])
     reference = gradients_of(results, 1, alone)
-    for world_size in (1, 2):
-        for name, gradient in gradients_of(results, world_size, case).items():
-            assert relative(gradient, reference[name]) < 1e-6, name
+    for name, gradient in gradients_of(results, world_size, case).items():
+        assert relative(gradient, reference[name]) < 1e-6, name
 
 
 def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:
@@ -180,7 +223,8 @@ def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [*((name, 1) for name in SCALED), *((name, 2) for name in SCALED_ON_TWO)]
+    ("name", "world_size"),
+    [marked(name, world_size, NORMAL_SCALED) for world_size, runs in ALL_SCALED.items() for name in runs],
 )
 def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], world_size: int, name: str) -> None:
     run = results[world_size]["scaled"][name]
@@ -205,8 +249,10 @@ def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], 
     assert run["types"] == {"torch.float32"}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [marked(name, world_size, NORMAL_POISONED) for world_size, runs in ALL_POISONED.items() for name in runs],
+)
 def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_size: int, name: str) -> None:
     run = results[world_size]["skips"][name]
     records = run["records"]
@@ -222,8 +268,10 @@ def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_siz
     assert "loss_scale" not in records[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [marked(name, world_size, NORMAL_POISONED) for world_size, runs in ALL_POISONED.items() for name in runs],
+)
 def test_step_with_nan_stops_the_run_if_it_may_not_be_skipped(
     results: dict[int, Any], world_size: int, name: str
 ) -> None:

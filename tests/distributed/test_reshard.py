@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,55 +28,75 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved on 2, ZeRO 1 on 2": (4, {PP: 2, SCHEDULE: "interleaved_1f1b", VIRTUAL: 2, ZERO: 1}),
     "ZBV on 2, tensor 2": (4, {PP: 2, SCHEDULE: "zbv_zero_bubble", TP: 2}),
 }
-PAIRS = [
-    ("one rank", "ZeRO 3 on 4"),
+PAIRS = [  # `test_checkpoint_layouts` compares the bits of more
     ("one rank", "ZBV on 2, tensor 2"),
+    ("ZeRO 3 on 4", "tensor 2 with SP, ZeRO 3 on 2"),
+    ("tensor 2 with SP, ZeRO 3 on 2", "interleaved on 2, ZeRO 1 on 2"),
+    ("interleaved on 2, ZeRO 1 on 2", "one rank"),
+    ("ZBV on 2, tensor 2", "ZeRO 2 on 2"),
+]
+MORE_PAIRS = [
+    ("one rank", "ZeRO 3 on 4"),
     ("ZeRO 0 on 2", "tensor 2"),
     ("ZeRO 0 on 2", "interleaved on 2, ZeRO 1 on 2"),
     ("ZeRO 1 on 4", "ZeRO 2 on 2"),
     ("ZeRO 1 on 4", "pipeline 2"),
     ("ZeRO 2 on 2", "one rank"),
     ("ZeRO 3 on 4", "ZeRO 0 on 2"),
-    ("ZeRO 3 on 4", "tensor 2 with SP, ZeRO 3 on 2"),
     ("tensor 2", "one rank"),
     ("tensor 2", "ZeRO 1 on 4"),
-    ("tensor 2 with SP, ZeRO 3 on 2", "interleaved on 2, ZeRO 1 on 2"),
     ("pipeline 2", "ZBV on 2, tensor 2"),
     ("pipeline 2", "ZeRO 3 on 4"),
     ("interleaved on 2, ZeRO 1 on 2", "pipeline 2"),
-    ("interleaved on 2, ZeRO 1 on 2", "one rank"),
     ("ZBV on 2, tensor 2", "interleaved on 2, ZeRO 1 on 2"),
-    ("ZBV on 2, tensor 2", "ZeRO 2 on 2"),
 ]
+SAVED, STEPS = 3, 6
 SETTINGS: dict[str, Any] = {
     "model.overrides": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4},
     "training.micro_batch_size": 2,
     "training.global_batch_size": 8,
-    "training.steps": 8,
-    "checkpoint.interval": 3,
+    "training.steps": STEPS,
+    "checkpoint.interval": SAVED,
     "checkpoint.keep_latest": 0,
 }
 
 
+PAIRS_OF = {"normal": PAIRS, "exhaustive": MORE_PAIRS}
+
+
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of steps 4 to 8: of each layout's own run, and of each that goes on from another's step 3."""
-    folder = tmp_path_factory.mktemp("reshard")
-    crash_worker.base_config(folder, {})  # writes the text
-    for going_on in (False, True):
-        for ranks in (1, 2, 4):
-            if going_on:
-                jobs = [(f"{a} → {b}", folder / a, LAYOUTS[b][1]) for a, b in PAIRS if LAYOUTS[b][0] == ranks]
-            else:
-                jobs = [(name, None, settings) for name, (size, settings) in LAYOUTS.items() if size == ranks]
-            launch(crash_worker.train_from, ranks, folder, jobs, SETTINGS, 3)
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[float]]]:
+    """Losses after the saved step: of each layout's own run, and of each that goes on from another's checkpoint."""
+
+    @cache
+    def train(chosen: str) -> dict[str, list[float]]:
+        folder, pairs = tmp_path_factory.mktemp("reshard"), PAIRS_OF[chosen]
+        crash_worker.base_config(folder, {})  # writes the text
+        for going_on in (False, True):
+            for ranks in (1, 2, 4):
+                if going_on:
+                    jobs = [(f"{a} → {b}", folder / a, LAYOUTS[b][1]) for a, b in pairs if LAYOUTS[b][0] == ranks]
+                else:
+                    saved = dict.fromkeys(before for before, _ in pairs)
+                    jobs = [(name, None, LAYOUTS[name][1]) for name in saved if LAYOUTS[name][0] == ranks]
+                if jobs:
+                    launch(crash_worker.train_from, ranks, folder, jobs, SETTINGS, SAVED)
+        return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+    return train
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
+@pytest.mark.parametrize(
+    ("chosen", "before", "after"),
+    [
+        pytest.param(chosen, *pair, marks=[pytest.mark.exhaustive] * (chosen == "exhaustive"))
+        for chosen, pairs in PAIRS_OF.items()
+        for pair in pairs
+    ],
+)
 def test_next_losses_are_those_of_the_run_that_never_stopped(
-    losses: dict[str, list[float]], before: str, after: str
+    losses: Callable[[str], dict[str, list[float]]], chosen: str, before: str, after: str
 ) -> None:
-    wanted = losses[before]
-    assert len(wanted) == 5 and wanted[-1] < wanted[0]
-    assert losses[f"{before} → {after}"] == pytest.approx(wanted, rel=1e-5)
+    wanted = losses(chosen)[before]
+    assert len(wanted) == STEPS - SAVED and wanted[-1] < wanted[0]
+    assert losses(chosen)[f"{before} → {after}"] == pytest.approx(wanted, rel=1e-5)

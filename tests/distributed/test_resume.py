@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +17,37 @@ from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
-RANKS = 4
 TIMES = {"step_time_s", "data_time_s", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"}
 SETTINGS = {
     "training.seq_len": 32,
     "training.micro_batch_size": 2,
-    "training.steps": 12,
+    "training.global_batch_size": 8,
+    "training.steps": 6,
     "lr_scheduler.decay": "cosine",
-    "lr_scheduler.warmup_steps": 5,
+    "lr_scheduler.warmup_steps": 2,
     "checkpoint.enable": True,
-    "checkpoint.interval": 6,
-    "metrics.log_interval": 3,
+    "checkpoint.interval": 3,
+    "metrics.log_interval": 2,
 }
-CASES: dict[str, dict[str, Any]] = {
-    "zero0": {"parallelism.zero_stage": 0},
-    "zero1": {"parallelism.zero_stage": 1},
-    "zero3 recomputed": {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"},
-    "2 stages of tensor 2": {
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.pipeline_schedule": "zbv_zero_bubble",
-        "parallelism.tensor_parallel_degree": 2,
-        "training.micro_batch_size": 4,
-    },
-    "2 replicas of zero2": {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2},
+MODEL = {"hidden_size": 32, "dropout": 0.1}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and settings
+    "zero0": (2, {"parallelism.zero_stage": 0}),
+    "zero3 recomputed": (2, {"parallelism.zero_stage": 3, "activation_checkpoint.mode": "full"}),
+    "2 stages of tensor 2": (
+        4,
+        {
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_schedule": "zbv_zero_bubble",
+            "parallelism.tensor_parallel_degree": 2,
+            "training.micro_batch_size": 4,
+        },
+    ),
+    "2 replicas of zero2": (4, {"parallelism.zero_stage": 2, "parallelism.data_parallel_replicate_degree": 2}),
 }
+MORE_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    f"zero{stage} of 4": (4, {"parallelism.zero_stage": stage}) for stage in (0, 1, 3)
+}
+SETS = {"normal": CASES, "exhaustive": MORE_CASES}
 
 
 def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -48,15 +57,16 @@ def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, 
     return all_stages(trainer, by_name(trainer.model.named_parameters()))
 
 
-def train_straight_and_in_two_parts(rank: int, folder: Path) -> None:
-    for name, settings in CASES.items():
-        with_dropout = settings | {"model.overrides": {"hidden_size": 32, "dropout": 0.1}}
+def train_straight_and_in_two_parts(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    for name, settings in cases.items():
+        has_stages = "parallelism.pipeline_schedule" in settings
+        with_dropout = settings | {"model.overrides": MODEL | {"num_layers": 4 if has_stages else 2}}
         straight = run_to_end(folder, folder / name / "straight", with_dropout)
-        if rank == 0:  # what a crash just after step 6 leaves, with a metrics line more than the checkpoint
+        if rank == 0:  # what a crash just after step 3 leaves, with a metrics line more than the checkpoint
             shutil.copytree(folder / name / "straight", folder / name / "resumed")
-            shutil.rmtree(folder / name / "resumed" / "checkpoint" / "step-12")
+            shutil.rmtree(folder / name / "resumed" / "checkpoint" / "step-6")
             metrics = folder / name / "resumed" / "metrics.jsonl"
-            metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:7]) + '{"step": 8, "lo')
+            metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]) + '{"step": 5, "lo')
         torch.distributed.barrier()
         resumed = run_to_end(folder, folder / name / "resumed", with_dropout)
         if rank == 0:
@@ -64,10 +74,19 @@ def train_straight_and_in_two_parts(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    launch(train_straight_and_in_two_parts, RANKS, folder)
-    return folder
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the cases of the normal or of the exhaustive run were trained."""
+
+    @cache
+    def train(chosen: str) -> Path:
+        folder, cases = tmp_path_factory.mktemp("resume"), SETS[chosen]
+        base_config(folder, {})
+        for ranks in sorted({ranks for ranks, _ in cases.values()}):
+            here = {name: settings for name, (size, settings) in cases.items() if size == ranks}
+            launch(train_straight_and_in_two_parts, ranks, folder, here)
+        return folder
+
+    return train
 
 
 def records(dump: Path) -> list[dict[str, Any]]:
@@ -75,19 +94,28 @@ def records(dump: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_resumed_run_is_bit_identical(folder: Path, name: str) -> None:
-    straight, resumed = records(folder / name / "straight"), records(folder / name / "resumed")
-    assert [record["step"] for record in resumed] == list(range(1, 13))
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [
+        pytest.param(chosen, name, marks=[pytest.mark.exhaustive] * (chosen == "exhaustive"))
+        for chosen, cases in SETS.items()
+        for name in cases
+    ],
+)
+def test_resumed_run_is_bit_identical(folder: Callable[[str], Path], chosen: str, name: str) -> None:
+    runs = folder(chosen) / name
+    straight, resumed = records(runs / "straight"), records(runs / "resumed")
+    assert [record["step"] for record in resumed] == list(range(1, 7))
     assert resumed == straight
-    weights = torch.load(folder / name / "weights.pt", weights_only=True)
+    weights = torch.load(runs / "weights.pt", weights_only=True)
     for parameter, value in weights["straight"].items():
         assert torch.equal(value, weights["resumed"][parameter]), parameter
 
 
-def test_dropout_was_on(folder: Path) -> None:
+def test_dropout_was_on(folder: Callable[[str], Path]) -> None:
+    runs = folder("normal")
     losses = [
-        [record["loss"] for record in records(folder / name / "straight")] for name in ("zero0", "zero3 recomputed")
+        [record["loss"] for record in records(runs / name / "straight")] for name in ("zero0", "zero3 recomputed")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # recomputation draws the same dropout
-    assert complete_steps(folder / "zero0" / "straight" / "checkpoint") == [6, 12]
+    assert complete_steps(runs / "zero0" / "straight" / "checkpoint") == [3, 6]

@@ -56,21 +56,24 @@ def recompute(mode: str) -> dict[str, Any]:
 
 RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"zero {stage}": (2, shape(2, 2) | zero(stage)) for stage in range(4)},
-    "tensor 2": (2, shape(2, 2) | tensor(2)),
+    "zero 0": (2, shape(2, 2) | zero(0)),
     "tensor 2, sequence, recompute selective": (2, shape(2, 2) | tensor(2, True) | recompute("selective")),
-    "tensor 4, sequence, relu and tied": (4, shape(2, 2, **RELU_TIED) | tensor(4, True)),
     "grouped queries, tensor 2": (2, shape(2, 2, num_kv_heads=2) | tensor(2)),
     "2 stages, the first ends in the decoder": (2, shape(1, 4) | pipeline(2)),
     "2 stages, the last begins in the encoder, relu and tied": (2, shape(4, 1, **RELU_TIED) | pipeline(2)),
     "2 stages, 1 and 4 layers": (2, shape(3, 2) | pipeline(2) | {"parallelism.pipeline_layers": [1, 4]}),
-    "4 stages": (4, shape(4, 4) | pipeline(4)),
     "2 × 2 stages, interleaved": (2, shape(3, 3) | pipeline(2, "interleaved_1f1b", 2)),
+    "tensor 4, sequence, relu and tied": (4, shape(2, 2, **RELU_TIED) | tensor(4, True)),
     "2 × 2 stages, zbv, zero 3": (4, shape(3, 3) | pipeline(2, "zbv_zero_bubble", 2) | zero(3)),
     "2 stages, tensor 2, sequence, recompute full": (
         4,
         shape(3, 3) | pipeline(2) | tensor(2, True) | recompute("full"),
     ),
+}  # fmt: skip
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"zero {stage}": (2, shape(2, 2) | zero(stage)) for stage in (1, 2, 3)},
+    "tensor 2": (2, shape(2, 2) | tensor(2)),
+    "4 stages": (4, shape(4, 4) | pipeline(4)),
     "2 stages, zero 2": (4, shape(2, 3) | pipeline(2) | zero(2)),
     "2 × 2 stages, tensor 2, sequence, zero 3, relu and tied": (
         8,
@@ -85,20 +88,37 @@ def reference(settings: dict[str, Any]) -> Case:
     return Case(json.dumps(model, sort_keys=True), COMMON | model | {"training.micro_batch_size": 8})
 
 
+def train(layouts: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> dict[str, Result]:
+    references = {case.name: case for case in (reference(settings) for _, settings in layouts.values())}
+    found = run_cases(list(references.values()), 1, folder)
+    for ranks in sorted({size for size, _ in layouts.values()}):
+        cases = [Case(name, COMMON | settings) for name, (size, settings) in layouts.items() if size == ranks]
+        found |= run_cases(cases, ranks, folder)
+    return found
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("t5")
-    references = {case.name: case for case in (reference(settings) for _, settings in LAYOUTS.values())}
-    found = run_cases(list(references.values()), 1, folder)
-    for ranks in (2, 4, 8):
-        cases = [Case(name, COMMON | settings) for name, (size, settings) in LAYOUTS.items() if size == ranks]
-        found |= run_cases(cases, ranks, Path(folder))
-    return found
+    return train(LAYOUTS, tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return train(MORE_LAYOUTS, tmp_path_factory.mktemp("t5"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_same_training_as_one_process(results: dict[str, Result], name: str) -> None:
-    result, expected = results[name], results[reference(LAYOUTS[name][1]).name]
+    assert_same(results[name], results[reference(LAYOUTS[name][1]).name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MORE_LAYOUTS)
+def test_same_training_in_more_layouts(more_results: dict[str, Result], name: str) -> None:
+    assert_same(more_results[name], more_results[reference(MORE_LAYOUTS[name][1]).name])
+
+
+def assert_same(result: Result, expected: Result) -> None:
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
     assert worst(result.gradients, expected.gradients) <= (TOLERANCE, "")
     assert worst(result.weights, expected.weights) <= (TOLERANCE, "")
