@@ -54,6 +54,13 @@ BERT_PAIRS: dict[str, Any] = {
     "model.overrides": {"hidden_size": 64, "sentence_head": "pair", "vocab_size": 261},
     "data.sentence_objective": "next_sentence",
 }
+
+
+def on_eight(layout: ParallelLayout) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Three axes at once."""
+    return {layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})}
+
+
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
     "gpt 4 stages of 6 layers, balanced": (
         4,
@@ -102,8 +109,9 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
             "activation_checkpoint.mode": "full",
         },
     ),
+    **on_eight(ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4)),
 }
-EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on 8 ranks: `test_optimizers` and `test_t5_layouts` have others
+EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt 4 stages": (4, {"parallelism.pipeline_parallel_degree": 4}),
     "llama tied, 4 stages": (
         4,
@@ -114,13 +122,7 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on 8 ranks: `test_optim
             "parallelism.pipeline_schedule": "gpipe",
         },
     ),
-    **{
-        layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})
-        for layout in (
-            ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4),
-            ParallelLayout("llama", "zbv_zero_bubble", "2", 2, "2 replicas", "selective", 2),
-        )
-    },
+    **on_eight(ParallelLayout("llama", "zbv_zero_bubble", "2", 2, "2 replicas", "selective", 2)),
 }
 
 
