@@ -10,7 +10,7 @@ import os
 from functools import partial
 
 from titan_like.metrics.output import keep_standard_descriptors, outlive_output
-from titan_like.train.host_memory import restart_with_tunables
+from titan_like.train.host_memory import restart_without_tcache
 from titan_like.train.signals import StopSignals
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
 
 if __name__ == "__main__":
-    restart_with_tunables()
+    restart_without_tcache()
     keep_standard_descriptors()
     with StopSignals() as signals:  # before the slow imports
         from titan_like.config.load import run_command

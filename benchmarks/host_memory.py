@@ -5,9 +5,8 @@
 A GPT with 16 million parameters, 13 million of them in the embedding table of 50,257 tokens, trains for --steps steps
 in one process. Rounds alternate between the settings, and each run is a new process:
 
-- ours: those of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process, turn off the
-  cache of small blocks that fragments the heap, and put the heap into huge pages;
-- small pages: ours without huge pages;
+- ours: those of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process and turn off the
+  cache of small blocks that fragments the heap;
 - tcache: ours with the cache of small blocks;
 - default: glibc's own settings, which return large buffers to the kernel when they are freed.
 
@@ -29,12 +28,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# glibc's tunables of each setting. train.py adds those that are not there.
+# glibc's tunables of each setting. train.py turns the tcache off where they do not name it.
 SETTINGS = {
     "ours": "",
-    "small pages": "glibc.malloc.hugetlb=0",
     "tcache": "glibc.malloc.tcache_count=7",
-    "default": "glibc.malloc.hugetlb=0:glibc.malloc.tcache_count=7",
+    "default": "glibc.malloc.tcache_count=7",
 }
 TOKENS = 8 * 256
 RUN = [
@@ -49,7 +47,7 @@ def worker(setting: str, argv: list[str]) -> None:
     """Run train.py under one of the settings; its last line of output is the processor time."""
     from titan_like.train import host_memory
 
-    host_memory.restart_with_tunables()
+    host_memory.restart_without_tcache()
     if setting == "default":
         host_memory.keep_freed_memory = lambda: None
     from train import main
@@ -92,7 +90,7 @@ def main() -> None:
 
     runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in SETTINGS}
     print(
-        f"{'':11} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
+        f"{'':8} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
     )
     for number in range(args.rounds):
         for setting in SETTINGS:
@@ -100,7 +98,7 @@ def main() -> None:
                 run = measure(setting, args.steps, args.threads, Path(folder))
             runs[setting].append(run)
             print(
-                f"{setting:11} {run['peak_at_10_mib']:5.0f} MiB {run['peak_at_end_mib']:5.0f} MiB {run['growth']:6.1%} "
+                f"{setting:8} {run['peak_at_10_mib']:5.0f} MiB {run['peak_at_end_mib']:5.0f} MiB {run['growth']:6.1%} "
                 f"{run['tokens_per_second']:9.0f} {run['user_s']:6.0f} s {run['system_s']:6.1f} s  round {number + 1}",
                 flush=True,
             )

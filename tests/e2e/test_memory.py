@@ -20,10 +20,10 @@ TRAIN = """
 import sys
 from titan_like.config.load import run_command
 from titan_like.train import watchdog
-from titan_like.train.host_memory import restart_with_tunables
+from titan_like.train.host_memory import restart_without_tcache
 from train import main
 
-restart_with_tunables()
+restart_without_tcache()
 
 class Watchdog(watchdog.Watchdog):
     def __enter__(self):

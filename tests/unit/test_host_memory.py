@@ -13,11 +13,11 @@ REPO = Path(__file__).parents[2]
 BLOCK = 32 << 20
 SCRIPT = f"""
 import ctypes, json, os, sys
-from titan_like.train.host_memory import keep_freed_memory, restart_with_tunables
+from titan_like.train.host_memory import keep_freed_memory, restart_without_tcache
 
 print(os.getpid())
 sys.stdout.flush()
-restart_with_tunables()
+restart_without_tcache()
 keep_freed_memory()
 libc, block = ctypes.CDLL(None), ctypes.c_void_p()
 
@@ -51,16 +51,13 @@ def test_freed_block_serves_the_same_request_again(tmp_path: Path) -> None:
     numbers, (number, arguments, is_option_kept, tunables, blocks) = run(tmp_path, "glibc.malloc.perturb=0")
     assert numbers == [number, number]  # started again once, as the same process
     assert arguments == ["a b", "--c=d"] and is_option_kept
-    assert tunables == "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
+    assert tunables == "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"
     assert blocks < 1.5
 
 
-def test_settings_of_the_user_are_kept(tmp_path: Path) -> None:
+def test_users_size_of_the_tcache_is_kept(tmp_path: Path) -> None:
     numbers, (number, _, _, tunables, _) = run(tmp_path, "glibc.malloc.tcache_count=7")
-    assert numbers == [number, number] and tunables == "glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=1"
-    both = "glibc.malloc.hugetlb=0:glibc.malloc.tcache_count=7"
-    numbers, (number, _, _, tunables, _) = run(tmp_path, both)
-    assert numbers == [number] and tunables == both
+    assert numbers == [number] and tunables == "glibc.malloc.tcache_count=7"
 
 
 def test_program_that_runs_a_script_is_not_started_again(tmp_path: Path) -> None:

@@ -17,25 +17,22 @@ from contextlib import suppress
 # Options of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
-# Tunables of glibc. Huge pages are those that the kernel offers on request (MADV_HUGEPAGE).
-_TUNABLES = {"glibc.malloc.tcache_count": "0", "glibc.malloc.hugetlb": "1"}
+_NO_TCACHE = "glibc.malloc.tcache_count=0"
 
 
-def restart_with_tunables() -> None:
-    """Start this program again with glibc's tcache off, and with its heap in huge pages.
+def restart_without_tcache() -> None:
+    """Start this program again with glibc's tcache off, so that freed ends join their blocks at once.
 
-    Without the tcache, freed ends join their blocks at once. Huge pages let the processor find the pages of large
-    tensors faster. glibc reads these settings only when a process starts, so call this first in a script. Settings that
-    `GLIBC_TUNABLES` already has are kept. It does nothing under another C library, or on a machine with a GPU, where
-    steps allocate little on the host. The process keeps its number, its open files and the options of its interpreter.
+    glibc reads that setting only when a process starts, so call this first in a script. It does nothing under another
+    C library, on a machine with a GPU, where steps allocate little on the host, or if `GLIBC_TUNABLES` already sets the
+    size of the tcache. The process keeps its number, its open files and the options of its interpreter.
     """
     is_program = sys.orig_argv[-len(sys.argv) :] == sys.argv  # not if another program runs the script
     has_gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    more = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in tunables]
-    if not is_program or has_gpu or "CS_GNU_LIBC_VERSION" not in os.confstr_names or not more:
+    if not is_program or has_gpu or "CS_GNU_LIBC_VERSION" not in os.confstr_names or "tcache_count" in tunables:
         return
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join([tunables, *more]).removeprefix(":")}
+    environment = os.environ | {"GLIBC_TUNABLES": f"{tunables}:{_NO_TCACHE}".removeprefix(":")}
     with suppress(OSError):  # training works without it, in more memory
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
