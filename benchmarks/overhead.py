@@ -3,6 +3,7 @@
     python benchmarks/overhead.py                              # both comparisons
     python benchmarks/overhead.py overhead --pairs 7 --json overhead.json
     python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
+    python benchmarks/overhead.py turns                        # on a machine whose speed changes from run to run
 
 Each comparison alternates between its two sides. Each run is a new process with the same number of threads. All sides
 train in float32 on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs
@@ -13,6 +14,10 @@ the end of the previous step to its own end, so no work between steps is missed.
 steps after the warm-up over their total time. The median step is given too: it is less sensitive to other programs on
 the machine, but hides work that only some steps do, such as log lines. Measure on an idle machine: other load can make
 a run ten times as long. The bare loop must reach train.py's final loss, otherwise the benchmark fails.
+
+`turns` runs train.py with a step of the bare loop before each of its own, in the same process. Both then meet the same
+machine, so single steps can be compared. Work of train.py that spreads over its steps, such as log lines, counts as its
+own, and so does what another model in the caches costs it.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,8 +43,8 @@ BATCH = 8
 LR = 3e-4
 # The first side is the denominator of the ratio.
 SIDES = {"overhead": ("bare", "titan"), "hf": ("hf", "titan")}
-STEPS = {"overhead": 80, "hf": 13}
-WARMUP = {"overhead": 10, "hf": 3}
+STEPS = {"overhead": 80, "hf": 13, "turns": 160}
+WARMUP = {"overhead": 10, "hf": 3, "turns": 10}
 
 
 # Functions that run in the new processes.
@@ -62,8 +68,8 @@ class StepClock:
         self.ends.append(time.perf_counter())
 
 
-def train_bare(run: Any) -> float:
-    """Train with a minimal loop over tensors in memory. Returns the last loss."""
+def bare_steps(run: Any) -> Iterator[Any]:
+    """Train with a minimal loop over tensors in memory. Yields the loss of each step, a scalar on the device."""
     import torch
     import torch.nn.functional as F
 
@@ -90,6 +96,12 @@ def train_bare(run: Any) -> float:
         torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
         optimizer.step()
         optimizer.zero_grad()
+        yield loss.detach()
+
+
+def train_bare(run: Any) -> float:
+    """Train with the bare loop. Returns the last loss."""
+    *_, loss = bare_steps(run)
     return loss.item()
 
 
@@ -157,6 +169,32 @@ def train_titan(argv: list[str], dump_folder: str) -> float:
     return json.loads((Path(dump_folder) / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
 
 
+def train_in_turns(argv: list[str], dump_folder: str, run: Any, output: Path) -> None:
+    """Train with train.py and the bare loop, a step each in turn. Writes the seconds of each side's steps."""
+    from titan_like.train.trainer import Trainer
+
+    bare, original = bare_steps(run), Trainer.train_step
+    began: list[float] = []
+    ended: list[float] = []
+
+    def step(self: Any, data: Any) -> Any:
+        began.append(time.perf_counter())
+        loss = next(bare).item()
+        ended.append(time.perf_counter())
+        losses.append(loss)
+        return original(self, data)
+
+    losses: list[float] = []
+    Trainer.train_step = step  # type: ignore[method-assign]
+    last = train_titan(argv, dump_folder)
+    if abs(last - losses[-1]) > 1e-3:
+        raise SystemExit(f"the two sides trained differently: losses {losses[-1]} and {last}")
+    own = [after - before for before, after in zip(ended, began[1:], strict=False)]
+    output.write_text(
+        json.dumps({"bare": [after - b for b, after in zip(began, ended, strict=True)][:-1], "titan": own})
+    )
+
+
 def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
     """Train one side in this process and write its times."""
     sys.path.insert(0, str(ROOT))
@@ -166,6 +204,11 @@ def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
 
     config = load_config(argv)
     assert config.training.steps is not None
+    if side == "turns":
+        from titan_like.train.setup import prepare_run
+
+        train_in_turns(argv, config.job.dump_folder, prepare_run(config), output)
+        return
     clock = StepClock(warmup, config.training.steps)
     if side == "titan":
         loss = train_titan(argv, config.job.dump_folder)
@@ -202,8 +245,8 @@ def settings_of(command: str, args: argparse.Namespace) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one side in a new process; returns tokens per second, the time of a step and the loss."""
+def start(side: str, command: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], int]:
+    """Run one side in a new process; returns what it wrote, and the steps of its warm-up."""
     output = folder / "result.json"
     output.unlink(missing_ok=True)
     warmup = min(WARMUP[command], (args.steps or STEPS[command]) - 2)
@@ -215,7 +258,12 @@ def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> 
     )  # fmt: skip
     if done.returncode or not output.exists():
         raise SystemExit(f"{side} failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    result = json.loads(output.read_text())
+    return json.loads(output.read_text()), warmup
+
+
+def measure(side: str, command: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one side in a new process; returns tokens per second, the time of a step and the loss."""
+    result, warmup = start(side, command, args, folder)
     ends = result["ends"][warmup - 1 :]
     steps = [after - before for before, after in pairwise(ends)]
     return {
@@ -260,6 +308,26 @@ def compare(command: str, args: argparse.Namespace, folder: Path) -> dict[str, A
     }
 
 
+def compare_in_turns(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run both sides in one process, step by step, --pairs times."""
+    print("\nturns: titan (train.py) / bare, by steps in turn in one process")
+    print(f"{'run':>4} {'bare ms':>9} {'titan ms':>9} {'ratio':>7}")
+    runs = []
+    for number in range(1, args.pairs + 1):
+        result, warmup = start("turns", "turns", args, folder)
+        steps = list(zip(result["bare"], result["titan"], strict=True))[warmup:]
+        bare, titan = (1000 * statistics.median(times) for times in zip(*steps, strict=True))
+        ratio = statistics.median(bare / titan for bare, titan in steps)
+        runs.append(
+            {"bare_ms": round(bare, 2), "titan_ms": round(titan, 2), "steps": len(steps), "ratio": round(ratio, 4)}
+        )
+        print(f"{number:4d} {bare:9.1f} {titan:9.1f} {ratio:7.3f}", flush=True)
+    median = statistics.median(run["ratio"] for run in runs)
+    print(f"{'median':>23} {median:8.3f}")
+    settings = " ".join(settings_of("turns", args))
+    return {"train_command": f"python train.py {settings}", "runs": runs, "median_ratio": median}
+
+
 def count_parameters(command: str, args: argparse.Namespace) -> int:
     """Number of parameters of the model, with embeddings and without vocabulary padding."""
     sys.path.insert(0, str(ROOT))
@@ -289,7 +357,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Read the command line, compare, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["all", *SIDES], default="all")
+    parser.add_argument("command", nargs="?", choices=["all", *SIDES, "turns"], default="all")
     parser.add_argument("--pairs", type=int, default=5, help="alternating pairs of runs (default 5)")
     parser.add_argument("--steps", type=int, help=f"optimizer steps a run, warm-up included (default {STEPS})")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
@@ -306,7 +374,9 @@ def main() -> None:
     result["machine"] = machine()
     print("  ".join(f"{key}: {value}" for key, value in result["machine"].items()))
     with tempfile.TemporaryDirectory() as folder:
-        for command in SIDES if args.command == "all" else [args.command]:
+        if args.command == "turns":
+            result["turns"] = compare_in_turns(args, Path(folder))
+        for command in SIDES if args.command == "all" else {args.command} & SIDES.keys():
             result[command] = compare(command, args, Path(folder))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
