@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Self
 from tests.e2e.scripts import REPO, Script
 
 
-class Job:
+class Job(ABC):
     """Processes that write to ``log``; a context manager that leaves nothing running."""
 
     log: Path
@@ -30,20 +31,21 @@ class Job:
         self.kill()
 
     @property
+    @abstractmethod
     def is_over(self) -> bool:
-        raise NotImplementedError
+        """Whether all processes have ended."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End all processes at once, as when their machine is lost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def workers(self) -> dict[int, int]:
         """Process ids by rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, seconds: float = 240) -> int:
         """The exit code."""
-        raise NotImplementedError
 
     @property
     def output(self) -> str:
