@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from functools import partial
 
@@ -49,11 +50,14 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         return 0
 
     outlive_output()
+    gc.disable()  # importing torch makes 300,000 objects, hardly any of them garbage
     from titan_like.planner.forecast import check_profile, step_forecast
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run, select_device
 
+    gc.freeze()  # and no later collection need look at them
+    gc.enable()
     if config.parallelism.auto:
         from titan_like.planner.auto import with_chosen_layout
 

@@ -1,11 +1,14 @@
 """What every test may rely on."""
 
+import gc
 import signal
 from pathlib import Path
 
 import pytest
 
 from titan_like.verify import processes
+
+gc.disable()  # the modules of the tests make a million objects, hardly any of them garbage
 
 LONGEST = ("test_verify.py", "test_stopping.py")
 MUTATIONS = Path(__file__).parent / "distributed" / "mutations"
@@ -32,3 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         inside = sorted((file for file in files if file.parent == folder), key=lambda file: file.name not in LONGEST)
         places |= {file: number / len(inside) for number, file in enumerate(inside)}
     items.sort(key=lambda item: (item.path.parent.name == "unit", places[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

@@ -87,7 +87,7 @@ def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 2
         "model.family": family,
         "model.overrides": model,
         "training.seq_len": 16,
-        "training.micro_batch_size": 1,
+        "training.micro_batch_size": 2,
         "training.global_batch_size": 8,
         "training.dtype": "float64",
         "training.steps": steps,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, steps, train_on
 
-LAST = 40
+LAST = 24
 SETTINGS = [
     f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
     "--training.seq_len=32",
@@ -53,7 +53,7 @@ def test_a_killed_rank_restarts_the_job_from_its_last_checkpoint(
             log = tmp_path / f"log_{number}.txt"
             job = TorchrunJob(log, REPO / "train.py", arguments, 2 // agents, of_agent)
             jobs.append(stack.enter_context(job))
-        jobs[0].until(lambda: len(steps(dump)) >= 18, "step 18")
+        jobs[0].until(lambda: len(steps(dump)) >= 12, "step 12")
         kill(jobs[-1].workers()[1], signal.SIGKILL)
         assert [job.wait(200) for job in jobs] == [0] * agents, "\n".join(job.output for job in jobs)
     assert sum(job.output.count("resumed from ") for job in jobs) == 1
@@ -73,7 +73,7 @@ def meeting(port: int, is_host: int) -> tuple[str, ...]:
 
 def test_a_lost_node_leaves_a_smaller_job_with_the_same_curve(tmp_path: Path, straight: list[dict[str, float]]) -> None:
     dump, port = tmp_path / "out", free_port()
-    arguments = [*SETTINGS, f"--job.dump_folder={dump}", "--training.steps=60"]
+    arguments = [*SETTINGS, f"--job.dump_folder={dump}", "--training.steps=36"]
 
     with (
         TorchrunJob(tmp_path / "log_0.txt", REPO / "train.py", arguments, 1, meeting(port, 1)) as first,
@@ -85,7 +85,7 @@ def test_a_lost_node_leaves_a_smaller_job_with_the_same_curve(tmp_path: Path, st
         assert first.wait() == 0, first.output
     assert "2 processes on cpu (data 2)" in first.output + second.output
     assert "1 process on cpu (no parallelism)" in first.output
-    assert steps(dump) == list(range(1, 61))
+    assert steps(dump) == list(range(1, 37))
     found = records(dump)[:LAST]
     assert [record["consumed_samples"] for record in found] == [4.0 * step for step in range(1, LAST + 1)]
     for record, wanted in zip(found, straight, strict=True):

@@ -13,7 +13,7 @@ REPO = Path(__file__).parents[2]
 SETTINGS = [
     "--data.dataset=text", "--model.overrides.vocab_size=50257", "--model.overrides.hidden_size=32",
     "--model.overrides.num_layers=1", "--training.seq_len=64", "--training.micro_batch_size=4",
-    "--training.global_batch_size=8", "--training.steps=48", "--evaluation.interval=0", "--checkpoint.enable=false",
+    "--training.global_batch_size=8", "--training.steps=32", "--evaluation.interval=0", "--checkpoint.enable=false",
 ]  # fmt: skip
 
 TRAIN = """
@@ -37,7 +37,7 @@ run_command(main)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets glibc's allocator")
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    """With a large vocabulary logits are 51 MB a microbatch, two of them a step, 48 steps.
+    """With a large vocabulary logits are 51 MB a microbatch, two of them a step, 32 steps.
 
     Signs of life, each of which looks at the frames of the thread that trains, are given many times a step.
     """

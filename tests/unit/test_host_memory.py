@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).parents[2]
-BLOCK = 32 << 20
+BLOCK, SMALL = 32 << 20, 1 << 20
 SCRIPT = f"""
 import ctypes, json, os, sys
 from titan_like.train.host_memory import keep_freed_memory, restart_without_tcache
@@ -30,8 +30,17 @@ for _ in range(8):  # as torch allocates and frees
     libc.posix_memalign(ctypes.byref(block), 64, {BLOCK})
     libc.free(block)
 blocks = (libc.mallinfo2().heap - before) / {BLOCK}
+held = [ctypes.c_void_p() for _ in range(10)]
+libc.posix_memalign(ctypes.byref(block), 64, {BLOCK + 4096})  # room to align the next one
+libc.posix_memalign(ctypes.byref(held[0]), 64, {BLOCK})  # what is freed before it does not join the top of the heap
+libc.free(block)
+before = libc.mallinfo2().heap
+for small in held[1:]:
+    libc.posix_memalign(ctypes.byref(small), 64, {SMALL})
+libc.posix_memalign(ctypes.byref(block), 64, {BLOCK})
+grown = libc.mallinfo2().heap - before
 tunables = os.environ.get("GLIBC_TUNABLES", "")
-print(json.dumps([os.getpid(), sys.argv[1:], sys.flags.dont_write_bytecode, tunables, blocks]))
+print(json.dumps([os.getpid(), sys.argv[1:], sys.flags.dont_write_bytecode, tunables, blocks, grown]))
 """
 
 pytestmark = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="settings of glibc")
@@ -48,15 +57,20 @@ def run(folder: Path, tunables: str) -> tuple[list[int], list[Any]]:
 
 
 def test_freed_block_serves_the_same_request_again(tmp_path: Path) -> None:
-    numbers, (number, arguments, is_option_kept, tunables, blocks) = run(tmp_path, "glibc.malloc.perturb=0")
+    numbers, (number, arguments, is_option_kept, tunables, blocks, _) = run(tmp_path, "glibc.malloc.perturb=0")
     assert numbers == [number, number]  # started again once, as the same process
     assert arguments == ["a b", "--c=d"] and is_option_kept
     assert tunables == "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"
     assert blocks < 1.5
 
 
+def test_small_blocks_that_live_on_leave_large_holes_whole(tmp_path: Path) -> None:
+    _, (*_, grown) = run(tmp_path, "")
+    assert grown == 0
+
+
 def test_users_size_of_the_tcache_is_kept(tmp_path: Path) -> None:
-    numbers, (number, _, _, tunables, _) = run(tmp_path, "glibc.malloc.tcache_count=7")
+    numbers, (number, _, _, tunables, *_) = run(tmp_path, "glibc.malloc.tcache_count=7")
     assert numbers == [number] and tunables == "glibc.malloc.tcache_count=7"
 
 

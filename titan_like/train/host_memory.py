@@ -5,6 +5,9 @@ buffers. `torch` asks glibc for memory aligned to 64 bytes. glibc takes a block 
 frees the two ends that are left over. Its cache of small blocks, the tcache, keeps such ends and hands them to the next
 small allocation. If that one lives on, the large block cannot be joined with its end again when it is freed: the hole
 is some bytes too small for the same request of the next step, which then extends the heap.
+
+Small blocks that live on do the same when they are cut off a hole that a large block needs. glibc takes the smallest
+hole that is large enough, so a spare hole of medium size keeps them out of the large ones.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from contextlib import suppress
 
 # Options of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+_SPARE_BYTES = 16 << 20
 
 _NO_TCACHE = "glibc.malloc.tcache_count=0"
 
@@ -49,7 +54,14 @@ def keep_freed_memory() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl does not have it
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is None:  # musl does not have it
+        return
+    mallopt(_MMAP_MAX, 0)
+    mallopt(_TRIM_THRESHOLD, -1)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    # The second block is never touched, so it takes no memory. It keeps the first from joining the top of the heap.
+    spare, _ = libc.malloc(_SPARE_BYTES), libc.malloc(_SPARE_BYTES)
+    libc.free(spare)

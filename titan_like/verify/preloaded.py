@@ -3,21 +3,31 @@
 It starts no thread and leaves the GPUs alone, since neither outlives a fork.
 """
 
-import numpy.ctypeslib  # noqa: F401  safetensors imports it when it saves
-import torch.distributed.checkpoint
-import torch.utils.serialization  # noqa: F401  torch.load imports it
+import gc
 
-import titan_like.optim.rules
-import titan_like.parallel.pipeline
-import titan_like.train.job
-import titan_like.verify.observe  # noqa: F401
-from titan_like.metrics.devices import known_device
-from titan_like.models.registry import config_class, flavors
-from titan_like.torch_private import import_compiler
 
-import_compiler()
-known_device("none")
-for _family in ("gpt", "llama", "bert", "t5"):
-    flavors(_family)
-    for _module in ("model", "sharding"):
-        config_class(_family).family_module(_module)
+def _preload() -> None:
+    import numpy.ctypeslib  # noqa: F401  safetensors imports it when it saves
+    import torch.distributed.checkpoint
+    import torch.utils.serialization  # noqa: F401  torch.load imports it
+
+    import titan_like.optim.rules
+    import titan_like.parallel.pipeline
+    import titan_like.train.job
+    import titan_like.verify.observe  # noqa: F401
+    from titan_like.metrics.devices import known_device
+    from titan_like.models.registry import config_class, flavors
+    from titan_like.torch_private import import_compiler
+
+    import_compiler()
+    known_device("none")
+    for family in ("gpt", "llama", "bert", "t5"):
+        flavors(family)
+        for module in ("model", "sharding"):
+            config_class(family).family_module(module)
+
+
+gc.disable()  # the imports make 400,000 objects, hardly any of them garbage
+_preload()
+gc.freeze()  # collections in the forked processes need not look at them, which would also copy their memory
+gc.enable()
