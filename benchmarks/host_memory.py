@@ -1,12 +1,13 @@
 """Memory and speed of a training process on a CPU with a large vocabulary, under settings of the C allocator.
 
     python benchmarks/host_memory.py --json host_memory.json
+    python benchmarks/host_memory.py --settings ours --rounds 1
 
 A GPT with 16 million parameters, 13 million of them in the embedding table of 50,257 tokens, trains for --steps steps
 in one process. Rounds alternate between the settings, and each run is a new process:
 
-- ours: those of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process and turn off the
-  cache of small blocks that fragments the heap;
+- ours: those of `train.py` (`titan_like.train.host_memory`), which keep freed buffers in the process, turn off the
+  cache of small blocks that fragments the heap, and leave a spare hole for those that live on;
 - tcache: ours with the cache of small blocks;
 - default: glibc's own settings, which return large buffers to the kernel when they are freed.
 
@@ -84,16 +85,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default 300)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each setting (default 2)")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="OMP_NUM_THREADS (default: all cores)")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
 
-    runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in SETTINGS}
+    runs: dict[str, list[dict[str, float]]] = {setting: [] for setting in args.settings}
     print(
         f"{'':8} {'step 10':>9} {'step ' + str(args.steps):>9} {'growth':>7} {'tokens/s':>9} {'user':>8} {'system':>8}"
     )
     for number in range(args.rounds):
-        for setting in SETTINGS:
+        for setting in args.settings:
             with tempfile.TemporaryDirectory() as folder:
                 run = measure(setting, args.steps, args.threads, Path(folder))
             runs[setting].append(run)
