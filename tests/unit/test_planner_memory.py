@@ -16,7 +16,7 @@ from titan_like.planner.memory import in_flight, largest_memory, layer_activatio
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.training_state import Storage, peak_state, rank_state, state_bytes
-from titan_like.planner.training_state_fast import Sharing, rounds_of, trainer_state
+from titan_like.planner.training_state_fast import Sharing, rounds_of, trainer_states
 from titan_like.planner.workload import RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -208,7 +208,7 @@ def random_ranks(count):
         counts = tuple((count,) for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
         turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
-        found = trainer_state(model, here, *turns, sharing)
+        [found] = trainer_states(model, (here,), *turns, sharing)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
         split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]

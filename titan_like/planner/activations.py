@@ -20,6 +20,7 @@ tests/distributed/test_activation_memory.py checks these formulas against torch'
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -243,22 +244,17 @@ def kept_of(work: Workload, device: Device) -> Kept:
 
 
 class Moment(NamedTuple):
-    """Bytes on one GPU at its fullest moment."""
+    """What a rank holds at some moment, apart from weights and optimizer state."""
 
-    gradients: float
-    activations: float
+    gradients: float  # the share of the rank's gradients that exists
+    activations: float  # bytes
     logits: float
 
-    @property
-    def total(self) -> float:
-        """The sum of the three."""
-        return sum(self)
 
-
-def fullest_moment(
-    work: Workload, one: Kept, layers: Counts, held: int, stages: int, ends: tuple[bool, bool], gradients: float
-) -> Moment:
-    """What a rank holds at its fullest moment, apart from weights and optimizer state.
+def full_moments(
+    work: Workload, one: Kept, layers: Counts, held: int, stages: int, ends: Sequence[bool]
+) -> list[Moment]:
+    """The moments of which one is a rank's fullest, however large its gradients are.
 
     Gradients exist from the first backward pass on. If all forward passes come before it, as with one microbatch, the
     fullest moment is either just before the first backward pass or in the last one.
@@ -270,7 +266,6 @@ def fullest_moment(
         held: the most microbatches in flight, summed over the rank's stages.
         stages: stages on the rank.
         ends: whether the rank has the first stage, and whether it has the last.
-        gradients: bytes of the rank's gradients.
     """
     m, (is_first, is_last) = work.microbatches, ends
     of_layers, more, first_layer = _layers_of_rank(one, layers, stages == 1)
@@ -291,12 +286,12 @@ def fullest_moment(
         logits = losses * one.logits + one.loss_work
     forward = found + max(0.0, more)
     if held < stages * m:
-        return Moment(gradients, forward, logits)
+        return [Moment(1, forward, logits)]
     # If every microbatch is in flight at once, there are two more candidates: the backward pass of a stage's first
     # layer, whose own gradients come last, and the moment after it, with all gradients and one microbatch less.
     left, left_logits = max(0.0, found - chunk - is_last * one.head), is_last * (losses - 1) * one.logits
-    last_layer = gradients * (1 - 1 / (sum(layers) + 1)), left + one.stage + first_layer, left_logits
-    return Moment(*max((0.0, forward, logits), last_layer, (gradients, left, left_logits), key=sum))
+    last_layer = Moment(1 - 1 / (sum(layers) + 1), left + one.stage + first_layer, left_logits)
+    return [Moment(0.0, forward, logits), last_layer, Moment(1, left, left_logits)]
 
 
 @lru_cache(maxsize=65536)

@@ -90,6 +90,7 @@ def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: st
     return time
 
 
+@lru_cache(maxsize=65536)
 def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profile: Profile) -> tuple[float, float]:
     """Seconds of one linear layer: forward, and backward with the gradients of input and weights."""
     forward = gemm_time(tokens, outputs, inputs, 1, dtype, profile)

@@ -8,7 +8,7 @@ arXiv 2205.05198, equations 1 to 6, extended to grouped-query attention, gated M
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import LayerParts
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.planner.activations import fullest_moment, kept_of
+from titan_like.planner.activations import Moment, full_moments, kept_of
 from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import LayerDescription, ParameterSplit, ShardOf, description, units_of_counts
 from titan_like.planner.training_state import Storage, rank_state
-from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_state
-from titan_like.planner.workload import Counts, PipelineRanks, Workload, many_of, pipeline_of, ranks_from, with_count
+from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_states
+from titan_like.planner.workload import Counts, RankStages, Workload, many_of, pipeline_of, ranks_from, with_count
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
 
@@ -70,7 +70,7 @@ def fits(work: Workload, profile: Profile) -> bool:
     It stops at the first rank that is too full, which for most layouts is the first one it looks at.
     """
     usable = usable_bytes(profile.device)
-    return all(rank.total <= usable for rank in rank_memories(work, profile, _ranks_to_judge(work, exact=True)))
+    return all(rank.total <= usable for rank in rank_memories(work, profile))
 
 
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
@@ -80,14 +80,7 @@ def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> floa
     ranks, once among those that hold fewer microbatches than the step has. With ``exact`` unset, the trainer's state
     under a schedule that splits backward passes is a much faster estimate.
     """
-    return max([rank.total for rank in rank_memories(work, profile, _ranks_to_judge(work, exact), exact)])
-
-
-def _ranks_to_judge(work: Workload, exact: bool) -> Sequence[int]:
-    if exact and work.schedule in SPLIT_BACKWARD:
-        return range(work.pipeline)  # any rank may be the fullest
-    ranks, start = pipeline_of(work).largest, _first_with_gradients(work)
-    return (*ranks, *ranks_from(work, start)) if 0 < start < work.pipeline else ranks
+    return max([rank.total for rank in rank_memories(work, profile, exact=exact)])
 
 
 def _first_with_gradients(work: Workload) -> int:
@@ -101,26 +94,59 @@ def _first_with_gradients(work: Workload) -> int:
     return p - m + 1 if stages == 1 else ((stages + 1) * p - 1 - stages * m) // 2 + 1
 
 
-def rank_memories(work: Workload, profile: Profile, ranks: Sequence[int], exact: bool = True) -> Iterator[RankMemory]:
-    """Memory of some pipeline ranks; ``exact`` as in `largest_memory`."""
-    pipeline, m = pipeline_of(work), work.microbatches
+def rank_memories(
+    work: Workload, profile: Profile, ranks: Sequence[int] | None = None, exact: bool = True
+) -> Iterator[RankMemory]:
+    """Memory of some pipeline ranks, by default of those that may be fullest; ``exact`` as in `largest_memory`."""
+    if ranks is None and exact and work.schedule in SPLIT_BACKWARD:
+        ranks = range(work.pipeline)  # any rank may be the fullest
+    held = _held(work.sharded_alike(0), profile, ranks)
     if profile.trainer_state:
-        one, of_layers = kept_of(work, profile.device), []
-        states = _trainer_states(work, pipeline, ranks, exact)
+        states = _trainer_states(work, held, exact)
     else:
-        one, of_layers = None, layer_activations(work)
-        states = (_other_state(work, profile, pipeline, rank) for rank in ranks)
-    for rank, (parameters, gradients, optimizer, gathered) in zip(ranks, states, strict=True):
-        here, layers = pipeline.here[rank], pipeline.layers[rank]
-        per_rank, ends = len(here.layers), (here.first, here.last)
-        held = in_flight(work.schedule, work.pipeline, per_rank, m, rank)
-        if one is not None:
-            gradients, activations, logits = fullest_moment(work, one, layers, held, per_rank, ends, gradients)
-        else:
-            activations, logits = _activations(work, of_layers, layers, held / per_rank, ends, profile.logit_state)
+        layers, both = pipeline_of(work).layers, zip(held.ranks, held.here, strict=True)
+        states = (_other_state(work, profile, layers[rank], here) for rank, here in both)
+    for (parameters, all_gradients, optimizer, gathered), moments in zip(states, held.moments, strict=True):
+        share, activations, logits = (
+            moments[0]
+            if len(moments) == 1
+            else max(moments, key=lambda one: all_gradients * one.gradients + one.activations + one.logits)
+        )
+        gradients = all_gradients * share
         overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
         total = parameters + gradients + optimizer + gathered + activations + logits + overhead
         yield RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+
+
+class _Held(NamedTuple):
+    """What some ranks hold, apart from state. Each field has an entry per rank."""
+
+    ranks: Sequence[int]
+    here: tuple[RankStages, ...]
+    moments: list[list[Moment]]  # see `full_moments`
+
+
+@lru_cache(maxsize=4096)
+def _held(work: Workload, profile: Profile, ranks: Sequence[int] | None) -> _Held:
+    pipeline, m = pipeline_of(work), work.microbatches
+    if ranks is None:
+        ranks, start = pipeline.largest, _first_with_gradients(work)
+        if 0 < start < work.pipeline:
+            ranks = *ranks, *ranks_from(work, start)
+    here, moments = tuple([pipeline.here[rank] for rank in ranks]), []
+    if profile.trainer_state:
+        one, of_layers = kept_of(work, profile.device), []
+    else:
+        one, of_layers = None, layer_activations(work)
+    for rank, (stages, *ends) in zip(ranks, here, strict=True):
+        chunks, layers = in_flight(work.schedule, work.pipeline, len(stages), m, rank), pipeline.layers[rank]
+        if one is not None:
+            moments.append(full_moments(work, one, layers, chunks, len(stages), ends))
+        else:
+            microbatches = chunks / len(stages)
+            found = _activations(work, of_layers, layers, microbatches, ends, profile.logit_state)
+            moments.append([Moment(1, *found)])
+    return _Held(ranks, here, moments)
 
 
 def _activations(
@@ -128,7 +154,7 @@ def _activations(
     of_layers: list[tuple[float, float]],
     layers: Counts,
     held: float,
-    ends: tuple[bool, bool],
+    ends: Sequence[bool],
     logit_state: float,
 ) -> tuple[float, float]:
     """Bytes of activations and of logits for other stacks.
@@ -217,26 +243,23 @@ State = tuple[float, float, float, float]
 """Bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
 
 
-def _trainer_states(work: Workload, pipeline: PipelineRanks, ranks: Sequence[int], exact: bool) -> Iterator[State]:
+def _trainer_states(work: Workload, held: _Held, exact: bool) -> Iterable[State]:
     """The state of our own trainer on each rank."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    processes = work.tensor, shard, work.data_parallel > 1
-    sharing = Sharing(*processes, work.zero_stage, element_bytes(work.dtype), work.optimizer)
+    several, element = work.data_parallel > 1, element_bytes(work.dtype)
+    sharing = Sharing(work.tensor, shard, several, work.zero_stage, element, work.optimizer)
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
-        for rank in ranks:
-            yield exact_state(work.model, pipeline.here[rank], *shape, rank, few, sharing)
-        return
+        ranks = zip(held.here, held.ranks, strict=True)
+        return (exact_state(work.model, here, *shape, rank, few, sharing) for here, rank in ranks)
     turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
-    for rank in ranks:
-        yield trainer_state(work.model, pipeline.here[rank], *turns, sharing)
+    return trainer_states(work.model, held.here, *turns, sharing)
 
 
-def _other_state(work: Workload, profile: Profile, pipeline: PipelineRanks, rank: int) -> State:
+def _other_state(work: Workload, profile: Profile, layers: Counts, here: RankStages) -> State:
     """The state of another stack, from its bytes per parameter."""
-    here = pipeline.here[rank]
-    count = rank_parameters(work.model, pipeline.layers[rank], here.first, here.last, work.tensor)
+    count = rank_parameters(work.model, layers, here.first, here.last, work.tensor)
     zero, shard = work.zero_stage, work.shard * work.context  # ranks that share a sequence also share the shards
     weights = profile.weight_state * count
     gradients = profile.gradient_state * count

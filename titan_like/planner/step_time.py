@@ -58,13 +58,9 @@ class Passes(NamedTuple):
     ends_together: bool  # one rank holds both ends of the model
     largest: int  # the most layers on any rank
     parts: tuple[float, float, float, float, float, float]  # `StepTime.compute` to `bubble`, and `other`
+    seconds: float  # the sum of the parts
     bubble: float  # its length in microbatches of another rank; each also takes `Sharding.elsewhere`
     link: float  # time that a rank's messages keep its link busy
-
-    @property
-    def seconds(self) -> float:
-        """The sum of the parts."""
-        return sum(self.parts)
 
 
 class Sharding(NamedTuple):
@@ -86,8 +82,9 @@ def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTi
     gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
-    bubble += found.bubble * elsewhere
-    total = found.seconds + found.bubble * elsewhere + data + update
+    waiting = found.bubble * elsewhere
+    bubble += waiting
+    total = found.seconds + waiting + data + update
     # Messages that overlap with everything else still need the link: the step lasts at least as long as they do.
     late = max(0.0, found.link + update + profile.step_time - total)
     return StepTime(compute, recomputed, tensor, messages + late, bubble, data, update, other, total + late)
@@ -95,11 +92,7 @@ def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTi
 
 def passes(work: Workload, profile: Profile) -> Passes:
     """The forward and backward passes of a step, without what data parallelism adds."""
-    # Equivalent layouts share one cache entry.
-    zero = 0 if gradients_are_whole(work) else 2
-    if work.zero_stage != zero or work.replicate != 1:
-        work = work._replace(zero_stage=zero, replicate=1, shard=work.replicate * work.shard)
-    return _passes(work, profile)
+    return _passes(work.sharded_alike(0 if gradients_are_whole(work) else 2), profile)
 
 
 @lru_cache(maxsize=4096)
@@ -127,9 +120,10 @@ def _passes(work: Workload, profile: Profile) -> Passes:
         link = 2 * m * stages * message
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
-    parameters = most_parameters(work.model, counts) / work.tensor
-    elsewhere = max(0.0, work.model.num_parameters() / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
-    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, repeats, link)
+    most, all_parameters = most_parameters(work.model, counts)
+    parameters = most / work.tensor
+    elsewhere = max(0.0, all_parameters / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
+    return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, sum(parts), repeats, link)
 
 
 def _split_bubble(
@@ -255,20 +249,25 @@ def _load(cost: Cost, recompute_every: int) -> _Load:
     )
 
 
+_LayerLoads = tuple[tuple[float, ...], ...]
+"""Each field of `_Load`, of a layer of each kind."""
+
+
 @lru_cache(maxsize=65536)
 def _loads(
     model: TransformerConfig, mb: Microbatch, recompute_every: int, profile: Profile
-) -> tuple[tuple[_Load, ...], _Load, _Load, _Load]:
-    """The loads of a layer of each kind, of the model's entry, of its head, and of both ends together."""
+) -> tuple[_LayerLoads, _Load, _Load, _Load, _Load]:
+    """The loads of layers, of the model's entry, of its head, of both ends together, and of the whole model."""
     kinds = range(len(model.layer_counts))
-    layers = tuple([_load(layer_cost(model, mb, profile, kind), recompute_every) for kind in kinds])
+    loads = [_load(layer_cost(model, mb, profile, kind), recompute_every) for kind in kinds]
+    layers = tuple(zip(*loads, strict=True))
     entry, head = [_load(end, 1) for end in ends_cost(model, mb, profile)]
-    return layers, entry, head, _sum((1,), (entry,), head)
+    both_ends = _Load(*map(add, entry, head))
+    return layers, entry, head, both_ends, _sum(model.layer_counts, layers, both_ends)
 
 
-def _sum(counts: Counts, layers: tuple[_Load, ...], ends: _Load) -> _Load:
-    of_layers = [sum(map(mul, counts, same)) for same in zip(*layers, strict=True)]
-    return _Load(*map(add, of_layers, ends))
+def _sum(counts: Counts, layers: _LayerLoads, ends: _Load) -> _Load:
+    return _Load(*[sum(map(mul, counts, kinds)) + end for kinds, end in zip(layers, ends, strict=True)])
 
 
 _NOTHING = _Load(*[0.0] * len(_Load._fields))
@@ -285,7 +284,7 @@ def _slowest_rank(
     profile: Profile,
 ) -> _Rank:
     """One microbatch on the rank whose passes take longest: the one with the most layers, or an end of the model."""
-    layers, entry, head, both_ends = _loads(model, mb, recompute_every, profile)
+    layers, entry, head, both_ends, whole = _loads(model, mb, recompute_every, profile)
     apart = [(counts.first, entry), (counts.last, head)]
     choices = [(counts.first, both_ends)] if counts.ends_together else apart
     choices += [(here, _NOTHING) for here in counts.largest if here not in (counts.first, counts.last)]
@@ -297,7 +296,6 @@ def _slowest_rank(
             most, slowest, passes = forward + backward, load, (forward, backward)
     others = others_forward = weights = 0.0
     if pipeline > 1:
-        whole = _sum(model.layer_counts, layers, both_ends)
         ranks = pipeline - 1
         mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others_forward, others = mean.seconds(profile)
@@ -323,14 +321,14 @@ def message_time(work: Workload, profile: Profile) -> float:
 
 
 @lru_cache(maxsize=65536)
-def most_parameters(model: TransformerConfig, counts: RankLayers) -> int:
-    """Parameters of the rank that holds the most, before tensor parallelism and ZeRO."""
+def most_parameters(model: TransformerConfig, counts: RankLayers) -> tuple[int, int]:
+    """Parameters of the rank that holds the most, and of the whole model, before tensor parallelism and ZeRO."""
     sizes = [kind.parameters for kind in model.parts.kinds]
-    first = sum(map(mul, counts.first, sizes))
+    first, whole = sum(map(mul, counts.first, sizes)), model.num_parameters()
     if counts.ends_together:
-        return first + model.entry_parameters + model.head_parameters
+        return first + model.entry_parameters + model.head_parameters, whole
     table = model.padded_vocab_size * model.hidden_size
-    return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table)
+    return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table), whole
 
 
 def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:

@@ -210,10 +210,9 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     """The terms that `peak_of` adds up for a stage. From one layer on, each is linear in the number of layers."""
     total, in_root, layer, entry, early, deferred, state, rows = elements
     part, compute = storage.split.shard, storage.compute
-    gradients = storage.master * sum(
-        [part.of(length) * row for length, row, _ in rows]
-    )  # the same bytes as the weights
-    state += sum([part.of(length) * values for length, _, values in rows])
+    here = [(part.of(length), row, values) for length, row, values in rows]
+    gradients = storage.master * sum([length * row for length, row, _ in here])  # the same bytes as the weights
+    state += sum([length * values for length, _, values in here])
     shards = gradients + int(storage.master * state)
     # The weights are used as they are, so nothing is gathered or cast.
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place

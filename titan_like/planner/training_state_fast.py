@@ -1,13 +1,13 @@
 """Bytes of our own trainer's state on one pipeline rank, fast enough for a search.
 
-`training_state.peak_state` follows every pass of a step, which is exact and slow. `trainer_state` derives the fullest
+`training_state.peak_state` follows every pass of a step, which is exact and slow. `trainer_states` derives the fullest
 moment from the order of the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
@@ -30,21 +30,23 @@ class Sharing(NamedTuple):
 
 
 def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
-    """How often a rank's stages take turns in a step. 3 means three or more, which `trainer_state` treats alike."""
+    """How often a rank's stages take turns in a step. 3 means three or more, which `trainer_states` treats alike."""
     if schedule in SPLIT_BACKWARD:  # W passes come late, so stages wait for each other's
         return 3
-    return 1 if schedule in ("gpipe", "looped_bfs") else min(3, -(-microbatches // pipeline))
+    if schedule in ("1f1b", "gpipe"):  # for a single stage all numbers give the same, and one shares cached results
+        return 3
+    return 1 if schedule == "looped_bfs" else min(3, -(-microbatches // pipeline))
 
 
 @lru_cache(maxsize=65536)
-def trainer_state(
+def trainer_states(
     model: TransformerConfig,
-    here: RankStages,
+    ranks: tuple[RankStages, ...],
     splits_backward: bool,
     rounds: int,
     accumulates: bool,
     sharing: Sharing,
-) -> tuple[int, int, int, int]:
+) -> list[tuple[int, int, int, int]]:
     """Bytes of parameters, gradients and optimizer state between passes, and of temporary copies at the fullest moment.
 
     Master weights, gradients and optimizer state are float32. The last figure is exact for whole backward passes. For
@@ -53,14 +55,15 @@ def trainer_state(
 
     Args:
         model: the model.
-        here: the rank's stages.
+        ranks: the stages of each rank.
         splits_backward: whether the schedule splits backward passes.
         rounds: the result of `rounds_of`.
         accumulates: whether a step has several microbatches.
         sharing: how processes share the state.
     """
-    sizes = _sizes(model, here, sharing)
-    return _state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, sharing.zero))
+    stage = _stages(model, sharing)
+    of_ranks = [_sizes(here, stage) for here in ranks]
+    return [_state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, sharing.zero)) for sizes in of_ranks]
 
 
 @lru_cache(maxsize=4096)
@@ -74,8 +77,8 @@ def exact_state(
     microbatches: int,
     sharing: Sharing,
 ) -> tuple[int, int, int, int]:
-    """`trainer_state`, found by following the rank's passes."""
-    sizes = _sizes(model, here, sharing)
+    """`trainer_states` of one rank, found by following the rank's passes."""
+    sizes = _sizes(here, _stages(model, sharing))
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
     peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(sharing))
@@ -91,20 +94,12 @@ def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int
     return weights, gradients, sum([size.shards for size in sizes]) - weights, max(0, moving - gradients)
 
 
-@lru_cache(maxsize=4096)
-def _sizes(model: TransformerConfig, here: RankStages, sharing: Sharing) -> list[StageSizes]:
+def _sizes(here: RankStages, stage: Callable[[Counts, bool, bool], StageSizes]) -> list[StageSizes]:
     last = len(here.layers) - 1
     return [
-        _stage(model, counts, here.first and index == 0, here.last and index == last, sharing)
+        stage(counts, here.first and index == 0, here.last and index == last)
         for index, counts in enumerate(here.layers)
     ]
-
-
-@lru_cache(maxsize=1024)
-def _storage(sharing: Sharing) -> Storage:
-    tensor, shard, data_parallel, zero, compute, optimizer = sharing
-    split = ParameterSplit(ShardOf(tensor), ShardOf(shard))
-    return Storage(zero, split, 1 + data_parallel, compute=compute, optimizer=optimizer)
 
 
 def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates: bool, zero: int) -> int:
@@ -135,11 +130,23 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
     return most
 
 
-@lru_cache(maxsize=65536)
-def _stage(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, sharing: Sharing) -> StageSizes:
-    return stage_sizes(
-        _elements(model, counts, is_first, is_last, sharing.tensor, sharing.optimizer), _storage(sharing)
-    )
+@lru_cache(maxsize=1024)
+def _stages(model: TransformerConfig, sharing: Sharing) -> Callable[[Counts, bool, bool], StageSizes]:
+    """The sizes of any stage, from its layers and whether it is the first and the last."""
+    storage = _storage(sharing)
+
+    @cache
+    def sizes(counts: Counts, is_first: bool, is_last: bool) -> StageSizes:
+        elements = _elements(model, counts, is_first, is_last, sharing.tensor, sharing.optimizer)
+        return stage_sizes(elements, storage)
+
+    return sizes
+
+
+def _storage(sharing: Sharing) -> Storage:
+    tensor, shard, data_parallel, zero, compute, optimizer = sharing
+    split = ParameterSplit(ShardOf(tensor), ShardOf(shard))
+    return Storage(zero, split, 1 + data_parallel, compute=compute, optimizer=optimizer)
 
 
 @lru_cache(maxsize=4096)

@@ -24,13 +24,10 @@ class Workload(NamedTuple):
     global_batch_size: int
     tensor: int = 1
     pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
     context: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
-    zero_stage: int = 0
     recompute: str = "none"  # none, full or selective (only the attention core)
     recompute_every: int = 1
     flash: bool = True
@@ -42,6 +39,10 @@ class Workload(NamedTuple):
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
     update: UpdateWork = ADAMW_WORK
+    # The last three say how data parallelism splits state; see `sharded_alike`.
+    replicate: int = 1
+    shard: int = 1
+    zero_stage: int = 0
 
     @property
     def tokens(self) -> float:
@@ -67,6 +68,12 @@ class Workload(NamedTuple):
     def data_parallel(self) -> int:
         """Processes that see different samples."""
         return self.replicate * self.shard
+
+    def sharded_alike(self, zero_stage: int) -> Workload:
+        """The run with all data-parallel processes in one ZeRO group. Layouts that agree in it share cached results."""
+        if self.replicate == 1 and self.zero_stage == zero_stage:
+            return self
+        return Workload(*self[:-3], 1, self.data_parallel, zero_stage)  # `_replace` takes several times as long
 
     @property
     def num_gpus(self) -> int:
