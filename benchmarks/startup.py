@@ -10,6 +10,7 @@ the later runs, which find the tokens in the cache.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -51,6 +52,7 @@ def worker(output: str, argv: list[str]) -> None:
 
         return call
 
+    gc.disable()  # as train.py does, which enables it again after its imports
     timed("import_torch", importlib.import_module)("torch")
     sys.path.insert(0, str(ROOT))
     setup = importlib.import_module("titan_like.train.setup")
