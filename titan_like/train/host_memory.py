@@ -43,11 +43,11 @@ def restart_without_tcache() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed buffers in the process for the next step. Other allocators are left alone.
+    """Make glibc keep freed buffers in the process for the next step, and leave a spare hole for small blocks.
 
-    By default glibc returns large freed buffers to the kernel. When the next step asks for them again, the kernel has
-    to zero and map their pages one by one, which takes a fifth of the step if the vocabulary is large. Kept memory
-    counts as resident, so call this only in runs whose model is on the CPU.
+    Other allocators are left alone. By default glibc returns large freed buffers to the kernel. When the next step asks
+    for them again, the kernel has to zero and map their pages one by one, which takes a fifth of the step if the
+    vocabulary is large. Kept memory counts as resident, so call this only in runs whose model is on the CPU.
 
     The heap's top padding is not raised: glibc would use up spare room at the top before it coalesces what was freed
     inside the heap.
