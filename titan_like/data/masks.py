@@ -58,9 +58,12 @@ class Masks:
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
         """A dataset's sample, int64 [2, raw], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
-        inputs, labels = self.objective.apply(sample, self.seed, index)
+        made = self.objective.apply(sample, self.seed, index)
+        inputs, labels = made
         if self.pairs is not None:
             labels[0] = sample[1, 0]  # the class of the pair
+        if not (self.has_positions or self.has_intervals or section.eod_mask_loss):
+            return made
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
         if section.eod_mask_loss:

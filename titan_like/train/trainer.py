@@ -192,7 +192,8 @@ class Trainer(TrainingState):
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
         noticed[1].fill_(self.saver.is_writing)
-        dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
         if self._logs(self.step + 1) or self.step + 1 == self.run.total_steps:
             num_zeros = count_zeros(self.model.counted_parameters(), self.mesh)
         else:
