@@ -26,6 +26,7 @@ from titan_like.checkpoint.step_folders import (
     unfinished_path,
 )
 from titan_like.config.errors import first_line
+from titan_like.config.schema import Checkpoint as CheckpointSection
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,20 +42,21 @@ class SaveError(Exception):
 class Saver:
     """Writes the checkpoints of a run. All ranks call each method at the same point.
 
-    With ``in_background`` a thread copies the tensors while the next step computes its gradients, then writes the
+    With `checkpoint.async` a thread copies the tensors while the next step computes its gradients, then writes the
     copies while training continues, so only `before_update` may have to wait. Later saves reuse the buffers.
     """
 
-    def __init__(self, folder: Path, keep_latest: int, in_background: bool) -> None:
-        self.folder, self.keep_latest, self.in_background = folder, keep_latest, in_background
-        # A separate group, because collectives of the thread must not mix with those of training.
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, folder: Path, section: CheckpointSection) -> None:
+        self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
+        # A separate group, because collectives of the thread must not mix with those of training. It is made before
+        # training, where a failure costs least, and only for runs that save: its thread wakes a hundred times a second.
+        self._group = dist.new_group(backend="gloo") if section.enable else None
         self._save: _Save | None = None
         self._copies: Tensors = {}
 
     def save(self, tensors: Tensors, run: RunState) -> None:
         """Write a checkpoint, or start to; `finish` reports the outcome. The previous save must be finished."""
-        assert self._save is None
+        assert self._save is None and self._group is not None
         self._save = _Save(checkpoint_path(self.folder, run.step))
         if not self.in_background:
             self._save.problem = self._write(tensors, run)

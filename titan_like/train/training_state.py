@@ -51,7 +51,7 @@ class TrainingState:
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.losses = LossWatch(config.health, run.device)
-        self.saver = Saver(run.checkpoint_folder, config.checkpoint.keep_latest, config.checkpoint.async_)
+        self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
         is_new = not (config.checkpoint.enable and self._resume(self._is_wanted))
         if is_new and config.checkpoint.initial_load_path is not None:
