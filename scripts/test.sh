@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 install_environment test
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+unset PYTHONDONTWRITEBYTECODE # the processes that tests start would each compile the sources again
 if [ "${1:-}" = quick ]; then
   shift
   set -- tests/unit tests/distributed/test_verify.py::test_product_is_the_same \

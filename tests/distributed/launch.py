@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
@@ -157,6 +158,8 @@ def died(outcomes: list[Outcome]) -> bool:
 
 
 def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> Iterator[None]:
-    # Meshes take long to make: trainers of one layout, one after the other, share theirs.
-    with patch.object(training_state, "build_mesh", cache(build_mesh)):
+    # Groups take long to make, and gloo has a thread for each that wakes a hundred times a second. So trainers of one
+    # layout, one after the other, share theirs.
+    meshes = patch.object(training_state, "build_mesh", cache(build_mesh))
+    with meshes, patch.object(saver, "background_group", cache(saver.background_group)):
         yield function(member.rank, *args)

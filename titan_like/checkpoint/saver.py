@@ -39,6 +39,11 @@ class SaveError(Exception):
     """A checkpoint could not be written; the message is one sentence, the same on every rank."""
 
 
+def background_group() -> dist.ProcessGroup:
+    """A process group of all ranks for the thread that saves: its collectives must not mix with those of training."""
+    return dist.new_group(backend="gloo")
+
+
 class Saver:
     """Writes the checkpoints of a run. All ranks call each method at the same point.
 
@@ -48,9 +53,8 @@ class Saver:
 
     def __init__(self, folder: Path, section: CheckpointSection) -> None:
         self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
-        # A separate group, because collectives of the thread must not mix with those of training. It is made before
-        # training, where a failure costs least, and only for runs that save: its thread wakes a hundred times a second.
-        self._group = dist.new_group(backend="gloo") if section.enable else None
+        # Made before training, where a failure costs least, and only for runs that save: gloo's thread never sleeps.
+        self._group = background_group() if section.enable else None
         self._save: _Save | None = None
         self._copies: Tensors = {}
 
