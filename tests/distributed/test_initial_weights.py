@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import all_stages, base_config, by_name, launch, runs_exhaustive_tests
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
+from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import RunError
 from titan_like.hugging_face.folder import open_hugging_face
@@ -118,7 +119,7 @@ def spoil(trainer: Trainer) -> None:
 def save(trainer: Trainer, folder: Path) -> None:
     """Save it as it is."""
     object.__setattr__(trainer.run, "checkpoint_folder", folder / "saved")
-    trainer.saver.folder = folder / "saved"
+    trainer.saver = Saver(folder / "saved", trainer.config.checkpoint.model_copy(update={"enable": True}))
     trainer.save(is_last=True)
 
 
