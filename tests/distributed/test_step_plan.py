@@ -281,5 +281,6 @@ def assert_holds(measured: Measured, case: Case) -> None:
         assert plan.state.parameters + plan.state.optimizer == found["between"], rank
         if torch.__version__ < "2.15" or case.settings.get("training.dtype", "float32") == "float32":
             assert plan.peak_state == found["peak"], rank
-        else:  # FSDP2 converts gradients later there, which takes less at ZeRO 0 and 1, and pads its copies
-            assert 0.95 * plan.peak_state < found["peak"] < 1.003 * plan.peak_state, rank
+        else:  # FSDP2 converts gradients in half types sooner there, at ZeRO 0 and 1, and pads its copies
+            sooner = plan.state.gradients // 2
+            assert plan.peak_state - sooner <= found["peak"] < 1.003 * plan.peak_state, rank

@@ -99,8 +99,9 @@ def test_state_bytes_equal_the_formula(measured: dict[str, dict[str, Any]], case
     assert measured[case.name]["between"] == formula.between_steps
     if torch.__version__ < "2.15":
         assert measured[case.name]["peak"] == formula.peak
-    else:  # gradients are accumulated in another place there, which takes up to 6 % less in half types
-        assert 0.94 * formula.peak <= measured[case.name]["peak"] <= 1.001 * formula.peak
+    else:  # there gradients in half types are converted sooner, and copies are padded
+        gradients = 0 if compute_bytes == 4 else compute_bytes * model_config(config.model).num_parameters()
+        assert formula.peak - gradients <= measured[case.name]["peak"] <= 1.001 * formula.peak
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "float32" in case.name], ids=lambda case: case.name)

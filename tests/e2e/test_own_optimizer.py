@@ -32,12 +32,18 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     text = (ROOT / "docs" / "optimizers.md").read_text()
     (module,) = re.findall(r"```python\n# my_optimizers.py\n(.*?)```", text, re.DOTALL)
+    (lars,) = re.findall(r"```python\n# my_lars.py\n(.*?)```", text, re.DOTALL)
+    (folder / "my_lars.py").write_text(lars)
+    loop = "    for group in shard_groups(parameter):\n        dist.all_reduce(square, group=group)\n"
+    assert loop in lars
+    (folder / "my_naive_lars.py").write_text(lars.replace(loop, ""))
     (entry,) = re.findall(r'\[project.entry-points."titan_like.optimizers"\]\n(.*?)```', text, re.DOTALL)
     (folder / "my_optimizers.py").write_text(module)
     info = folder / "my_optimizers-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_optimizers\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[titan_like.optimizers]\n{entry.replace(chr(34), '')}")
+    entries = f"{entry.replace(chr(34), '')}\nlars = my_lars:lars\nnaive_lars = my_naive_lars:lars\n"
+    (info / "entry_points.txt").write_text(f"[titan_like.optimizers]\n{entries}")
     return folder
 
 
@@ -68,8 +74,27 @@ def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) 
     assert f'"optimizer": {8 * parameters}' in plan  # one moment in float64
 
 
+@pytest.mark.parametrize(
+    ("rule", "layout", "axis"),
+    [
+        ("lars", ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"], None),
+        ("naive_lars", ["--parallelism.zero_stage=3"], "zero_stage"),
+    ],
+)
+def test_a_rule_of_whole_parameters_is_verified(
+    package: Path, tmp_path: Path, rule: str, layout: list[str], axis: str | None
+) -> None:
+    options = ["--job.config_file=train_configs/debug_gpt.toml", "--steps=2", "--processes=2", "--training.seq_len=32"]
+    arguments = [*options, f"--optimizer.name={rule}", f"--json={tmp_path / 'found.json'}", *layout]
+    done = Script("scripts/verify.py", arguments, path=[package]).wait()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == (0 if axis is None else 1), done.stdout + done.stderr
+    assert (found["blame"] or {}).get("axis") == axis
+    assert axis is None or found["first_difference"]["row"] == "updates from these gradients", found["first_difference"]
+
+
 def test_wrong_names_and_options_are_told_in_a_sentence(package: Path) -> None:
     done = train(package, "--optimizer.name=lyon")
-    assert done.returncode == 2 and "did you mean lion? there are adafactor, adamw, lion, muon, sgd" in done.stderr
+    assert done.returncode == 2 and "did you mean lion? there are adafactor, adamw, lars, lion, " in done.stderr
     done = train(package, "--optimizer.name=sgd", "--optimizer.options.momentum=0.9")
     assert done.returncode == 2 and "sgd has no options" in done.stderr and "Traceback" not in done.stderr

@@ -9,8 +9,6 @@ import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 
-WHOLE_MATRICES = ("adafactor", "muon")  # their update of one element depends on others of the same parameter
-
 
 class PlainAdafactor(torch.optim.Optimizer):
     """Algorithm 4 (matrices) and 5 (vectors) of arXiv 1804.04235, or the same with a rate that is given."""

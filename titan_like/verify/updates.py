@@ -4,7 +4,7 @@ The reference's optimizer repeats each update in float64 from the gradients that
 this very process. Rounding in the gradients therefore plays no part: a wrong rate, decay or type shows in half
 precision as clearly as in float64.
 
-Rules that look at whole matrices are repeated on whole tensors, gathered from the processes that share them.
+Rules that may look at whole parameters are repeated on whole tensors, gathered from the processes that share them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
-from titan_like.verify.matrix_optimizers import WHOLE_MATRICES
 from titan_like.verify.places import local
 from titan_like.verify.reference import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
 
 # What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
 _WEIGHT_ROUNDINGS = 4  # of a weight, in units of its type
+_ELEMENTWISE = ("adamw", "sgd")  # their update of an element depends on that element alone
 
 
 class UpdateCheck:
@@ -34,13 +34,13 @@ class UpdateCheck:
         self.trainer, self.report = trainer, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
         self.parameters = list(trainer.model.named_parameters())
-        self.is_gathered = trainer.config.optimizer.name in WHOLE_MATRICES
+        self.is_gathered = trainer.config.optimizer.name not in _ELEMENTWISE
         self.copies = [nn.Parameter(self._double(parameter)) for _, parameter in self.parameters]
         names = [name for name, _ in self.parameters]
         self.optimizer = build_optimizer(list(zip(names, self.copies, strict=True)), trainer.config)
         for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
             for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a resumed run
-                self.optimizer.state[copy][what] = value.cpu().clone() if what == "step" else self._double(value)
+                self.optimizer.state[copy][what] = self._double(value) if value.ndim else value.cpu().clone()
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:
@@ -85,7 +85,7 @@ class UpdateCheck:
 
     def _check_types(self, key: Key, parameter: nn.Parameter) -> None:
         state = self.trainer.optimizer.state[parameter]
-        types = {parameter.dtype} | {value.dtype for what, value in state.items() if what != "step"}
+        types = {parameter.dtype} | {value.dtype for value in state.values() if value.ndim}  # a scalar counts steps
         told = f"{' and '.join(sorted(map(str, types)))}, not {self.master}"
         self.report.exact(key, None if types == {self.master} else told)
 
