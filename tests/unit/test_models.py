@@ -6,6 +6,7 @@ import torch
 from titan_like.config import ConfigError, load_config
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
 from titan_like.models.layers.init import normal_rows
 from titan_like.models.llama.config import LlamaConfig
@@ -275,3 +276,18 @@ def test_rows_of_blocks_of_the_real_size():
     whole = normal_rows(3, "weight", shape, 1.0, 0, 2500)
     for start, stop in [(0, 1048), (1047, 1049), (1048, 2096), (900, 2300), (2499, 2500)]:
         assert torch.equal(normal_rows(3, "weight", shape, 1.0, start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "problem"),
+    [
+        ("residual_outputs", "mlp.down", "no matrix 'mlp.down'.* attention.proj, attention.qkv, mlp.fc1, mlp.fc2"),
+        ("entry", "embeding", "no module 'embeding', which entry names"),
+    ],
+)
+def test_a_model_that_names_parts_it_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, what: str, name: str, problem: str
+) -> None:
+    monkeypatch.setattr(GPT, what, (name,))
+    with torch.device("meta"), pytest.raises(ConfigError, match=problem):
+        build_model(model_config(load_config([]).model), "gpt")

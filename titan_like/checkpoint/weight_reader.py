@@ -97,7 +97,8 @@ class CheckpointWeights:
             known.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in known:
-                raise RunError(f"{self.path} cannot be loaded ({name!r} is not in the model of its run.json)")
+                problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
+                raise RunError(f"{self.path} cannot be loaded ({problem})")
 
 
 class _CachingReader(TensorReader):

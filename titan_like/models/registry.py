@@ -139,6 +139,22 @@ def build_model(config: TransformerConfig, family: str) -> Transformer:
     Build on ``torch.device("meta")`` to count parameters, or to shard before allocating.
 
     Raises:
-        ConfigError: there is no such family, or its package has no module `model`.
+        ConfigError: there is no such family, its package has no module `model`, or its model names parts that it lacks.
     """
-    return config_class(family).family_module("model").build(config)
+    model = config_class(family).family_module("model").build(config)
+    _check_names(model, family)
+    return model
+
+
+def _check_names(model: Transformer, family: str) -> None:
+    """A wrong name would otherwise be noticed late, or only in the scale of initial weights."""
+    matrices = [name.removesuffix(".weight") for name, weight in model.named_parameters() if weight.ndim >= 2]
+    for ending in model.residual_outputs:
+        if not any(name.endswith(ending) for name in matrices):
+            there = ", ".join(sorted({name.split(".", 2)[-1] for name in matrices if name.startswith("layers.")}))
+            problem = f"its model has no matrix {ending!r}, which residual_outputs names; there are {there}"
+            raise ConfigError("model.family", family, problem)
+    for what in ("entry", "head", "shared"):
+        for name in getattr(model, what):
+            if not hasattr(model, name):
+                raise ConfigError("model.family", family, f"its model has no module {name!r}, which {what} names")

@@ -189,7 +189,9 @@ class Verifier:
                     outcome = UNDECIDED
             except UndecidedError:
                 outcome = UNDECIDED
-            self.progress(f"  {layout_of(changed).num_processes} processes: {outcome}")
+            layout = layout_of(changed)
+            processes = "1 process" if layout.num_processes == 1 else f"{layout.num_processes} processes"
+            self.progress(f"  {processes} ({layout.described()}): {outcome}")
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
