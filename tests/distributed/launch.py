@@ -5,6 +5,7 @@ Groups and models take time to make, so one launch runs many cases one after the
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -160,6 +161,7 @@ def died(outcomes: list[Outcome]) -> bool:
 def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> Iterator[None]:
     # Groups take long to make, and gloo has a thread for each that wakes a hundred times a second. So trainers of one
     # layout, one after the other, share theirs.
+    gc.set_threshold(10_000)  # as in tests/conftest.py
     meshes = patch.object(training_state, "build_mesh", cache(build_mesh))
     with meshes, patch.object(saver, "background_group", cache(saver.background_group)):
         yield function(member.rank, *args)
