@@ -53,7 +53,7 @@ class Saver:
 
     def __init__(self, folder: Path, section: CheckpointSection) -> None:
         self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
-        # Made before training, where a failure costs least, and only for runs that save: gloo's thread never sleeps.
+        # Made before training, where a failure costs least, and only for runs that save: gloo polls all the time.
         self._group = background_group() if section.enable else None
         self._save: _Save | None = None
         self._copies: Tensors = {}
