@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.objective import objective_of
+from titan_like.data.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
@@ -28,7 +28,7 @@ def sample(number: int) -> torch.Tensor:
 
 
 def byte_masks(**settings: object) -> MaskedTokens:
-    return masked_tokens_of(Data.model_validate(settings), 258)
+    return masked_tokens_of(Data.model_validate(settings), ByteTokenizer(), 258)
 
 
 def test_shares_of_chosen_masked_random_and_kept_tokens() -> None:
@@ -71,7 +71,11 @@ def test_positions_without_a_label_and_samples_of_special_tokens_alone_are_left_
     ends = torch.full((2, 8), END)
     assert torch.equal(masked.apply(ends, 3, 0), torch.stack((ends[0], torch.full((8,), IGNORED_LABEL))))
     short = torch.tensor([[65, END, END], [END, END, END]])
-    assert masked_tokens_of(Data(), 258).apply(short, 3, 0)[1].tolist() == [65, IGNORED_LABEL, IGNORED_LABEL]
+    assert masked_tokens_of(Data(), ByteTokenizer(), 258).apply(short, 3, 0)[1].tolist() == [
+        65,
+        IGNORED_LABEL,
+        IGNORED_LABEL,
+    ]
 
 
 def test_whole_words_and_n_grams_are_chosen_together() -> None:
@@ -112,7 +116,7 @@ def test_words_and_special_tokens_of_a_word_piece_vocabulary(tmp_path) -> None:
     file = tokenizer_file(tmp_path, tokens, models.WordPiece)
     tokenizer = build_tokenizer(file)
     assert (tokenizer.eod_id, tokenizer.mask_id, tokenizer.special_ids) == (3, 4, frozenset(range(5)))
-    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), 12)
+    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), tokenizer, 12)
     assert masked.ordinary.tolist() == [5, 6, 7, 8, 9]
     begins = masked._word_begins(np.array([5, 6, 7, 8, 9, 5, 5, 7, 3, 6]))
     assert begins.tolist() == [True, False, False, True, True, True, True, False, True, True]
@@ -121,7 +125,7 @@ def test_words_and_special_tokens_of_a_word_piece_vocabulary(tmp_path) -> None:
 def test_words_of_a_byte_level_vocabulary(tmp_path) -> None:
     tokens = ["<|endoftext|>", "<mask>", "Ġthe", "re", "Ġ", "Ċ", ",", "_x"]
     file = tokenizer_file(tmp_path, tokens, models.BPE)
-    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), 8)
+    masked = masked_tokens_of(Data(tokenizer=file, mlm_whole_words=True), build_tokenizer(file), 8)
     assert masked.mask_id == 1 and masked.ordinary.tolist() == [2, 3, 4, 5, 6, 7]
     begins = masked._word_begins(np.array([2, 3, 7, 4, 3, 6, 3, 5, 3, 2]))
     assert begins.tolist() == [True, False, False, True, True, True, True, True, True, True]
@@ -130,9 +134,9 @@ def test_words_of_a_byte_level_vocabulary(tmp_path) -> None:
 def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
     file = tokenizer_file(tmp_path, ["</s>", "a"], models.BPE)
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no mask token.*use a tokenizer with \[MASK\]"):
-        objective_of(JobConfig(data=Data(tokenizer=file)), BERT)
+        masks_of(JobConfig(data=Data(tokenizer=file)), BERT)
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):
-        objective_of(JobConfig(), BERT.model_copy(update={"vocab_size": 257}))
+        masks_of(JobConfig(), BERT.model_copy(update={"vocab_size": 257}))
     for family, setting, words in (
         (
             "gpt",
@@ -154,4 +158,4 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
         config = load_config([f"--model.family={family}", "--training.steps=1", setting])
         with pytest.raises(ConfigError, match=words):
             resolve_settings(config, 1)
-    assert isinstance(objective_of(JobConfig(), BERT), MaskedTokens)
+    assert isinstance(masks_of(JobConfig(), BERT).objective, MaskedTokens)

@@ -13,7 +13,8 @@ import torch
 from tests.e2e.scripts import Script
 from titan_like.config import ConfigError
 from titan_like.config.load import load_config
-from titan_like.config.schema import Data
+from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import Model as ModelSection
 from titan_like.data.indexed import IndexedWriter
 from titan_like.data.masks import Masks, masks_of, prefix_length
 from titan_like.data.open_source import open_source
@@ -207,10 +208,11 @@ def test_packed_documents_equal_separate_ones(family: str) -> None:
 
 
 def test_end_of_document_comes_from_the_tokenizer_if_it_is_needed() -> None:
-    assert masks_of(Data(reset_attention_mask=True), SEED).eod_id == 256
-    assert masks_of(Data(prefix_lm=True, tokenizer="absent.json"), SEED).eod_id is None
+    model = model_config(ModelSection())
+    assert masks_of(JobConfig(data=Data(reset_attention_mask=True)), model).eod_id == 256
+    assert masks_of(JobConfig(data=Data(prefix_lm=True, tokenizer="absent.json")), model).eod_id is None
     with pytest.raises(ConfigError, match=r"absent\.json"):
-        masks_of(Data(eod_mask_loss=True, tokenizer="absent.json"), SEED)
+        masks_of(JobConfig(data=Data(eod_mask_loss=True, tokenizer="absent.json")), model)
 
 
 def test_rules() -> None:

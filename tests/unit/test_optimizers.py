@@ -12,7 +12,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Optimizer
 from titan_like.optim.exchange import assign_owners
 from titan_like.optim.optimizer import build_optimizer, update
-from titan_like.optim.registry import check_optimizer
+from titan_like.train.rules import resolve_settings
 
 LR, DECAY = 0.01, 0.1
 SHAPES = {
@@ -195,10 +195,11 @@ def test_matrices_are_spread_by_their_work() -> None:
         ("name=muonn", "did you mean muon?"),
         ("relative_step=true", "adamw does not use it; leave it out, or set optimizer.name to adafactor"),
         ("name=adafactor matrix_lr=0.02", "optimizer.matrix_lr = 0.02: adafactor does not use it"),
+        ("betas=[0.9,1.0]", "optimizer.betas"),
         ("name=muon beta1=0.9", "optimizer.beta1 = 0.9: muon does not use it"),
     ],
 )
 def test_bad_settings_are_one_sentence(setting: str, told: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_optimizer(load_config([f"--optimizer.{part}" for part in setting.split()]).optimizer)
+        resolve_settings(load_config(["--training.steps=1", *(f"--optimizer.{part}" for part in setting.split())]), 1)
     assert told in str(error.value) and "\n" not in str(error.value)

@@ -10,14 +10,13 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masks import MaskedSamples, Masks, masks_of
-from titan_like.data.objective import objective_of
+from titan_like.data.open_source import open_data
 from titan_like.data.sentence_pairs import PairTokens, SentencePairs
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import open_data
 
 END, FIRST, SEPARATOR, PADDING = 256, 258, 259, 260
 SEQ, DOCUMENT = 60, 1000
@@ -117,7 +116,7 @@ def test_samples_without_labels_or_text_have_no_class() -> None:
 
 
 def run_masks(section: Data, seed: int, model: TransformerConfig) -> Masks:
-    return masks_of(section, seed, objective_of(JobConfig(data=section), model), model)
+    return masks_of(JobConfig.model_validate({"data": section, "job": {"seed": seed}}), model)
 
 
 def test_tokens_are_masked_within_pairs_and_the_rest_follows_from_the_inputs() -> None:

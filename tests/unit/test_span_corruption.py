@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
-from titan_like.data.masks import masks_of
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.objective import objective_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
@@ -35,7 +35,7 @@ MODEL = EncoderDecoder(num_layers=2, hidden_size=8, num_attention_heads=1, vocab
 
 def corruption(**settings: object) -> SpanCorruption:
     config = JobConfig.model_validate({"training": {"seq_len": settings.pop("seq_len", 256), **settings}})
-    found = objective_of(config, MODEL)
+    found = objective_of(config, MODEL, ByteTokenizer())
     assert isinstance(found, SpanCorruption)
     return found
 
@@ -195,7 +195,7 @@ def test_tokens_without_a_label_carry_no_loss() -> None:
 
 def test_a_batch_is_split_into_inputs_and_the_decoder_s_labels() -> None:
     objective = corruption(seq_len=64)
-    masks = masks_of(Data(), 3, objective)
+    masks = Masks(Data(), None, 3, objective)
     rows = torch.stack([masks.add_rows(window(number, objective.length.raw), number) for number in range(2)])
     inputs, labels = masks.split_rows(rows)
     assert inputs.encoder_len == 64 and torch.equal(inputs.tokens, rows[:, 0])
@@ -219,7 +219,7 @@ def test_sentinels_and_padding_of_tokenizers(tmp_path: Path) -> None:
 def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
     def refusal(model: TransformerConfig = MODEL, **values: dict) -> str:
         with pytest.raises(ConfigError) as error:
-            objective_of(JobConfig.model_validate(values), model)
+            masks_of(JobConfig.model_validate(values), model)
         return str(error.value)
 
     few = tokenizer_file(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])

@@ -23,12 +23,11 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
 from titan_like.data.bookmarks import INTERVAL
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.open_source import open_source
+from titan_like.data.open_source import open_data, open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
-from titan_like.train.setup import open_data
 
 SEQ = 8
 EOD = ByteTokenizer.eod_id

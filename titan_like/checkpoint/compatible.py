@@ -38,12 +38,8 @@ def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) ->
         ConfigError: the first difference.
     """
     state = _readable_state(path)
-    if state is None:
-        return
-    _compare(path, [("model.family", config.model.family, state.config["model"]["family"])])
-    shape, fields = model.model_dump(mode="json"), type(model).model_fields
-    saved = {key: state.model.get(key, fields[key].default) for key in shape}  # an older one may lack a newer field
-    _compare(path, [(f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE])
+    if state is not None:
+        _compare(path, _of_model(state, config, model))
 
 
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> None:
@@ -52,11 +48,21 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
     Raises:
         ConfigError: the first difference.
     """
-    check_same_model(path, config, model)
     state = _readable_state(path)
-    if state is not None and state.step > 0:  # at step 0 there is no cursor and no optimizer state
-        now, then = config.model_dump(mode="json"), state.config
-        _compare(path, [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY])
+    if state is None:
+        return
+    compared, now, then = _of_model(state, config, model), config.model_dump(mode="json"), state.config
+    if state.step > 0:  # at step 0 there is no cursor and no optimizer state
+        compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
+    _compare(path, compared)
+
+
+def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
+    """(setting, value, value in the checkpoint) of all that describes the model."""
+    shape, fields = model.model_dump(mode="json"), type(model).model_fields
+    family = ("model.family", config.model.family, state.config["model"]["family"])
+    saved = {key: state.model.get(key, fields[key].default) for key in shape}  # an older one may lack a newer field
+    return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
 def check_readable(folder: Path, steps: list[int], cure: str) -> None:
@@ -93,8 +99,8 @@ def _readable_state(path: Path) -> RunState | None:
     return state if all(isinstance(table, dict) for table in tables) and "family" in state.config["model"] else None
 
 
-def _compare(path: Path, differences: list[tuple[str, Any, Any]]) -> None:
-    for key, value, saved in differences:
+def _compare(path: Path, compared: list[tuple[str, Any, Any]]) -> None:
+    for key, value, saved in compared:
         if value != saved:
             then = "none" if saved is None else saved
             raise ConfigError(key, value, f"{path} was saved with {then}; keep that, or name another folder")

@@ -4,7 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Training
+
+_MOST_INCREMENTS = 10_000  # in a ramp-up, whose steps are counted one increment at a time
+
+
+def check_rampup(training: Training) -> None:
+    """Check that the ramp-up, if there is one, reaches the global batch size in whole increments.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    rampup = training.batch_size_rampup
+    if rampup is None:
+        return
+    if len(rampup) != 3 or min(rampup) <= 0:
+        problem = "must be three positive integers [start, increment, samples]"
+        raise ConfigError("training.batch_size_rampup", rampup, problem)
+    start, increment, _ = rampup
+    if start > training.global_batch_size or (training.global_batch_size - start) % increment:
+        problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
+        raise ConfigError("training.batch_size_rampup", rampup, problem)
+    increments = (training.global_batch_size - start) // increment
+    if increments > _MOST_INCREMENTS:
+        problem = f"{increments:,} increments are more than {_MOST_INCREMENTS:,}; use larger ones"
+        raise ConfigError("training.batch_size_rampup", rampup, problem)
+
+
+def check_length(training: Training) -> int:
+    """Number of optimizer steps in the run, at least one.
+
+    Raises:
+        ConfigError: not exactly one length is set, or it is less than a global batch.
+    """
+    given = [key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None]
+    if len(given) != 1:
+        shown = {key: getattr(training, key) for key in given} or None
+        raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
+    steps = total_steps(training)
+    if steps == 0:
+        unit = batch_sizes_to_check(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
+        problem = f"less than one global batch; give at least {unit}"
+        raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
+    return steps
 
 
 def global_batch_size_at(training: Training, consumed_samples: int) -> int:

@@ -16,7 +16,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.draws import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer
+from titan_like.data.tokenizer import Tokenizer
 
 _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
@@ -79,13 +79,12 @@ class MaskedTokens:
         return begins
 
 
-def masked_tokens_of(section: Data, vocab_size: int) -> MaskedTokens:
+def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
     """What [data] and its tokenizer say of masked language modelling with a model of ``vocab_size`` tokens.
 
     Raises:
-        ConfigError: the tokenizer cannot be built, has no mask token, or has one that the model lacks.
+        ConfigError: the tokenizer has no mask token, or one that the model lacks.
     """
-    tokenizer = build_tokenizer(section.tokenizer)
     if tokenizer.mask_id is None:
         problem = "has no mask token, which a model of masked tokens needs; use a tokenizer with [MASK] or <mask>"
         raise ConfigError("data.tokenizer", section.tokenizer, problem)

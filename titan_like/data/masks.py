@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from titan_like.config.schema import Data
-from titan_like.data.objective import NEXT_TOKENS, Objective
+from titan_like.config.schema import Data, JobConfig
+from titan_like.data.objective import NEXT_TOKENS, Objective, objective_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
@@ -111,21 +111,23 @@ class MaskedSamples(Dataset[torch.Tensor]):
         return self.masks.add_rows(sample, index)
 
 
-def masks_of(
-    section: Data, seed: int, objective: Objective = NEXT_TOKENS, model: TransformerConfig | None = None
-) -> Masks:
-    """The masks that [data] asks for, and what ``model`` needs where samples are two sentences.
+def masks_of(config: JobConfig, model: TransformerConfig) -> Masks:
+    """What the run's objective and [data] ask for. The tokenizer is built only if something depends on it.
 
     Raises:
-        ConfigError: the tokenizer cannot be built, or lacks a token that is needed.
+        ConfigError: the tokenizer cannot be built, or it or the model lacks a token that is needed.
     """
-    eod_id = build_tokenizer(section.tokenizer).eod_id if section.tells_documents_apart else None
-    pairs, tokens = None, None
-    if model is not None and not {"pair", "choice"}.isdisjoint(model.predictions):
-        tokens = pair_tokens_of(section, model.vocab_size)
-        if "pair" in model.predictions:
-            pairs = SentencePairs(section.sentence_objective, tokens, build_tokenizer(section.tokenizer).eod_id)
-    return Masks(section, eod_id, seed, objective, pairs, tokens)
+    section, seed = config.data, config.job.seed
+    if model.is_causal and not section.tells_documents_apart:
+        return Masks(section, None, seed)
+    tokenizer = build_tokenizer(section.tokenizer)
+    eod_id = tokenizer.eod_id if section.tells_documents_apart else None
+    objective, pairs, around = objective_of(config, model, tokenizer), None, None
+    if not {"pair", "choice"}.isdisjoint(model.predictions):
+        around = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
+    if around is not None and "pair" in model.predictions:
+        pairs = SentencePairs(section.sentence_objective, around, tokenizer.eod_id)
+    return Masks(section, eod_id, seed, objective, pairs, around)
 
 
 def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:

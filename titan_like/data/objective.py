@@ -10,6 +10,7 @@ import torch
 from titan_like.config.schema import JobConfig
 from titan_like.data.masked_tokens import masked_tokens_of
 from titan_like.data.span_corruption import span_corruption_of
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import TransformerConfig
 
 
@@ -43,12 +44,14 @@ class NextTokens:
 NEXT_TOKENS = NextTokens()
 
 
-def objective_of(config: JobConfig, model: TransformerConfig) -> Objective:
+def objective_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Objective:
     """The objective of a run's model.
 
     Raises:
-        ConfigError: the tokenizer cannot be built, or it or the model lacks a token that is needed.
+        ConfigError: the tokenizer or the model lacks a token that is needed.
     """
+    if model.objective == "span_corruption":
+        return span_corruption_of(config, model, tokenizer)
     if model.objective == "mlm" and "tokens" in model.predictions:
-        return masked_tokens_of(config.data, model.vocab_size)
-    return span_corruption_of(config, model) if model.objective == "span_corruption" else NEXT_TOKENS
+        return masked_tokens_of(config.data, tokenizer, model.vocab_size)
+    return NEXT_TOKENS

@@ -1,19 +1,56 @@
-"""From [data] to a split of its dataset."""
+"""From [data] to the splits of its dataset."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
+from titan_like.config.schema import JobConfig
 from titan_like.data.blended import BlendedSource
+from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream import StreamSource
 from titan_like.data.stream_blend import BlendedStream
 from titan_like.data.weights import shares_of
+from titan_like.models.config import TransformerConfig
+
+
+def open_data(config: JobConfig, model: TransformerConfig) -> dict[str, Source]:
+    """Open the splits that the run reads. New data is tokenized.
+
+    Raises:
+        ConfigError: data is missing or unusable, or there is too little of it.
+    """
+    request = DataRequest(
+        section=config.data,
+        split="train",
+        seq_len=sample_length(config, model).raw,
+        seed=config.job.seed,
+        vocab_size=model.vocab_size,
+        cache_folder=Path(config.job.dump_folder) / "data_cache",
+    )
+    sources = {split: open_source(replace(request, split=split)) for split in ("train", "validation")}
+    if len(sources["train"]) == 0:
+        raise ConfigError("data.dataset", config.data.dataset, "its training split has no samples; give it more data")
+    if config.evaluation.interval and len(sources["validation"]) == 0:
+        problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
+        raise ConfigError("data.split", config.data.split, problem)
+    wanted = config.evaluation.steps * config.training.global_batch_size
+    if config.evaluation.interval and len(sources["validation"]) == UNKNOWN_LENGTH:
+        first = range(min(wanted, config.data.num_readers))  # a stream's readers take turns
+        if all((sources["validation"][index][1] == IGNORED_LABEL).all() for index in first):
+            problem = f"the first {wanted} samples for validation are of readers that have none; raise it"
+            raise ConfigError("evaluation.steps", config.evaluation.steps, problem)
+    if config.data.sentence_objective == "next_sentence" and len(sources["train"]) == UNKNOWN_LENGTH:
+        problem = "takes the second sentence from anywhere in the data, and a stream is only read in order"
+        problem += '; use "sentence_order", or write the data with scripts/preprocess_data.py'
+        raise ConfigError("data.sentence_objective", "next_sentence", problem)
+    return sources
 
 
 def open_source(request: DataRequest) -> Source:

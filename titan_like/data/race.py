@@ -127,7 +127,7 @@ class RaceSource(Source):
             raise ConfigError("data.paths", section.paths, problem)
         tokenizer = build_tokenizer(section.tokenizer)
         check_vocabulary(section.tokenizer, tokenizer, request.vocab_size)
-        self._around = pair_tokens_of(section, request.vocab_size)
+        self._around = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]
         try:
             self._questions = read_questions(folder, tokenizer)

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import Data
 from titan_like.data.draws import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.layers.visible import VisibleKeys
 
 ADDED = 3  # tokens around two sentences
@@ -128,20 +127,20 @@ class SentencePairs:
         return other
 
 
-def pair_tokens_of(section: Data, vocab_size: int) -> PairTokens:
-    """The tokens around two sentences for a model of ``vocab_size`` tokens.
+def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
+    """The tokens that the tokenizer ``spec`` has around two sentences, for a model of ``vocab_size`` tokens.
 
     Raises:
-        ConfigError: the tokenizer cannot be built, lacks them, or has ones that the model lacks.
+        ConfigError: it lacks them, or has ones that the model lacks.
     """
-    found = build_tokenizer(section.tokenizer).pair_ids
+    found = tokenizer.pair_ids
     if found is None:
         problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
-        raise ConfigError("data.tokenizer", section.tokenizer, problem)
+        raise ConfigError("data.tokenizer", spec, problem)
     if max(found) >= vocab_size:
         problem = (
             f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}, but the model's vocab_size is {vocab_size}; "
             f"set model.overrides.vocab_size to {max(found) + 1}"
         )
-        raise ConfigError("data.tokenizer", section.tokenizer, problem)
+        raise ConfigError("data.tokenizer", spec, problem)
     return PairTokens(*found)

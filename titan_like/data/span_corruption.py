@@ -18,7 +18,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.draws import sample_generator
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer
 from titan_like.models.config import TransformerConfig
 
 
@@ -79,15 +79,13 @@ def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) 
     return np.repeat(np.tile([False, True], num_spans), np.stack((others, noise), 1).flatten())
 
 
-def span_corruption_of(config: JobConfig, model: TransformerConfig) -> SpanCorruption:
+def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> SpanCorruption:
     """How a run's samples are corrupted.
 
     Raises:
-        ConfigError: the tokenizer cannot be built or lacks a token that is needed, or the model lacks it; or the
-            lengths do not fit.
+        ConfigError: the tokenizer lacks a token that is needed, or the model lacks it; or the lengths do not fit.
     """
     spec, length = config.data.tokenizer, sample_length(config, model)
-    tokenizer = build_tokenizer(spec)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]
     if len(sentinels) < num_spans:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.windows import Score, Window
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -54,8 +55,10 @@ class Scorer:
     @cached_property
     def _around(self) -> PairTokens | None:
         """The tokens around two sentences, for a model that scores the options of questions."""
-        shape = self.model.stages[0].module.config
-        return pair_tokens_of(self.config.data, shape.vocab_size) if "choice" in shape.predictions else None
+        shape, spec = self.model.stages[0].module.config, self.config.data.tokenizer
+        if "choice" not in shape.predictions:
+            return None
+        return pair_tokens_of(spec, build_tokenizer(spec), shape.vocab_size)
 
     @property
     def num_actions(self) -> int:

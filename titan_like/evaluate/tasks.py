@@ -9,7 +9,8 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import expanded, file_problem
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.config.schema import JobConfig
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from titan_like.evaluate.files import read_text
 from titan_like.evaluate.lambada import lambada_task, read_passages
 from titan_like.evaluate.race import race_task
@@ -17,6 +18,7 @@ from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import Task, TaskError, TextSettings
 from titan_like.evaluate.text import text_task
 from titan_like.evaluate.wikitext import read_published, wikitext_task
+from titan_like.models.config import TransformerConfig
 
 # The function that reads a task's file, and the one that makes a task of its name and what was read.
 _OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, TextSettings], Task]]] = {
@@ -102,6 +104,21 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
         except TaskError as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
+
+
+def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
+    """The tasks of `evaluation.datasets`, which a run scores at each validation, read and tokenized.
+
+    Raises:
+        ConfigError: a task or file cannot be used.
+    """
+    if not config.evaluation.datasets:
+        return []
+    check_predictions("evaluation.datasets", config.evaluation.datasets, config.model.family, model.predictions)
+    tokenizer = build_tokenizer(config.data.tokenizer)
+    check_vocabulary(config.data.tokenizer, tokenizer, model.vocab_size)
+    settings = TextSettings.of(config.training.seq_len)
+    return open_tasks("evaluation.datasets", config.evaluation.datasets, tokenizer, settings)
 
 
 def run_tasks(

@@ -33,9 +33,11 @@ def check_optimizer(section: Optimizer) -> None:
     """Check that `optimizer.name` refers to a rule, and that a built-in one uses the settings that are given.
 
     Raises:
-        ConfigError: there is no such rule, or it does not use a setting.
+        ConfigError: there is no such rule, it does not use a setting, or a beta is out of range.
     """
     find_rule(section)
+    if not all(0 <= beta < 1 for beta in section.betas):
+        raise ConfigError("optimizer.betas", section.betas, "each must be at least 0 and below 1")
     for rule, keys in _ONLY_FOR.items():
         for key in keys if section.name in RULES and section.name != rule else ():
             value = getattr(section, key)

@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import math
 
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import LRScheduler
+
+
+def check_decay(section: LRScheduler, total_steps: int) -> None:
+    """Check that warm-up and decay fit a run of ``total_steps``.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    warmup = section.warmup_steps
+    if warmup > total_steps:
+        problem = f"longer than the run of {total_steps} steps; use at most {total_steps}"
+        raise ConfigError("lr_scheduler.warmup_steps", warmup, problem)
+    if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
+        problem = f"the decay ends before the warm-up of {warmup} steps; use a larger number"
+        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
+    length, left = wsd_decay_steps(section, total_steps), total_steps - warmup
+    if section.decay == "wsd" and length > left:
+        problem = f"the final decay of {length} steps does not fit the {left} after warm-up; use at most {left}"
+        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
 
 
 def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:

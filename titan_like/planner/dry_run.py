@@ -25,7 +25,8 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.indexed import prefix_of
-from titan_like.data.objective import objective_of
+from titan_like.data.masks import masks_of
+from titan_like.data.open_source import open_data
 from titan_like.data.packed import split_weights
 from titan_like.data.registry import DATASETS
 from titan_like.data.text import corpus_files, corpus_folder, corpus_job
@@ -46,7 +47,7 @@ from titan_like.planner.traffic import Collective
 from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
-from titan_like.train.setup import check_folders, check_settings, open_data
+from titan_like.train.setup import check_folders, check_settings
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     if section.dataset == "indexed":
         return _counted(config, model)
     check_vocabulary(section.tokenizer, build_tokenizer(section.tokenizer), model.vocab_size)
-    objective_of(config, model)  # raises ConfigError where a token is missing
+    masks_of(config, model)  # raises ConfigError where a token is missing
     if section.dataset == "hf":
         open_data(config, model)  # reads the first sample
         return f"a stream, read by {section.num_readers} readers, so its samples are not counted"

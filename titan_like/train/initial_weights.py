@@ -39,15 +39,23 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         if problem is not None:
             raise ConfigError(_KEY, text, f"cannot be loaded ({problem}); name another checkpoint")
         family, shape = _model_of_checkpoint(path)
-        _check_same(path, config, model, family, shape, model.not_in_weights)
+        may_differ = model.not_in_weights
     elif is_hugging_face(path):
         source = open_hugging_face(path, _KEY)
+        family, shape = source.family, source.model.model_dump(mode="json")
         may_differ = model.not_in_weights | {"vocab_multiple"}
-        _check_same(path, config, model, source.family, source.model.model_dump(mode="json"), may_differ)
     else:
         steps = complete_steps(path)
         cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
         raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")
+    if family != config.model.family:
+        raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
+    if "tokens" not in model.predictions:  # then there is no output matrix
+        may_differ |= {"tied_embeddings"}
+    for name, value in model.model_dump(mode="json").items():
+        if name not in may_differ and shape.get(name) != value:
+            problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
+            raise ConfigError(f"model.overrides.{name}", value, problem)
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
@@ -98,21 +106,3 @@ def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
     except (KeyError, TypeError, ValueError) as error:
         problem = f"cannot be loaded (its run.json does not describe a model: {error!r}); name another checkpoint"
         raise ConfigError(_KEY, str(path), problem) from None
-
-
-def _check_same(
-    path: Path,
-    config: JobConfig,
-    model: TransformerConfig,
-    family: str,
-    shape: dict[str, Any],
-    may_differ: frozenset[str],
-) -> None:
-    if family != config.model.family:
-        raise ConfigError("model.family", config.model.family, f'{path} holds a "{family}"; choose that')
-    if "tokens" not in model.predictions:  # then there is no output matrix
-        may_differ |= {"tied_embeddings"}
-    for name, value in model.model_dump(mode="json").items():
-        if name not in may_differ and shape.get(name) != value:
-            problem = f"{path} holds weights of a model with {shape.get(name)}; set it to that, or name another {_KEY}"
-            raise ConfigError(f"model.overrides.{name}", value, problem)

@@ -10,19 +10,18 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig, Parallelism
-from titan_like.data.batch_size import batch_sizes_to_check, total_steps
+from titan_like.data.batch_size import batch_sizes_to_check, check_length, check_rampup
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.optim.registry import check_optimizer, find_rule
-from titan_like.optim.schedule import wsd_decay_steps
+from titan_like.optim.registry import check_optimizer
+from titan_like.optim.schedule import check_decay
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
 _SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those around them
-_MOST_INCREMENTS = 10_000  # in a batch-size ramp-up, whose steps are counted one increment at a time
 
 _LEARNS = {
     "causal": "predicts the next token",
@@ -52,28 +51,36 @@ def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
 
 def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Layout | None) -> Iterator[ConfigError]:
     """Yield an error for each broken rule. Rules about the model or the layout are skipped if that is None."""
-    rules: list[Callable[[], object]] = [lambda: _check_rampup(config), lambda: _check_length(config)]
+    try:
+        check_rampup(config.training)
+    except ConfigError as error:
+        yield error
+        return  # the other rules need batch sizes
+    rules: list[Callable[[], object]] = [
+        lambda: check_decay(config.lr_scheduler, check_length(config.training)),
+        lambda: check_optimizer(config.optimizer),
+        lambda: find_dataset(config.data),
+        lambda: _check_precision(config),
+        lambda: _check_health(config),
+        lambda: _check_evaluation(config),
+        lambda: _check_available(config),
+    ]
+    if model is not None:
+        rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
+        rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
     if model is not None and layout is not None:
         rules += [
-            lambda: check_sequence(config, model, layout),
             lambda: check_tensor_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
+            lambda: check_sequence(config, model, layout),
         ]
-    rules += [lambda: _check_precision(config), lambda: _check_health(config), lambda: _check_evaluation(config)]
-    rules += [lambda: find_dataset(config.data), lambda: find_rule(config.optimizer)]
-    if model is not None:
-        rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
-        rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
-    rules.append(lambda: _check_available(config))
     for rule in rules:
         try:
             rule()
         except ConfigError as error:
             yield error
-            if rule is rules[0]:  # the other rules need a valid ramp-up to compute batch sizes
-                return
 
 
 def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
@@ -116,49 +123,6 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     _check_stages(config, model, layout)
     _check_available(config)
     return config, model, layout
-
-
-def _check_rampup(config: JobConfig) -> None:
-    training = config.training
-    if training.batch_size_rampup is None:
-        return
-    if len(training.batch_size_rampup) != 3 or min(training.batch_size_rampup) <= 0:
-        problem = "must be three positive integers [start, increment, samples]"
-        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
-    start, increment, _ = training.batch_size_rampup
-    if start > training.global_batch_size or (training.global_batch_size - start) % increment:
-        problem = f"start plus whole increments must reach global_batch_size ({training.global_batch_size})"
-        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
-    increments = (training.global_batch_size - start) // increment
-    if increments > _MOST_INCREMENTS:
-        problem = f"{increments:,} increments are more than {_MOST_INCREMENTS:,}; use larger ones"
-        raise ConfigError("training.batch_size_rampup", training.batch_size_rampup, problem)
-
-
-def _check_length(config: JobConfig) -> None:
-    training = config.training
-    given = [key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None]
-    if len(given) != 1:
-        shown = {key: getattr(training, key) for key in given} or None
-        raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
-    if total_steps(training) == 0:
-        unit = batch_sizes_to_check(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
-        problem = f"less than one global batch; give at least {unit}"
-        raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
-    scheduler, steps = config.lr_scheduler, total_steps(training)
-    if scheduler.warmup_steps > steps:
-        problem = f"longer than the run of {steps} steps; use at most {steps}"
-        raise ConfigError("lr_scheduler.warmup_steps", scheduler.warmup_steps, problem)
-    if scheduler.decay in ("cosine", "linear") and (scheduler.decay_steps or steps) < scheduler.warmup_steps:
-        problem = f"the decay ends before the warm-up of {scheduler.warmup_steps} steps; use a larger number"
-        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, problem)
-    if scheduler.decay == "wsd" and wsd_decay_steps(scheduler, steps) > steps - scheduler.warmup_steps:
-        left = steps - scheduler.warmup_steps
-        problem = f"the final decay of {wsd_decay_steps(scheduler, steps)} steps does not fit the {left} after warm-up"
-        raise ConfigError("lr_scheduler.decay_steps", scheduler.decay_steps, f"{problem}; use at most {left}")
-    for beta in config.optimizer.betas:
-        if not 0 <= beta < 1:
-            raise ConfigError("optimizer.betas", config.optimizer.betas, "each must be at least 0 and below 1")
 
 
 def _check_batches(config: JobConfig, layout: Layout) -> None:

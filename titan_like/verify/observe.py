@@ -245,10 +245,8 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
         config=config,
         model=model_config(config.model),
         layout=resolve_layout(config.parallelism, member.world_size),
-        total_steps=total_steps(config.training),
         device=torch.device(member.device),
         datasets=cast(dict[str, Source], datasets),
-        checkpoint_folder=folder / "checkpoint",
         masks=masks_of_run(config),
     )
 
