@@ -395,7 +395,6 @@ def test_folder_with_another_model_s_checkpoint(monkeypatch, capfd, folder):
             ["--model.overrides.tied_embeddings=false", "--optimizer.name=sgd"],
             ["optimizer.name", '"sgd"', "was saved with adamw", "another folder"],
         ),
-        (["--model.overrides.tied_embeddings=false", "--optimizer.beta1=0.9"], ["optimizer.beta1 = 0.9", "with none"]),
         (["--model.overrides.tied_embeddings=false", "--job.seed=5"], ["job.seed = 5", "was saved with 1234"]),
         (["--checkpoint.load_step=1", "--checkpoint.enable=false"], ["checkpoint.load_step = 1", "checkpoint.enable"]),
         (["--checkpoint.load_step=2"], ["checkpoint.load_step = 2", "no such checkpoint", "there are 1"]),

@@ -159,6 +159,19 @@ def test_a_signal_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
         assert name == "first step" or all(file.endswith(".lock") for file in left), left
 
 
+def test_a_signal_after_the_last_save_leaves_the_run_a_success(tmp_path: Path) -> None:
+    program = (
+        "import atexit, os, runpy, signal, sys\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):\n"
+        "    atexit.register(os.kill, os.getpid(), number)\n"
+        f"runpy.run_path({str(REPO / 'train.py')!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", program, *settings(tmp_path / "out", last=1)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPO)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert complete_steps(tmp_path / "out/checkpoint") == [1]
+
+
 def test_training_outlives_its_output(tmp_path: Path) -> None:
     dump = tmp_path / "out"
     arguments = [*settings(dump, last=12), "--checkpoint.enable=false", "--metrics.log_interval=1"]

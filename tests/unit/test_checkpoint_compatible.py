@@ -14,12 +14,13 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 
 
-def config(**training):
-    return JobConfig.model_validate({"training": {"steps": 2, "seq_len": 64} | training})
+def config(optimizer=None, **training):
+    sections = {"training": {"steps": 2, "seq_len": 64} | training, "optimizer": optimizer or {}}
+    return JobConfig.model_validate(sections)
 
 
-def saved_at(path, step):
-    saved, shape = config(), model_config(config().model).model_dump(mode="json")
+def saved_at(path, step, optimizer=None):
+    saved, shape = config(optimizer), model_config(config().model).model_dump(mode="json")
     run = RunState(step, 8 * step, 512 * step, 0, 1.0, 0, shape, saved.model_dump(mode="json"))
     (path / "run.json").write_text(json.dumps(asdict(run)))
     return path
@@ -30,6 +31,13 @@ def test_sample_length_stays_once_samples_are_counted(tmp_path):
     with pytest.raises(ConfigError, match=r"training\.seq_len = 128: .* was saved with 64"):
         check_same_run(saved_at(tmp_path, step=1), config(seq_len=128), model)
     check_same_run(saved_at(tmp_path, step=1), config(steps=9), model)
+
+
+def test_the_optimizer_keeps_what_its_state_holds(tmp_path):
+    model, saved = model_config(config().model), saved_at(tmp_path, step=1, optimizer={"name": "adafactor"})
+    check_same_run(saved, config({"name": "adafactor", "lr": 1.0}), model)
+    with pytest.raises(ConfigError, match=r"optimizer\.beta1 = 0.9: .* was saved with none"):
+        check_same_run(saved, config({"name": "adafactor", "beta1": 0.9}), model)
 
 
 def test_converted_weights_may_begin_any_run(tmp_path):

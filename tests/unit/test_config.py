@@ -123,7 +123,7 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
         (["--training.steps=" + 5000 * "1"], ["training.steps", "… (5,000 characters)", "too many digits"]),
         (["--training.steps=0x" + 5000 * "f"], ["training.steps", "thousands of digits", "less than or equal to"]),
         (["--training.steps=" + 5000 * "["], ["training.steps", "… (5,000 characters)", "nested too deeply"]),
-        (["--model." + "flavors." * 9000 + "x=1", "--job.seed=-1"], ["job.seed"]),
+        (["--model." + "flavors." * 9000 + "x=1"], ["model.flavors.flavors", "use at most 16 levels"]),
         (["--optimizer.lr=1" + 400 * "0"], ["optimizer.lr", "valid number"]),
         (["--health.hang_timeout_seconds=1e308"], ["hang_timeout_seconds = 1e+308", "less than or equal to 1000000"]),
         (["--cluster.nodes=1000000000"], ["cluster.nodes = 1000000000", "less than or equal to 32768"]),

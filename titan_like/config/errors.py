@@ -18,7 +18,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{shortened(key)} = {_show(value)}: {problem}")
+        super().__init__(f"{shortened(_printable(key))} = {_show(value)}: {problem}")
         self.key = key
         self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
@@ -76,17 +76,21 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text):,} characters)"
 
 
+def _printable(text: str) -> str:
+    """The text on one line, with escapes for control characters, which could forge output or drive a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _show(value: object) -> str:
     """A value as it is written in TOML, on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        plain = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
-        return '"' + shortened("".join(plain)) + '"'
+        return '"' + shortened(_printable(value)) + '"'
     if value is None:
         return "(not set)"
     try:
-        return shortened(str(value))
+        return shortened(_printable(str(value)))
     except ValueError:  # Python does not print integers of more than 4,300 digits
         return f"(a {type(value).__name__} with thousands of digits)"
     except RecursionError:

@@ -25,6 +25,8 @@ from titan_like.config.toml import read_toml
 # Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.
 _FREE_TABLES = ("model.overrides", "model.flavors", "data.options", "optimizer.options")
 
+_MOST_LEVELS = 16  # of tables and lists in these
+
 _SECONDS_FOR_RANK_0 = 10
 
 
@@ -48,11 +50,20 @@ def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] |
     except ConfigError as error:
         errors.append(error)
     errors += _remove_unknown(tree)
+    if "config_file" in tree.get("job", {}):
+        problem = "settings are read from one file, which the command line names; leave it out here"
+        errors.append(ConfigError("job.config_file", tree["job"].pop("config_file"), problem))
     for dotted, value in overrides.items():
         try:
             _set_dotted(tree, dotted, value)
         except ConfigError as error:
             errors.append(error)
+    unfit = set[str]()  # sections with values that nothing can work with
+    for table in _FREE_TABLES:
+        section, _, key = table.partition(".")
+        found = _free_table_errors(table, tree.get(section, {}).get(key))
+        errors += found
+        unfit |= {section} if found else set()
     try:
         config = JobConfig.model_validate(tree)
     except ValidationError as error:
@@ -60,7 +71,7 @@ def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] |
         errors += [one for one in _validation_errors(error) if one.key not in told]
     if errors:
         for section, check in (checks or {}).items():
-            errors += _section_errors(section, tree.get(section, {}), check)
+            errors += _section_errors(section, tree.get(section, {}), check) if section not in unfit else []
         raise all_of(errors)
     return config
 
@@ -278,6 +289,19 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(".".join(tables[:depth]), tree, f"must be a table, since {dotted} is set; remove one")
     tree[key] = value
+
+
+def _free_table_errors(name: str, value: Any, level: int = 0) -> list[ConfigError]:
+    """What a checkpoint's run.json could not hold."""
+    if level > _MOST_LEVELS:
+        return [ConfigError(name, value, f"tables and lists are nested too deeply; use at most {_MOST_LEVELS} levels")]
+    if isinstance(value, dict):
+        return [e for key, one in value.items() for e in _free_table_errors(f"{name}.{key}", one, level + 1)]
+    if isinstance(value, list):
+        return [error for one in value for error in _free_table_errors(name, one, level + 1)]
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return [ConfigError(name, value, "TOML's integers have 64 bits; use a smaller one")]
+    return []
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:

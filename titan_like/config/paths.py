@@ -29,8 +29,10 @@ def expanded(text: str) -> str:
     if "\0" in text:
         raise ValueError("contains a null character, which no path can; remove it")
     for plain, braced in _VARIABLE.findall(text):
-        if (plain or braced) not in os.environ:
-            name = plain or braced
+        name = plain or braced
+        if not name:
+            raise ValueError("has ${}, which names no environment variable; write the path out")
+        if name not in os.environ:
             raise ValueError(f"names the environment variable {name}, which is not set; set it or write the path out")
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():

@@ -158,7 +158,7 @@ class Training(Section):
         description="[start, increment, samples]: grow the global batch size linearly from start to "
         "global_batch_size over this many samples",
     )
-    max_norm: float = Field(1.0, ge=0, description="gradient norm to clip at; 0 turns clipping off")
+    max_norm: float = Field(1.0, ge=0, le=1e30, description="gradient norm to clip at; 0 turns clipping off")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
         "float32",
         description="type of compute and of gathered weights; master weights are float32. float64 applies to "
@@ -177,10 +177,12 @@ class Optimizer(Section):
         description="adamw, adafactor, muon (with AdamW for all but the layers' matrices), plain sgd without momentum, "
         "or the name of an installed package's optimizer",
     )
-    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    lr: float = Field(3e-4, gt=0, le=1e6, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices; vectors are not decayed")
+    eps: float = Field(1e-8, gt=0, le=1e6, description="AdamW's epsilon")
+    weight_decay: float = Field(
+        0.1, ge=0, le=1e6, description="decoupled weight decay of matrices; vectors are not decayed"
+    )
     implementation: Literal["for-loop", "foreach", "fused"] = Field(
         "fused", description="kernel of adamw and sgd; sgd has no fused one and uses foreach"
     )
@@ -193,7 +195,7 @@ class Optimizer(Section):
         False, description="adafactor: multiply the rate by the parameter's root mean square, at least 0.001"
     )
     clip_threshold: float = Field(
-        1.0, gt=0, description="adafactor: largest root mean square of a parameter's update, before the rate"
+        1.0, gt=0, le=1e6, description="adafactor: largest root mean square of a parameter's update, before the rate"
     )
     decay_rate: float = Field(
         0.8, gt=0, le=1, description="adafactor: the second moment's decay rate at the t-th update is 1 - t^-decay_rate"
@@ -203,7 +205,7 @@ class Optimizer(Section):
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay rate of the momentum, which is Nesterov's")
     matrix_lr: float | None = Field(
-        None, gt=0, description="muon: peak learning rate of the layers' matrices (default: optimizer.lr)"
+        None, gt=0, le=1e6, description="muon: peak learning rate of the layers' matrices (default: optimizer.lr)"
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
@@ -351,6 +353,7 @@ class Health(Section):
     loss_spike_factor: float = Field(
         0.0,
         ge=0,
+        le=1e6,
         description="robust standard deviations above the median of recent losses at which a loss counts as a spike; "
         "0 turns this off",
     )

@@ -124,7 +124,7 @@ def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> 
             for piece in _cut(_content(path, file, start), kind_of(path), start, first_record):
                 yield piece, min(1.0, file.tell() / size)
     except EOFError:
-        raise UnreadableError("ends in the middle of compressed data") from None
+        raise UnreadableError("ends in the middle of compressed data; copy or compress it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableError(f"cannot be read ({first_line(error)})") from None
     except OSError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from titan_like.config.errors import ConfigError
+
+_LARGEST = 1e100  # weight; sums of weights stay finite
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,17 @@ def shares_of(paths: list[str], one_source_each: bool) -> list[Share]:
     Raises:
         ConfigError: some weights are missing, or not positive numbers.
     """
-    weights = [_number(text) for text in paths[::2]]
-    if len(paths) < 2 or weights[0] is None:
+    found = [_number(text) for text in paths[::2]]
+    if len(paths) < 2 or found[0] is None:
         return [Share(None, [path]) for path in paths] if one_source_each and len(paths) > 1 else [Share(None, paths)]
     if len(paths) % 2:
         raise ConfigError("data.paths", paths, "weights and paths must come in turn, and the last weight has no path")
-    for text, weight in zip(paths[::2], weights, strict=True):
-        if weight is None or not 0 < weight < math.inf:
+    weights = []
+    for text, weight in zip(paths[::2], found, strict=True):
+        if weight is None or not 0 < weight <= _LARGEST:
             problem = "weights and paths must come in turn, and this stands for a weight; give a positive number"
-            raise ConfigError("data.paths", text, problem)
+            raise ConfigError("data.paths", text, f"{problem} of at most {_LARGEST:g}")
+        weights.append(weight)
     return [Share(weight, [path]) for weight, path in zip(weights, paths[1::2], strict=True)]
 
 

@@ -95,10 +95,6 @@ def model_config(section: ModelSection) -> TransformerConfig:
             "model.flavor", section.flavor, f"unknown flavor; {guess}{section.family} has {', '.join(known)}"
         )
     fields = known[section.flavor] | section.overrides
-    huge = [name for name, value in fields.items() if isinstance(value, int) and abs(value) >= 2**63]
-    if huge:
-        problem = "TOML's integers have 64 bits; use a smaller one"
-        raise all_of([ConfigError(_key_of(section, name), fields[name], problem) for name in huge])
     try:
         model = config_class(section.family).model_validate(fields)
     except ValidationError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
 
 _LARGEST = 2**31 - 1
 _MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
+_PATIENCE = 20  # seconds until the name of rank 0's machine must have an address
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,6 +47,9 @@ def number_of_processes() -> int:
     world_size = number("WORLD_SIZE", 1, least=1)
     local_size = number("LOCAL_WORLD_SIZE", 1, least=1)
     number("GROUP_WORLD_SIZE", 1, least=1)
+    if not errors and "WORLD_SIZE" in os.environ and local_size > world_size:
+        problem = f"must be at most WORLD_SIZE = {world_size}; it is the number of processes on this machine"
+        errors.append(ConfigError("environment variable LOCAL_WORLD_SIZE", local_size, problem))
     for name, of, size in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size)):
         rank = number(name, 0)
         if not errors and of in os.environ and rank >= size:
@@ -59,14 +65,31 @@ def check_meeting() -> None:
     """Check that a process of a larger job has all variables that it needs to join the others.
 
     Raises:
-        ConfigError: variables are missing; one line for each.
+        ConfigError: variables are missing, one line for each, or MASTER_ADDR has no address.
     """
     world_size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
-    missing = [name for name in _MEETING if not os.environ.get(name)]
+    missing = [name for name in _MEETING if not os.environ.get(name, "").strip()]
     if missing and (world_size > 1 or rank > 0):
         job = f"a job of {world_size} processes" if world_size > 1 else f"a process of RANK {rank}"
         problem = f"{job} needs it; start with torchrun, which sets it"
         raise all_of([ConfigError(f"environment variable {name}", None, problem) for name in missing])
+    if world_size > 1:
+        _check_address(os.environ["MASTER_ADDR"])
+
+
+def _check_address(name: str) -> None:
+    """Without this check torch repeats its warnings for minutes. A cluster may name a machine only once it runs."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() < deadline:
+                time.sleep(1)
+                continue
+            problem = f"no such host after {_PATIENCE} s ({error}); give the name or the IP address of rank 0's machine"
+            raise ConfigError("environment variable MASTER_ADDR", name, problem) from None
 
 
 def is_one_of_several() -> bool:

@@ -31,7 +31,7 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
 
     Args:
         run: a checked run.
-        signals: handlers that are installed already; None installs new ones.
+        signals: handlers that are installed already, and ignore signals once the run is over; None installs new ones.
         remark: called with the record of every step; text that it returns is printed.
 
     Raises:
@@ -53,6 +53,8 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
         size = run.config.training.micro_batch_size
         with out_of_memory_names("training.micro_batch_size", size, "lower it, or training.seq_len"):
             trainer.train()
+        if signals is not None:
+            signals.ignore()
     release()
 
 

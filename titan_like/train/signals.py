@@ -71,6 +71,12 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._pipe[1])  # ends the thread
 
+    def ignore(self) -> None:
+        """Ignore signals until the process ends. The run is over, and Python takes a while to shut down."""
+        if self._before:
+            self._leave_to_parent()
+            os.close(self._pipe[1])
+
     def _act(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
             for number in numbers:
