@@ -8,7 +8,6 @@ processes split the model in the configuration's layout; a single process loads 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -52,8 +51,8 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the first option that is out of range.
     """
-    if not 0 <= options.temperature < math.inf:
-        raise ConfigError("--temperature", options.temperature, "must be at least 0 and finite")
+    if options.temperature != 0 and not 1e-4 <= options.temperature <= 1e4:
+        raise ConfigError("--temperature", options.temperature, "must be 0, or from 0.0001 to 10000")
     if not 0 < options.top_p <= 1:
         raise ConfigError("--top_p", options.top_p, "must be above 0 and at most 1")
     for name, least in (("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):

@@ -84,6 +84,8 @@ def read_run_state(path: Path) -> RunState:
         ValueError: this file or the tensors' metadata does not match its checksum.
         OSError: a file is missing.
     """
+    if not (path / RUN_FILE).is_file():  # reading a pipe or a device may never end
+        raise FileNotFoundError(f"there is no file {path / RUN_FILE}")
     try:
         return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
     except RecursionError:

@@ -24,6 +24,7 @@ from titan_like.config.section import (
     Text,
     TextList,
     expanded_tokenizer,
+    off_or_seconds,
 )
 
 
@@ -371,7 +372,7 @@ class Health(Section):
         le=MOST_STEPS,
         description="consecutive steps without an update (bad gradients, overflow, spikes) after which the run ends",
     )
-    hang_timeout_seconds: float = Field(
+    hang_timeout_seconds: Annotated[float, AfterValidator(off_or_seconds)] = Field(
         600.0,
         ge=0,
         le=MOST_SECONDS,

@@ -55,6 +55,13 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
+def off_or_seconds(value: float) -> float:
+    """A time that is long enough for work to make progress; 0 turns it off."""
+    if 0 < value < 1:
+        raise ValueError("must be 0, or at least 1")
+    return value
+
+
 def utf8_text(text: str) -> str:
     """Command-line text decoded as UTF-8 in any locale; Python turns bytes that its locale lacks into surrogates.
 

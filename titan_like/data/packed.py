@@ -31,7 +31,12 @@ def split_weights(text: str) -> tuple[float, float, float]:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
-    if len(weights) != 3 or not all(0 <= weight < float("inf") for weight in weights) or weights[0] == 0:
+    if (
+        len(weights) != 3
+        or not all(0 <= weight < float("inf") for weight in weights)
+        or weights[0] == 0
+        or sum(weights) == float("inf")
+    ):
         raise ConfigError("data.split", text, 'must be three weights for train, validation and test, like "969,30,1"')
     train, validation, test = (weight / sum(weights) for weight in weights)
     return train, validation, test

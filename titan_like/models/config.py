@@ -37,8 +37,8 @@ class TransformerConfig(BaseModel):
     vocab_size: int = Field(gt=0, description="tokens the tokenizer can produce")
     vocab_multiple: int = Field(128, gt=0, description="the embedding table is padded to a multiple of this")
     max_seq_len: int = Field(gt=0, description="longest sequence, tokens")
-    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norms")
-    init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    norm_eps: float = Field(1e-5, gt=0, le=1e6, description="epsilon of the norms")
+    init_std: float = Field(0.02, gt=0, le=1e6, description="standard deviation of initial weights")
     tied_embeddings: bool = Field(True, description="the output matrix is the embedding table")
 
     def __hash__(self) -> int:  # a search needs it a million times, and these two fields tell most shapes apart

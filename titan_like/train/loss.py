@@ -77,7 +77,7 @@ def _accumulator(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-_BLOCK_BYTES = 4 << 20  # of logits per block, about as much as a core's caches hold
+BLOCK_BYTES = 4 << 20  # of logits per block, about as much as a core's caches hold
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -116,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: torch.Tensor) -> int:
-    return max(1, _BLOCK_BYTES // (logits.shape[1] * _accumulator(logits).itemsize))
+    return max(1, BLOCK_BYTES // (logits.shape[1] * _accumulator(logits).itemsize))
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

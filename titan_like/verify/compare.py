@@ -119,7 +119,7 @@ class Check:
 class Reference:
     """The training that every layout has to reproduce. Its tensors are in a file that the processes share."""
 
-    small: Small  # its max_norm clips every step, if the configuration clips at all
+    small: Small  # its max_norm clips every step but the last, if the configuration clips at all
     file: Path
     names: list[str]  # of all parameters, in the model's order
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers

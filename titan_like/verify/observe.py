@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import total_steps
+from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
-from titan_like.models.layers import init
+from titan_like.models.layers import init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
+from titan_like.train import loss as loss_module
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
@@ -31,10 +32,12 @@ from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.places import Outputs, Place, differing
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
-from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
+_BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
+_MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
 
@@ -46,7 +49,12 @@ class ObservedTrainer(WatchedTrainer):
         small = reference.small
         super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
-        self.bad_steps, self.num_steps, self.last_step = small.bad_steps, small.num_steps, last_step or small.num_steps
+        self.small, self.bad_steps, self.num_steps, self.last_step = (
+            small,
+            small.bad_steps,
+            small.num_steps,
+            last_step or small.num_steps,
+        )
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
         self._compare_scalar = partial(report.scalar, reference, self.dtype)
@@ -65,6 +73,7 @@ class ObservedTrainer(WatchedTrainer):
         self.report.equal(Key(step, Row.BATCH), skips, {name: int(step - 1 in self.bad_steps) for name in skips})
         if step == self.last_step:
             self.signals.received = signal.SIGTERM
+        self.config = edit(self.config, {"training.max_norm": self.small.max_norm(step)})
         return super().train_step(data)
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
@@ -237,6 +246,7 @@ def compare_places(
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
     """A run in this type on the verification's own data."""
     init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
+    loss_module.BLOCK_BYTES = interval_attention.BLOCK_BYTES = _BLOCK_BYTES
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,15 +264,22 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
 def schedule_problem(config: JobConfig) -> str | None:
     """How the full run's length or learning rates differ from the reference's, or None."""
     training, total = config.training, total_steps(config.training)
-    if training.batch_size_rampup is None:
-        samples = training.samples or (training.tokens or 0) // training.seq_len
-        wanted_total = training.steps or samples // training.global_batch_size
-        if total != wanted_total:
-            return f"the run has {total} steps, not {wanted_total}"
+    samples = training.samples or (training.tokens or 0) // training.seq_len
+    consumed, steps = 0, 0
+    while training.batch_size_rampup is not None and consumed < training.batch_size_rampup[2]:
+        size, wanted = global_batch_size_at(training, consumed), batch_size(training, consumed)
+        if size != wanted:
+            return f"the batch after {consumed} samples has {size}, not {wanted}"
+        if steps == min(training.steps or _MOST_RAMPING, _MOST_RAMPING) or (samples and consumed + size > samples):
+            break
+        consumed, steps = consumed + size, steps + 1
+    wanted_total = training.steps or steps + (samples - consumed) // batch_size(training, consumed)
+    if steps < _MOST_RAMPING and total != wanted_total:
+        return f"the run has {total} steps, not {wanted_total}"
     for number in range(_SCHEDULE_POINTS):
         step = 1 + number * (total - 1) // (_SCHEDULE_POINTS - 1)
-        wanted = learning_rate(config, step, total)
+        rate = learning_rate(config, step, total)
         found = config.optimizer.lr * lr_factor(config.lr_scheduler, step, total)
-        if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
-            return f"in step {step} of {total} it is {found:.6g}, not {wanted:.6g}"
+        if not math.isclose(found, rate, rel_tol=1e-9, abs_tol=1e-12 * config.optimizer.lr):
+            return f"in step {step} of {total} it is {found:.6g}, not {rate:.6g}"
     return None

@@ -54,7 +54,7 @@ FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overfl
 LARGE = 1e4  # multiplies the final norm's weights; the exponential of a logit then exceeds the range of float64
 BLOCK_ELEMENTS = 64  # of initial weights per generator: small matrices then have many blocks, as large ones do
 
-_CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped
+_CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped but the last
 _LARGE_MODEL = 1_000_000  # parameters
 _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
@@ -94,7 +94,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
         traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF)]
         if dtype == SINGLE:
             traces.append(train(small, dtype, batch, device))
-        allowed[dtype] = allowances(config, dtype, sizes, exact, traces)
+        allowed[dtype] = allowances(small, dtype, sizes, exact, traces)
         if dtype == EXACT:
             for step in [key.step for key in scalars if key.row == Row.NORM]:
                 key = Key(step, Row.ZEROS)
@@ -153,10 +153,10 @@ def train(
         else:
             trace.scalars[Key(step, rows[2])] = grad_norm
             trace.keep(step, rows[1], gradients)
-            factor = clip_factor(config.training.max_norm, grad_norm)
+            factor = clip_factor(small.max_norm(step), grad_norm)
             for gradient in gradients.values():
                 gradient.mul_(factor)
-            set_learning_rate(optimizer, config, step)
+            set_learning_rate(optimizer, config, step, small.total)
             optimizer.step()
         optimizer.zero_grad()
         if step > last:
@@ -252,10 +252,10 @@ def clip_factor(max_norm: float, grad_norm: float) -> float:
     return min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm else 1.0
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step: int) -> None:
-    """Set an optimizer's learning rate for a step."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step: int, total: int) -> None:
+    """Set an optimizer's learning rate for a step of a run of ``total`` steps."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, config.training.steps or 0)
+        group["lr"] = learning_rate(config, step, total)
 
 
 def learning_rate(config: JobConfig, step: int, total: int) -> float:
@@ -312,10 +312,10 @@ def sizes_of(exact: Trace) -> dict[Key, float]:
 
 
 def allowances(
-    config: JobConfig, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
+    small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
 ) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
-    allowed, tips = {}, tipped(config, traces[0], exact)
+    allowed, tips = {}, tipped(small, traces[0], exact)
     for key in traces[0].scalars:
         error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
         allowed[key] = max(MARGIN * error, FLOOR[dtype], REPORTED if key.row in _LOSSES else 0.0)
@@ -329,14 +329,14 @@ def allowances(
     return allowed
 
 
-def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
+def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
     """How far rounding may move each parameter's weights apart under AdamW and the like, after each step.
 
     AdamW divides each element of a gradient by about its own magnitude plus eps. A rounding error that is a share x of
     that sum can move the weight by x times two steps, and by both whole steps if it decides the sign.
     """
     distances: dict[Key, float] = {}
-    section = config.optimizer
+    config, section = small.config, small.config.optimizer
     eps = 1e-15 if section.name == "adafactor" else section.eps  # the root of what Adafactor adds to squares
     rate_share = 1e-2 / section.lr if section.relative_step else 1.0
     for name in exact.names if config.optimizer.name != "sgd" else []:
@@ -346,10 +346,10 @@ def tipped(config: JobConfig, trace: Trace, exact: Trace) -> dict[Key, float]:
             if key in exact.tensors:
                 wanted, seen = exact.tensors[key], trace.tensors[key]
                 rounding = MARGIN * distance(seen, wanted) / math.sqrt(wanted.numel())
-                clipping = clip_factor(config.training.max_norm, exact.scalars[Key(step, Row.NORM)])
+                clipping = clip_factor(small.max_norm(step), exact.scalars[Key(step, Row.NORM)])
                 of_size = rounding * clipping / (wanted.abs() * clipping + eps)
                 share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
-                moved += 2 * rate_share * learning_rate(config, step, config.training.steps or 0)
+                moved += 2 * rate_share * learning_rate(config, step, small.total)
             distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
     return distances
 

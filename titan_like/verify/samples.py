@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from titan_like.config.schema import Data, JobConfig
+from titan_like.config.schema import Data, JobConfig, Training
 from titan_like.data.lengths import sample_length, span_counts
 from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.masks import Masks
@@ -94,16 +94,20 @@ class Samples(Dataset[torch.Tensor]):
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
     """The samples of each step from 1 to ``last``. During a ramp-up the batch grows by equal increments."""
-    full, rampup = config.training.global_batch_size, config.training.batch_size_rampup
     taken, consumed = {}, 0
     for step in range(1, last + 1):
-        size = full
-        if rampup is not None:
-            start, increment, samples = rampup
-            size = min(full, start + increment * (consumed * ((full - start) // increment) // samples))
-        taken[step] = range(consumed, consumed + size)
-        consumed += size
+        taken[step] = range(consumed, consumed + batch_size(config.training, consumed))
+        consumed = taken[step].stop
     return taken
+
+
+def batch_size(training: Training, consumed: int) -> int:
+    """Samples of the step that begins after ``consumed`` samples."""
+    full, rampup = training.global_batch_size, training.batch_size_rampup
+    if rampup is None:
+        return full
+    start, increment, samples = rampup
+    return min(full, start + increment * (consumed * ((full - start) // increment) // samples))
 
 
 def training_samples(config: JobConfig) -> Samples:

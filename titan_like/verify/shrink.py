@@ -22,10 +22,12 @@ from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules import check_schedule, stages_per_rank
+from titan_like.parallel.split import layers_per_stage
 from titan_like.train.rules import check_rules
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
+NOT_CLIPPED = 1e4  # factor of max_norm in the last step
 _DEGREES = ("pipeline", "tensor", "shard", "replicate")  # the last is the first to be reduced to 2
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
 _LEARNING_RATE = 1e-3
@@ -45,6 +47,7 @@ class Small:
     config: JobConfig  # in the first of the layouts
     layouts: list[Layout]  # `parts` of the layout to verify
     steps: int  # number of good steps
+    total: int  # steps of the whole run, which ends earlier
     dropout: float | None  # rate in the dropout run; None: the family has no dropout
 
     @property
@@ -60,6 +63,10 @@ class Small:
     def num_steps(self) -> int:
         """Number of steps, bad ones included."""
         return self.steps + len(self.bad_steps)
+
+    def max_norm(self, step: int) -> float:
+        """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
+        return self.config.training.max_norm * (NOT_CLIPPED if step >= self.num_steps else 1)
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -104,6 +111,9 @@ def shrink(
         micro_batch = min(micro_batch, NUM_OPTIONS if "choice" in model.predictions else 2)
         seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
+        if per_stage is None and stages > 1 and model.has_decoder:
+            had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
+            per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
         fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
@@ -119,6 +129,7 @@ def shrink(
     elif decay_steps is not None:
         decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
     ramps = training.batch_size_rampup is not None
+    samples = (2 * total - 1 if ramps else total) * batch
     learning_rate = _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE)
     matrix_lr = config.optimizer.matrix_lr
     values: dict[str, Any] = {
@@ -129,9 +140,9 @@ def shrink(
         "training.micro_batch_size": micro_batch,
         "training.global_batch_size": 2 * batch if ramps else batch,
         "training.batch_size_rampup": [batch, batch, batch] if ramps else None,  # the second batch is the full one
-        "training.steps": total,
-        "training.samples": None,
-        "training.tokens": None,
+        "training.steps": total if training.steps is not None else None,
+        "training.samples": samples if training.samples is not None else None,
+        "training.tokens": samples * seq_len if training.tokens is not None else None,
         "optimizer.lr": learning_rate,
         "optimizer.matrix_lr": matrix_lr and matrix_lr * learning_rate / config.optimizer.lr,
         "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
@@ -157,7 +168,7 @@ def shrink(
     }
     layouts = [degrees] if keep_layout else parts(degrees)
     small = edit(config.model_copy(update=sections), values)
-    return Small(config, in_layout(small, layouts[0]), layouts, steps, dropout)
+    return Small(config, in_layout(small, layouts[0]), layouts, steps, total, dropout)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
@@ -227,6 +238,25 @@ def shrink_stages(counts: list[int], stages: int) -> list[int]:
     """Layers per stage, from evenly picked original stages: 1 for those with the fewest layers, 2 for all others."""
     picked = [counts[index * (len(counts) - 1) // max(stages - 1, 1)] for index in range(stages)]
     return [2 if count > min(counts) else 1 for count in picked]
+
+
+def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
+    """Layers per stage of a small model with two encoder layers.
+
+    The encoder is split, or ends where a stage ends, exactly if the original's is and does, as far as there are stages.
+
+    Args:
+        counts: layers per stage of the original.
+        encoder: its encoder layers.
+        stages: of the small model, at least 2.
+    """
+    ends = list(itertools.accumulate(counts[:-1]))
+    is_split, ends_with_stage = ends[0] < encoder, encoder in ends
+    if is_split and not (ends_with_stage and stages > 2):
+        return [1, 3] + [1] * (stages - 2)
+    first = [1, 1] if is_split else [2] if ends_with_stage else [3]
+    left = stages - len(first)
+    return first + [1] * (left - 1) + [2]
 
 
 def small_fields(

@@ -55,7 +55,7 @@ class UpdateCheck:
         """
         unclipped, before = iter(gradients), [copy.detach().clone() for copy in self.copies]
         if is_good:
-            set_learning_rate(self.optimizer, self.trainer.config, step)
+            set_learning_rate(self.optimizer, self.trainer.config, step, self.trainer.run.total_steps)
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
         for (name, parameter), copy, old in zip(self.parameters, self.copies, before, strict=True):

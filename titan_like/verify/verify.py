@@ -124,12 +124,17 @@ class Verifier:
     def _check_resumed(self, config: JobConfig, checks: list[Check]) -> None:
         """A relay: the layout, one process, and the layout again resume from each other's checkpoints.
 
-        The first leg trains on after the checkpoint that the second resumes from. The second leg repeats step 2, whose
-        update is skipped.
+        The first leg trains on after the checkpoint that the second resumes from, which is not the first that it saves.
+        The second leg repeats a step whose update is skipped.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         groups: list[list[Report]] = []
-        legs = ((config, None, 3), (on_one_process(config), 1, 2), (config, 2, self.small.num_steps))
+        skipped = max(self.small.bad_steps)
+        legs = (
+            (config, None, skipped + 1),
+            (on_one_process(config), skipped - 1, skipped),
+            (config, skipped, self.small.num_steps),
+        )
         for leg, start, end in legs:
             outcomes = self._run_layout(observe_leg, leg, start, end, folder)
             if any(outcome.ending != DONE for outcome in outcomes):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_BLOCK_BYTES = 8 << 20  # of attention scores at a time
+BLOCK_BYTES = 8 << 20  # of attention scores at a time
 
 
 @torch.library.custom_op("titan_like::interval_attention", mutates_args=())
@@ -77,7 +77,7 @@ def _blocks(
             stop, last = start, ends[start]
             while stop < seq_len and begins[stop] == begins[start]:
                 last = max(last, ends[stop])
-                if stop > start and (stop + 1 - start) * (last - begins[start]) * bytes_per_key > _BLOCK_BYTES:
+                if stop > start and (stop + 1 - start) * (last - begins[start]) * bytes_per_key > BLOCK_BYTES:
                     break
                 stop += 1
             last = max(ends[start:stop])

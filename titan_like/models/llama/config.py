@@ -20,7 +20,7 @@ class LlamaConfig(TransformerConfig):
     supports_masks: ClassVar[bool] = True
     not_in_weights: ClassVar = frozenset({"init_std", "max_seq_len"})  # no position table depends on the length
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
-    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
+    rope_theta: float = Field(10_000.0, gt=0, le=1e30, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="frequency scaling of Llama 3.1 and later")
 
     @model_validator(mode="after")

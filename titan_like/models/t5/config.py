@@ -27,9 +27,9 @@ class T5Config(TransformerConfig):
     num_position_buckets: int = Field(32, ge=4, description="ranges of distances that have a bias of their own")
     max_position_distance: int = Field(128, gt=1, description="distance from which all keys share a bias, tokens")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings, attention and residual branches")
-    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the norms")
+    norm_eps: float = Field(1e-6, gt=0, le=1e6, description="epsilon of the norms")
     init_std: float = Field(
-        1.0, gt=0, description="standard deviation of initial embeddings; matrices have 1/√inputs of it"
+        1.0, gt=0, le=1e6, description="standard deviation of initial embeddings; matrices have 1/√inputs of it"
     )
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table, times 1/√hidden_size")
 
