@@ -65,6 +65,8 @@ def check_options(options: argparse.Namespace) -> None:
     """
     if options.steps < 2:
         raise ConfigError("--steps", options.steps, "must be at least 2: there is a bad step between two good ones")
+    if options.steps > 100:
+        raise ConfigError("--steps", options.steps, "use at most 100; a few show every difference")
     if options.processes is not None and options.processes < 1:
         raise ConfigError("--processes", options.processes, "must be at least 1")
     if not options.timeout > 0:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from zlib import crc32
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
+from titan_like.config.errors import first_problem
 from titan_like.config.schema import JobConfig
 
 RUN_FILE = "run.json"
@@ -107,7 +108,11 @@ def _checked(numbers: Any, path: Path) -> RunState:
             raise ValueError(f'{RUN_FILE} does not match its checksum; if you edited it, delete its line "crc32"')
         if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
             raise ValueError(f"{_DESCRIPTION} does not match its checksum")
-    return TypeAdapter(RunState).validate_python(numbers)
+    try:
+        return TypeAdapter(RunState).validate_python(numbers)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
+        raise ValueError(f"{RUN_FILE} is not a run's: {place or 'it'}: {first_problem(error)}") from None
 
 
 def write_run_state(path: Path, run: RunState) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from titan_like.config.section import (
     MOST_LAYERS,
@@ -24,6 +24,7 @@ from titan_like.config.section import (
     Text,
     TextList,
     expanded_tokenizer,
+    no_boolean,
     off_or_seconds,
 )
 
@@ -279,7 +280,7 @@ class Parallelism(Section):
         le=MOST_PROCESSES,
         description="processes that ZeRO shards over; -1 uses all that the other degrees leave",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_boolean)] = Field(
         0, description="what is sharded: nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
     )
 

@@ -55,6 +55,13 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
+def no_boolean(value: Any) -> Any:
+    """A whole number, which true and 1.0 are not, although they equal 1."""
+    if isinstance(value, bool | float):
+        raise ValueError("should be a whole number")
+    return value
+
+
 def off_or_seconds(value: float) -> float:
     """A time that is long enough for work to make progress; 0 turns it off."""
     if 0 < value < 1:

@@ -6,6 +6,7 @@ import json
 import math
 import netrc
 import os
+import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -88,7 +89,19 @@ class JsonLinesWriter:
                 print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. What it lacks at the end, as the disk has been full since, is said."""
+        for line in self._waiting.splitlines(keepends=True):
+            try:
+                if self._file.write(line) < len(line):
+                    raise OSError("the disk is full")
+                self._size, self._waiting = self._size + len(line), self._waiting[len(line) :]
+            except OSError as error:
+                with suppress(OSError):
+                    self._file.truncate(self._size)
+                problem, missing = error.strerror or error, self._waiting.count(b"\n")
+                sentence = f"{self._path} lacks its last {missing:,} lines, because it cannot be written ({problem})"
+                print(sentence, file=sys.stderr, flush=True)
+                break
         self._file.close()
 
 
