@@ -50,6 +50,7 @@ INTERLEAVED = [
     *PIPELINE,
 ]
 ZERO_BUBBLE = ["--parallelism.pipeline_schedule", "zbv_zero_bubble", "--training.global_batch_size", "32", *PIPELINE]
+ASYNCHRONOUS = ["--checkpoint.async", "true", *ONE]
 ACCUMULATION = ["--training.global_batch_size", "16", *ONE]
 RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
@@ -139,6 +140,10 @@ BUGS = [
     (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
     (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", Row.CLIPPED, ""),
     (updates.loss_scale_begins_at_1, FLOAT16, "one_process", Row.LOSS_SCALE, ""),
+    (updates.small_gradients_scaled_up, ACCUMULATION, "one_process", Row.CLIPPED, "embedding.weight"),
+    (runs.later_saves_hold_the_first_one_s_values, ASYNCHRONOUS, "resume", Row.LOSS, ""),
+    (masks.later_blocks_of_documents_miss_a_key, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (encoder_decoder.encoder_s_bias_in_the_first_stage_alone, [*T5, *PIPELINE], "pipeline_parallel", Row.RUNS, ""),
     (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
     (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
     (runs.resumed_one_sample_late, DATA, "resume", Row.SAMPLES, ""),

@@ -131,6 +131,7 @@ class FullDisk:
         if len(data) > self.room:
             self.file.write(data[: self.room])
             raise OSError(28, "No space left on device")
+        self.room -= len(data)
         return self.file.write(data)
 
     def __getattr__(self, name):
@@ -153,6 +154,19 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     writer.write(record(4))
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
+
+
+def test_lines_that_a_full_disk_keeps_out_are_counted_at_the_end(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path, 0)
+    writer.write(record(1))
+    writer._file = FullDisk(writer._file, room=10)
+    for step in (2, 3, 4):
+        writer.write(record(step))
+    writer._file.room = path.stat().st_size + 10  # one line and a bit
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert capsys.readouterr().err == f"{path} lacks its last 2 lines (No space left on device)\n"
 
 
 def test_bytes_that_are_no_text_are_dropped(tmp_path):

@@ -99,8 +99,8 @@ class JsonLinesWriter:
                 with suppress(OSError):
                     self._file.truncate(self._size)
                 problem, missing = error.strerror or error, self._waiting.count(b"\n")
-                sentence = f"{self._path} lacks its last {missing:,} lines, because it cannot be written ({problem})"
-                print(sentence, file=sys.stderr, flush=True)
+                lines = f"{missing:,} lines" if missing > 1 else "line"
+                print(f"{self._path} lacks its last {lines} ({problem})", file=sys.stderr, flush=True)
                 break
         self._file.close()
 

@@ -124,3 +124,16 @@ def later_stages_begin_a_position_early() -> Iterator[None]:
 
     with patch.object(T5, "layer_inputs", layer_inputs):
         yield
+
+
+@contextmanager
+def encoder_s_bias_in_the_first_stage_alone() -> Iterator[None]:
+    """Encoder layers of later stages get no relative positions."""
+    original = T5.layer_inputs
+
+    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
+        (inputs,) = original(self, positions, encoder_len)
+        return (inputs if self.is_first else inputs._replace(encoder_bias=None),)
+
+    with patch.object(T5, "layer_inputs", layer_inputs):
+        yield

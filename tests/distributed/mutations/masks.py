@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titan_like.data import masks
 from titan_like.data.masks import MaskedSamples, Masks
+from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs, Transformer
@@ -207,4 +208,19 @@ def prefixes_drawn_from_the_start_when_resumed() -> Iterator[None]:
         return original(self)
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def later_blocks_of_documents_miss_a_key() -> Iterator[None]:
+    """On a CPU, blocks of queries after the first of a document do not see its first token."""
+    original = interval_attention._blocks
+
+    def blocks(*inputs: torch.Tensor) -> Iterator[tuple[int, slice, slice, torch.Tensor]]:
+        for row, queries, keys, visible in original(*inputs):
+            if queries.start > keys.start:
+                visible = visible & (torch.arange(visible.shape[1]) > 0)
+            yield row, queries, keys, visible
+
+    with patch.object(interval_attention, "_blocks", blocks):
         yield

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.saver import Saver
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
@@ -200,4 +201,19 @@ def replicas_draw_the_same_samples() -> Iterator[None]:
         return data
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def later_saves_hold_the_first_one_s_values() -> Iterator[None]:
+    """Asynchronous saves after a process's first do not copy tensors into their buffers again."""
+    original = Saver._copy_one
+
+    def copy_one(self: Saver, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 or name not in self._copies:
+            return original(self, name, tensor)
+        with patch.object(torch.Tensor, "copy_", lambda copy, *_, **__: copy):
+            return original(self, name, tensor)
+
+    with patch.object(Saver, "_copy_one", copy_one):
         yield

@@ -184,3 +184,15 @@ def betas_swapped() -> Iterator[None]:
 
     with _after_init(change):
         yield
+
+
+@contextmanager
+def small_gradients_scaled_up() -> Iterator[None]:
+    """Clipping brings every gradient to max_norm, smaller ones too."""
+
+    def scale(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+        factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
+        trainer.update(self.optimizer, self.model.parameters(), lr, factor, skip)
+
+    with patch.object(Trainer, "_update", scale):
+        yield

@@ -1,0 +1,67 @@
+"""What of a run its small one keeps, and what is compared of the whole run."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_like.config import load_config
+from titan_like.config.schema import Training
+from titan_like.data.batch_size import total_steps
+from titan_like.verify import observe
+from titan_like.verify.observe import schedule_problem
+from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
+
+RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
+
+
+def small_run(*settings: str) -> Small:
+    config = load_config(["--training.seq_len=64", *settings])
+    return shrink(config, resolve(config, None), 3)
+
+
+@pytest.mark.parametrize("rampup", [[], RAMPUP], ids=["constant", "ramp-up"])
+@pytest.mark.parametrize("length", ["steps=800", "samples=6400", "tokens=400000"])
+def test_a_length_stays_one_in_its_unit(length: str, rampup: list[str]) -> None:
+    small = small_run(f"--training.{length}", *rampup)
+    training, unit = small.config.training, length.partition("=")[0]
+    given = {key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None}
+    assert given == {unit} and total_steps(training) == small.total > small.num_steps
+
+
+def test_every_step_is_clipped_but_the_last() -> None:
+    small = small_run("--training.steps=800")
+    norms = [small.max_norm(step) for step in range(1, small.num_steps + 2)]
+    clipped = small.num_steps - 1
+    assert norms[:clipped] == [small.config.training.max_norm] * clipped
+    assert all(norm == 1e4 * small.config.training.max_norm for norm in norms[clipped:])
+
+
+@pytest.mark.parametrize(
+    ("counts", "encoder", "two", "three"),
+    [
+        ([4, 4], 4, [2, 2], [2, 1, 2]),  # the encoder ends with a stage
+        ([1, 3], 2, [1, 3], [1, 3, 1]),  # it is split
+        ([2, 2, 2, 2], 4, [1, 3], [1, 1, 2]),  # both
+        ([6, 2], 4, [3, 2], [3, 1, 2]),  # neither
+    ],
+)
+def test_stages_of_an_encoder_and_a_decoder(counts: list[int], encoder: int, two: list[int], three: list[int]) -> None:
+    assert two_kinds(counts, encoder, 2) == two
+    assert two_kinds(counts, encoder, 3) == three
+
+
+def early(training: Training, consumed: int) -> int:
+    start, increment, samples = training.batch_size_rampup or [0, 0, 1]
+    grown = -(-consumed * (training.global_batch_size - start) // increment // samples)
+    return min(training.global_batch_size, start + increment * grown)
+
+
+def test_the_whole_run_s_batches_and_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in ("steps=800", "samples=6400", "samples=40", "tokens=400000"):
+        config = load_config(["--training.seq_len=64", f"--training.{length}", *RAMPUP])
+        assert schedule_problem(config) is None, length
+    assert total_steps(config.training) == 198  # 8, 8, 8, 16, 16 and 24 samples, then 192 times 32 of the 6,250
+    monkeypatch.setattr(observe, "total_steps", lambda training: training.tokens // training.seq_len // 32)
+    assert schedule_problem(config) == "the run has 195 steps, not 198"
+    monkeypatch.setattr(observe, "global_batch_size_at", early)
+    assert schedule_problem(config) == "the batch after 8 samples has 16, not 8"
