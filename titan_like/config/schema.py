@@ -181,7 +181,7 @@ class Optimizer(Section):
     )
     lr: float = Field(3e-4, gt=0, le=1e6, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the two moments")
-    eps: float = Field(1e-8, gt=0, le=1e6, description="AdamW's epsilon")
+    eps: float = Field(1e-8, ge=1e-30, le=1e6, description="AdamW's epsilon")
     weight_decay: float = Field(
         0.1, ge=0, le=1e6, description="decoupled weight decay of matrices; vectors are not decayed"
     )

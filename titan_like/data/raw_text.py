@@ -126,7 +126,7 @@ def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> 
     except EOFError:
         raise UnreadableError("ends in the middle of compressed data; copy or compress it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise UnreadableError(f"cannot be read ({first_line(error)})") from None
+        raise UnreadableError(f"cannot be read ({first_line(error)}); copy or compress it again") from None
     except OSError as error:
         raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
@@ -157,7 +157,7 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
                 chunk = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
-        raise UnreadableError(f"is damaged ({first_line(error)})") from None
+        raise UnreadableError(f"is damaged ({first_line(error)}); copy or compress it again") from None
     if frame is not None:
         raise EOFError
 
@@ -211,7 +211,9 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UnreadableError(f"is damaged ({first_line(error)})") from None  # pyarrow's own OSErrors have no errno
+        raise UnreadableError(
+            f"is damaged ({first_line(error)}); copy or write it again"
+        ) from None  # pyarrow's own OSErrors have no errno
 
 
 def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
