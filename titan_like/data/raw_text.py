@@ -211,9 +211,8 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UnreadableError(
-            f"is damaged ({first_line(error)}); copy or write it again"
-        ) from None  # pyarrow's own OSErrors have no errno
+        # pyarrow's own OSErrors have no errno.
+        raise UnreadableError(f"is damaged ({first_line(error)}); copy or write it again") from None
 
 
 def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
