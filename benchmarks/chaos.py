@@ -172,8 +172,10 @@ class Attempt:
 
 def last_step(dump: Path) -> int:
     """The last step in metrics.jsonl."""
-    path = dump / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    try:
+        lines = (dump / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:  # not yet, or renamed by an attempt that begins anew
+        return 0
     whole = [line for line in lines if line.endswith("\n")]
     return int(json.loads(whole[-1])["step"]) if whole else 0
 
