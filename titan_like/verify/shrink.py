@@ -57,16 +57,26 @@ class Small:
         True: the last element of the model's last matrix is infinite. False: the first element of its first is NaN.
         One stage or shard alone sees it, and all must skip the step.
         """
-        return {2: True} if self.steps < 3 else {2: True, 4: False}
+        return bad_steps(self.steps)
 
     @property
     def num_steps(self) -> int:
         """Number of steps, bad ones included."""
-        return self.steps + len(self.bad_steps)
+        return num_steps(self.steps)
 
     def max_norm(self, step: int) -> float:
         """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
         return self.config.training.max_norm * (NOT_CLIPPED if step >= self.num_steps else 1)
+
+
+def bad_steps(steps: int) -> dict[int, bool]:
+    """See `Small.bad_steps`."""
+    return {2: True} if steps < 3 else {2: True, 4: False}
+
+
+def num_steps(steps: int) -> int:
+    """Number of steps among which ``steps`` are good."""
+    return steps + len(bad_steps(steps))
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -129,7 +139,8 @@ def shrink(
     elif decay_steps is not None:
         decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
     ramps = training.batch_size_rampup is not None
-    samples = (2 * total - 1 if ramps else total) * batch
+    ramping = num_steps(steps) - 1  # steps with half a batch, so that resumed runs still have some before them
+    samples = (2 * total - ramping if ramps else total) * batch
     learning_rate = _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE)
     matrix_lr = config.optimizer.matrix_lr
     values: dict[str, Any] = {
@@ -139,7 +150,7 @@ def shrink(
         "training.seq_len": seq_len,
         "training.micro_batch_size": micro_batch,
         "training.global_batch_size": 2 * batch if ramps else batch,
-        "training.batch_size_rampup": [batch, batch, batch] if ramps else None,  # the second batch is the full one
+        "training.batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
         "training.steps": total if training.steps is not None else None,
         "training.samples": samples if training.samples is not None else None,
         "training.tokens": samples * seq_len if training.tokens is not None else None,
