@@ -170,7 +170,7 @@ BUGS = [
     (spans.sentinels_in_reverse, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
     (spans.padding_carries_a_loss, [*T5, *ONE], "one_process", Row.LOSS, "the loss"),
     (spans.the_same_spans_in_every_sample_of_validation, [*T5, *DATA], "one_process", Row.VALIDATION, ""),
-    (gradients.tied_tables_not_summed, [*T5, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "decoder_bias.table"),
+    (gradients.tied_tables_not_summed, [*T5, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "encoder_bias.table"),
     (gradients.tied_table_counted_twice, [*T5, *PIPELINE], "pipeline_parallel", Row.NORM, ""),
     (encoder_decoder.causal_buckets_in_the_encoder, [*T5, *ONE], "one_process", Row.LOSS, "encoder_bias"),
     (encoder_decoder.decoder_sees_the_future, [*T5, *ONE], "one_process", Row.LOSS, "layers.2.attention"),

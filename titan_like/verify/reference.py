@@ -58,6 +58,7 @@ _CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every ste
 _LARGE_MODEL = 1_000_000  # parameters
 _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
+_AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
@@ -318,15 +319,18 @@ def allowances(
     allowed, tips = {}, tipped(small, traces[0], exact)
     for key in traces[0].scalars:
         error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
-        allowed[key] = max(MARGIN * error, FLOOR[dtype], REPORTED if key.row in _LOSSES else 0.0)
+        allowed[key] = max(MARGIN * error, _floor(key, dtype), REPORTED if key.row in _LOSSES else 0.0)
     for key in traces[0].tensors:
         if key.row == Row.WEIGHT and dtype in HALF:
             continue  # rounding moves AdamW's steps too far; the updates are compared instead
         error = max(distance(trace.tensors[key], exact.tensors[key]) for trace in traces) / sizes[key]
-        allowed[key] = max(MARGIN * error, FLOOR[dtype])
-        if key.row == Row.WEIGHT:
-            allowed[key] = max(allowed[key], WEIGHTS_FLOOR, tips.get(key, 0.0) / sizes[key])
+        allowed[key] = max(MARGIN * error, _floor(key, dtype), tips.get(key, 0.0) / sizes[key])
     return allowed
+
+
+def _floor(key: Key, dtype: str) -> float:
+    """The least tolerance of a row. The step with large logits uses the weights as they are after the last update."""
+    return max(FLOOR[dtype], WEIGHTS_FLOOR if key.row in _AS_WEIGHTS else 0.0)
 
 
 def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
