@@ -118,7 +118,6 @@ def spoil(trainer: Trainer) -> None:
 
 def save(trainer: Trainer, folder: Path) -> None:
     """Save it as it is."""
-    object.__setattr__(trainer.run, "checkpoint_folder", folder / "saved")
     trainer.saver = Saver(folder / "saved", trainer.config.checkpoint.model_copy(update={"enable": True}))
     trainer.save(is_last=True)
 

@@ -114,7 +114,7 @@ def test_a_wrong_setting_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> 
 
 
 def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
-    diverging = ["--optimizer.name=sgd", "--optimizer.lr=1e30", "--training.max_norm=0"]
+    diverging = ["--optimizer.name=sgd", "--optimizer.lr=1e6", "--training.max_norm=0"]
     options = ["--health.skip_nonfinite=false", *SETTINGS, *diverging]
     training = Training(cluster, tmp_path, "--nodes=1", settings=options)
     job = training.wait_for_state("FAILED")

@@ -144,7 +144,7 @@ def test_generation_is_decided_by_its_seed(first: subprocess.CompletedProcess[st
     ("option", "words"),
     [
         ("--top_p=0", "--top_p = 0.0: must be above 0"),
-        ("--temperature=-1", "--temperature = -1.0: must be at least 0"),
+        ("--temperature=-1", "--temperature = -1.0: must be 0, or from 0.0001 to 10000"),
         ("--max_new_tokens=0", "--max_new_tokens = 0: must be at least 1"),
         ("--json=/no/such/folder/out.json", '--json = "/no/such/folder/out.json": not a file in a folder'),
         ("--top_kk=3", "--top_kk"),
@@ -225,12 +225,12 @@ def test_diverging_run_ends_with_one_sentence(tmp_path: Path, here: Any) -> None
         "--training.steps=20",
         "--training.max_norm=0",
         "--optimizer.name=sgd",
-        "--optimizer.lr=1e30",
+        "--optimizer.lr=1e6",
         "--health.skip_nonfinite=false",
         "--metrics.log_interval=1",
     )
     sentences = [line for line in err.splitlines() if not line.startswith("tokenized ")]
     assert code == 1, err
     assert len(sentences) == 1, err
-    assert re.match(r"error: the loss of step (\d+) is (nan|inf) and its gradient norm (nan|inf); ", sentences[0])
+    assert re.match(r"error: the loss of step (\d+) is \S+ and its gradient norm (nan|inf); ", sentences[0])
     assert len(iterations(out)) == int(re.findall(r"step (\d+)", sentences[0])[0]) - 1

@@ -25,7 +25,7 @@ def some(dtype, vocab=1000, largest=5.0):
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
 )
 def test_loss_and_gradient_are_torch_s(monkeypatch, dtype, tolerance, largest, block_bytes):
-    monkeypatch.setattr(loss_module, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(loss_module, "BLOCK_BYTES", block_bytes)
     logits, labels = some(dtype, largest=largest)
     exact = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
@@ -62,7 +62,7 @@ class LargeBuffers(TorchDispatchMode):
 
 
 def test_no_buffer_of_the_logits_size_is_made(monkeypatch):
-    monkeypatch.setattr(loss_module, "_BLOCK_BYTES", 4 * 1000 * 4)
+    monkeypatch.setattr(loss_module, "BLOCK_BYTES", 4 * 1000 * 4)
     leaf, labels = some(torch.float32)
     logits = leaf * 1
     with LargeBuffers(logits.numel()) as buffers:

@@ -108,7 +108,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor)
 @pytest.mark.parametrize("block_bytes", [8 << 20, 4096, 1])  # one block a document, some, one a query
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_interval_attention_and_its_gradients(kv_heads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_like.models.layers.interval_attention._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("titan_like.models.layers.interval_attention.BLOCK_BYTES", block_bytes)
     generator = torch.Generator().manual_seed(kv_heads)
     visible = intervals(3, 37, generator)
     q, k, v, weight = (
