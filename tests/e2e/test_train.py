@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.jobs import train_on
+from titan_like.train.signals import STOP_SIGNALS
 
 REPO = Path(__file__).parents[2]
 SHORT = [
@@ -71,7 +73,10 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
             runpy.run_path(str(REPO / script), run_name="__main__")
         return stop.value.code, *capfd.readouterr()
 
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield run
+    for number, handler in handlers.items():  # a run that has ended ignores them until its process ends
+        signal.signal(number, handler)
     if dist.is_initialized():  # a run that failed leaves its group to the end of its process
         dist.destroy_process_group()
 
