@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from functools import partial
@@ -23,10 +22,11 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: the handlers that are installed already; None installs them once the process group exists.
     """
     from titan_like.config import ConfigError, load_config
+    from titan_like.config.options import OptionParser, path_option
     from titan_like.train.rules import CHECKS
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", nargs="?", const="")
+    parser = OptionParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", type=path_option)
     options, settings = parser.parse_known_args(argv)
     config = load_config(settings, CHECKS)
     if options.json is not None and not config.job.dry_run:

@@ -15,7 +15,7 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser
+from titan_like.config.options import OptionParser, path_option
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,10 +26,13 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--checkpoint",
         required=True,
+        type=path_option,
         metavar="FOLDER",
         help="a step-N folder, or a folder of them, whose newest is used",
     )
-    to_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write; it must not exist")
+    to_hf.add_argument(
+        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write; it must not exist"
+    )
     to_hf.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -43,10 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     from_hf.add_argument(
         "--input",
         required=True,
+        type=path_option,
         metavar="FOLDER",
         help="folder with config.json and safetensors files, or a name of the Hugging Face hub",
     )
-    from_hf.add_argument("--output", required=True, metavar="FOLDER", help="folder to write the checkpoint step-0 to")
+    from_hf.add_argument(
+        "--output", required=True, type=path_option, metavar="FOLDER", help="folder to write the checkpoint step-0 to"
+    )
     return parser
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.train.rules import CHECKS, check_predicts_next_token
 
 if TYPE_CHECKING:
@@ -54,10 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, by name with commas between them"
     )
-    parser.add_argument("--lm_eval_folder", metavar="FOLDER", help="folder with YAML files of more tasks for --lm_eval")
+    parser.add_argument(
+        "--lm_eval_folder",
+        type=path_option,
+        metavar="FOLDER",
+        help="folder with YAML files of more tasks for --lm_eval",
+    )
     parser.add_argument("--num_fewshot", type=int, help="examples before each question of --lm_eval")
     parser.add_argument("--limit", type=int, help="score only the first documents of each task of --lm_eval")
-    parser.add_argument("--json", metavar="PATH", help="also write the results to this file")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the results to this file")
     return parser
 
 
@@ -78,7 +83,7 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name}", value, f"must be at least {least}")
-    if options.lm_eval_folder is not None and not Path(options.lm_eval_folder or "-").is_dir():
+    if options.lm_eval_folder is not None and not Path(options.lm_eval_folder).is_dir():
         raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
     for name in ("num_fewshot", "limit", "lm_eval_folder"):
         if getattr(options, name) is not None and not options.lm_eval:

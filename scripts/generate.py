@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from titan_like.config import ConfigError, load_config
 from titan_like.config.change import edit
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, json_text, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.config.section import utf8_text
 from titan_like.train.rules import CHECKS, check_predicts_next_token
 
@@ -41,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--top_p", type=float, default=1.0, help="sample from the most probable tokens whose probabilities sum to this"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--json", metavar="PATH", help="also write the prompt and the continuation to this file")
+    parser.add_argument(
+        "--json", type=path_option, metavar="PATH", help="also write the prompt and the continuation to this file"
+    )
     return parser
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code nex
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
 
 CONFIG_FILE = "--job.config_file"
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     command.add_options(parser)
-    parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
     options, settings = parser.parse_known_args(argv[1:])
     check_files(options, settings)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
 from titan_like.config.paths import expanded, file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
@@ -29,7 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the dataset, without .bin and .idx")
+    parser.add_argument(
+        "--output", required=True, type=path_option, metavar="PREFIX", help="path of the dataset, without .bin and .idx"
+    )
     parser.add_argument(
         "--tokenizer",
         default="byte",
@@ -43,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bad_records", choices=["fail", "skip"], default="fail", help="what to do with records without text"
     )
-    parser.add_argument("--json", metavar="PATH", help="file to write the counts to")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="file to write the counts to")
     return parser
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
 from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")
-    parser.add_argument("--json", metavar="PATH", help="also write the result to this file")
+    parser.add_argument("--json", type=path_option, metavar="PATH", help="also write the result to this file")
     return parser
 
 

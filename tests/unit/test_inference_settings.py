@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -87,9 +88,18 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
 
 
 @pytest.mark.parametrize("module", [evaluate, generate])
-def test_a_file_for_results_is_checked_before_anything_is_computed(module, tmp_path: Path) -> None:
+def test_a_file_for_results_is_checked_before_anything_is_computed(
+    module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RESULTS", f"{tmp_path}/results")
+    for path, whole in (("~/x.json", f"{tmp_path}/x.json"), ("${RESULTS}/x.json", f"{tmp_path}/results/x.json")):
+        assert module.build_parser().parse_args(["--json", path]).json == whole
+    for path, problem in (("", "is empty; name a path"), ("$NOWHERE/x", "variable NOWHERE, which is not set; set it")):
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            module.build_parser().parse_args(["--json", path])
     (tmp_path / "file").write_text("")
-    for path in ("", str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json"):
+    for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json"):
         options = module.build_parser().parse_args(["--json", path])
         with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):
             module.check_options(options)
@@ -105,7 +115,7 @@ HARNESS_ONLY = {
     "--num_fewshot -1": "--num_fewshot = -1: must be at least 0",
     "--lm_eval=": '--lm_eval = "": names no task',
     "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
-    "--lm_eval a --lm_eval_folder=": '--lm_eval_folder = "": is not a folder',
+    "--lm_eval a --lm_eval_folder ./none": '--lm_eval_folder = "./none": is not a folder',
 }
 
 

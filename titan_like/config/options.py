@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titan_like.config.errors import ConfigError, shortened
+from titan_like.config.paths import expanded
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -27,16 +28,28 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError("command line", option or None, f"{shortened(problem)}; {self.prog} --help says more")
 
 
+def path_option(text: str) -> str:
+    """The type of an option that names a path: ``~`` and environment variables are replaced, as in settings.
+
+    Raises:
+        argparse.ArgumentTypeError: the path is empty or names an environment variable that is not set.
+    """
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+
 def check_output_file(option: str, path: str | None) -> None:
     """Refuse a file that cannot be written, before any work is done. None is no file.
 
     Raises:
-        ConfigError: the path is empty, is a folder, or is in a folder that does not exist or is not writable.
+        ConfigError: the path is a folder, or is in a folder that does not exist or is not writable.
     """
     if path is None:
         return
     parent = Path(path).parent
-    if not path or Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+    if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from titan_like.config import ConfigError
+from titan_like.config.options import path_option
 from titan_like.planner.calibrate import calibrated, check_scipy, usable
 from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.measured_rows import read_rows
@@ -17,8 +18,8 @@ _REASONS = 5  # the most reasons shown for rows that are left out
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     parser.add_argument("--profile", help="stack profile to start from: a shipped one or a TOML file")
-    parser.add_argument("--points", metavar="FILE.csv", help="rows measured on one stack")
-    parser.add_argument("--out", metavar="FILE.toml", help="where to write the fitted profile")
+    parser.add_argument("--points", type=path_option, metavar="FILE.csv", help="rows measured on one stack")
+    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the fitted profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

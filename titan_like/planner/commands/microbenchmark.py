@@ -14,13 +14,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_like.config import ConfigError
+from titan_like.config.options import path_option
 from titan_like.planner.commands.outcome import Outcome, check_toml
 from titan_like.planner.profile import profile_to_toml
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument("--out", metavar="FILE.toml", help="where to write the profile")
+    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the profile")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config.options import path_option
 from titan_like.planner.memory import Memory
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
@@ -46,7 +47,8 @@ class Progress:
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     """Add the option for the stack profile."""
-    parser.add_argument("--profile", help="stack profile: a shipped one or a TOML file (default: the GPU's)")
+    what = "stack profile: a shipped one or a TOML file (default: the GPU's)"
+    parser.add_argument("--profile", type=path_option, help=what)
 
 
 def run_of(settings: list[str], profile: Profile | None) -> JobConfig:

@@ -10,6 +10,7 @@ from typing import Any
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.change import edit
 from titan_like.config.load import parse_overrides
+from titan_like.config.options import path_option
 from titan_like.config.write import to_toml
 from titan_like.planner.commands.outcome import (
     Outcome,
@@ -40,7 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_profile(parser)
     parser.add_argument("--gpus", type=int, help="GPUs of the job (default: the run's cluster)")
     parser.add_argument("--top", type=int, default=10, help="combinations of tensor, pipeline and ZeRO to show")
-    parser.add_argument("--out", metavar="FILE.toml", help="where to write the run in its best layout, for train.py")
+    parser.add_argument(
+        "--out", type=path_option, metavar="FILE.toml", help="where to write the run in its best layout, for train.py"
+    )
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from titan_like.config import ConfigError
+from titan_like.config.options import path_option
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import TimelineFigures, figures
@@ -22,9 +23,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
     parser.add_argument("--width", type=int, default=100, help="width of the text's lanes in columns (default 100)")
-    parser.add_argument("--picture", metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib")
-    parser.add_argument("--out", metavar="FILE.json", help="write it in the format of the trainer's measured timelines")
-    parser.add_argument("--measured", metavar="FILE.json", help="compare it with this timeline from the trainer")
+    parser.add_argument(
+        "--picture", type=path_option, metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib"
+    )
+    parser.add_argument(
+        "--out",
+        type=path_option,
+        metavar="FILE.json",
+        help="write it in the format of the trainer's measured timelines",
+    )
+    parser.add_argument(
+        "--measured", type=path_option, metavar="FILE.json", help="compare it with this timeline from the trainer"
+    )
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
