@@ -88,6 +88,7 @@ def test_it_continues_no_prompt() -> None:
         main(["--model.family=bert", "--training.steps=1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["sentence_order", "next_sentence"])
 def test_it_learns_how_two_sentences_are_related(tmp_path: Path, objective: str) -> None:
     """Words come in an order, and each document has words of one kind."""

@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -431,13 +432,17 @@ def test_loader_raises_a_worker_s_error_after_the_batches_before_it():
     loader.close()
 
 
-def test_closing_a_full_loader_ends_its_thread():
-    before = set(threading.enumerate())
-    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1), num_workers=0, device=torch.device("cpu"), depth=2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closing_a_full_loader_ends_its_thread_and_its_processes(workers):
+    def running():
+        return {*threading.enumerate(), *active_children()}
+
+    before = running()
+    loader = BackgroundLoader(Numbers(), GlobalSampler(0, 2, 0, 1), workers, device=torch.device("cpu"), depth=2)
     assert next(loader).tolist() == [0, 1]
-    assert set(threading.enumerate()) - before
+    assert len(running() - before) >= 1 + workers
     loader.close()
-    assert not set(threading.enumerate()) - before
+    assert not running() - before
 
 
 def test_fingerprint_tells_tokens_apart():

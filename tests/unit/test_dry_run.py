@@ -311,6 +311,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_trillion_parameters_on_3072_processes(tmp_path: Path) -> None:
     """A middle stage of two layers, in a process of its own whose memory is measured."""

@@ -67,6 +67,7 @@ print(json.dumps(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak memory")
 def test_peak_memory_is_a_few_shards_in_both_directions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

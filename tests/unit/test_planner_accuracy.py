@@ -166,6 +166,7 @@ def test_fit_finds_constants_that_made_the_rows():
     assert max(abs(prediction.error) for found in left_out.values() for prediction in found) < 0.02
 
 
+@pytest.mark.slow
 def test_a_calibrated_profile_is_of_the_rows_gpu():
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
     start = builtin_profiles()["selene_2021"]
@@ -266,6 +267,7 @@ def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
     assert load_profile(str(path)).judged == {"a key": 1.0}
 
 
+@pytest.mark.slow
 def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import planner_accuracy as script

@@ -53,6 +53,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_path, monkeypatch):
     monkeypatch.setattr(microbenchmark, "_SECONDS", 0.01)

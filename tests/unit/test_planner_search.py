@@ -79,6 +79,7 @@ def everything(settings, gpus):
             yield config
 
 
+@pytest.mark.slow
 def test_search_finds_what_trying_everything_finds():
     found = search(run(*NONE_FIT_WHOLE), 4, kinds=1000)
     valid, best = 0, {}

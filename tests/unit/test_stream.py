@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import count, islice, product
+from multiprocessing import active_children
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -225,9 +226,10 @@ def test_8_6_4_and_1_ranks_consume_the_very_same_samples(folder):
 def test_a_killed_worker_ends_the_run_and_the_next_goes_on_with_the_next_sample(folder):
     source = source_of(folder)
     source[0]  # its parent's place and open files must not move with the worker's
+    others = active_children()
     loader = BackgroundLoader(source, GlobalSampler(0, 2, 0, 1), 2, torch.device("cpu"), depth=2)
     seen = [next(loader) for _ in range(5)]
-    for worker in loader._loader._iterator._workers:
+    for worker in set(active_children()) - set(others):
         os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"^a data loader process \(pid \d+\) was killed by signal 9, "):
         while True:

@@ -79,7 +79,7 @@ class BackgroundLoader:
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
-            self._loader = StatefulDataLoader(
+            loader = StatefulDataLoader(
                 _Batches(dataset),
                 batch_sampler=sampler,
                 collate_fn=_collate,
@@ -89,7 +89,7 @@ class BackgroundLoader:
             )
         self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="data-loader", daemon=True)
+        self._thread = threading.Thread(target=self._fill, args=(loader,), name="data-loader", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -103,19 +103,19 @@ class BackgroundLoader:
         raise StopIteration if item is None else item
 
     def close(self) -> None:
-        """Stop loading and end the thread."""
+        """Stop loading and end the thread. Worker processes end with the loader, which only the thread holds."""
         self._stopped.set()
         with suppress(queue.Empty):  # free a slot, for which the thread may be waiting
             self._queue.get_nowait()
         self._thread.join(timeout=10)
 
-    def _fill(self) -> None:
+    def _fill(self, loader: StatefulDataLoader) -> None:
         others = active_children()
         workers: list[BaseProcess] = []
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
-            batches = iter(self._loader)
+            batches = iter(loader)
             workers = [process for process in active_children() if process not in others]
             for batch in batches:
                 if not self._put(batch) or not isinstance(batch, torch.Tensor):
