@@ -15,7 +15,7 @@ from pathlib import Path
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, path_option
+from titan_like.config.options import OptionParser, path_option, tokenizer_option
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--max_shard_size", type=float, default=5.0, metavar="GB", help="maximum size of a file (default: 5)"
     )
-    to_hf.add_argument("--tokenizer", help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)')
+    to_hf.add_argument(
+        "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
+    )
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from", allow_abbrev=False)
     from_hf.add_argument(
         "--input",

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
-from titan_like.config.paths import expanded, file_problem
+from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
+from titan_like.config.paths import file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, files_below
@@ -28,12 +28,15 @@ from titan_like.data.tokenizer import build_tokenizer
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_option, metavar="PATH", help="files, folders or glob patterns"
+    )
     parser.add_argument(
         "--output", required=True, type=path_option, metavar="PREFIX", help="path of the dataset, without .bin and .idx"
     )
     parser.add_argument(
         "--tokenizer",
+        type=tokenizer_option,
         default="byte",
         help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
     )
@@ -115,7 +118,7 @@ def input_files(patterns: list[str]) -> list[Path]:
         ConfigError: a path that is not there, cannot be read or is empty, or a folder without such files.
     """
     files: dict[Path, None] = {}
-    for pattern in map(expanded, patterns):
+    for pattern in patterns:
         found = [Path(pattern)] if Path(pattern).exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
             raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")

@@ -315,7 +315,12 @@ def test_paths_are_expanded(key, monkeypatch):
         "a$/~b": "a$/~b",
     }.items():
         assert getattr(getattr(load_config([f"--{key}={text}"]), section), name) == path
-    for text, words in {"$NOWHERE/a": "variable NOWHERE, which is not set", "": "is empty", "  ": "is empty"}.items():
+    for text, words in {
+        "$NOWHERE/a": "variable NOWHERE, which is not set",
+        "": "is empty",
+        "  ": "is empty",
+        "é" * 128: "255 bytes",
+    }.items():
         message = problem_of(f"--{key}={text}")
         assert message.startswith(f'{key} = "{text}"') and words in message
 

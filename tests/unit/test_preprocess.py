@@ -335,10 +335,16 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--json", "pp"): "not a file in a folder that you may write to",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "."): "the file is empty; remove it",
+        ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
+        ("--input", ""): "is empty; name a path",
+        ("--tokenizer", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
+        ("--output", "x" * 256): f'"{"x" * 80}…" is longer than any file\'s name (255 bytes) or path; shorten it',
+        ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():
         with pytest.raises(ConfigError) as error:
             main(["--input", "a.txt", "--output", "out", *unfit])
-        assert str(error.value).startswith(f"{unfit[0]} = ") and words in str(error.value)
+        assert str(error.value).startswith((f"{unfit[0]} = ", f'command line = "{unfit[0]}": '))
+        assert words in str(error.value) and "\n" not in str(error.value)
         assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("pp*.*"))
 
 

@@ -18,7 +18,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{shortened(_printable(key))} = {_show(value)}: {problem}")
+        super().__init__(f"{shortened(printable(key))} = {_show(value)}: {problem}")
         self.key = key
         self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
@@ -76,7 +76,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text):,} characters)"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text on one line, with escapes for control characters, which could forge output or drive a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -86,11 +86,11 @@ def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + shortened(_printable(value)) + '"'
+        return '"' + shortened(printable(value)) + '"'
     if value is None:
         return "(not set)"
     try:
-        return shortened(_printable(str(value)))
+        return shortened(printable(str(value)))
     except ValueError:  # Python does not print integers of more than 4,300 digits
         return f"(a {type(value).__name__} with thousands of digits)"
     except RecursionError:

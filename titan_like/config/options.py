@@ -6,11 +6,15 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titan_like.config.errors import ConfigError, shortened
+from titan_like.config.errors import ConfigError, printable, shortened
 from titan_like.config.paths import expanded
+from titan_like.config.section import expanded_tokenizer
+
+_MOST_SHOWN = 80  # characters of a path
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -25,19 +29,35 @@ class OptionParser(argparse.ArgumentParser):
         option, colon, problem = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
             option, problem = "", message
-        raise ConfigError("command line", option or None, f"{shortened(problem)}; {self.prog} --help says more")
+        raise ConfigError(
+            "command line", option or None, f"{shortened(printable(problem))}; {self.prog} --help says more"
+        )
 
 
 def path_option(text: str) -> str:
     """The type of an option that names a path: ``~`` and environment variables are replaced, as in settings.
 
     Raises:
-        argparse.ArgumentTypeError: the path is empty or names an environment variable that is not set.
+        argparse.ArgumentTypeError: the path is empty, too long, or names an environment variable that is not set.
     """
+    return _option(expanded, text)
+
+
+def tokenizer_option(text: str) -> str:
+    """The type of an option that takes what `data.tokenizer` takes.
+
+    Raises:
+        argparse.ArgumentTypeError: as `path_option`.
+    """
+    return _option(expanded_tokenizer, text)
+
+
+def _option(expand: Callable[[str], str], text: str) -> str:
     try:
-        return expanded(text)
+        return expand(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+        raise argparse.ArgumentTypeError(f'"{shown}" {error}') from None
 
 
 def check_output_file(option: str, path: str | None) -> None:

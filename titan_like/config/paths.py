@@ -17,6 +17,7 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",
 }
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # of Linux
 _MOST_BYTES = 64 << 20  # size of a settings file
 
 
@@ -24,19 +25,23 @@ def expanded(text: str) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, contains a null character, or names an environment variable that is not set.
+        ValueError: the path is empty, contains a null character, is too long, or names an environment
+            variable that is not set.
     """
     if "\0" in text:
         raise ValueError("contains a null character, which no path can; remove it")
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
-        if not name:
-            raise ValueError("has ${}, which names no environment variable; write the path out")
+        if not name.isidentifier():
+            raise ValueError(f"has ${{{braced}}}, which names no environment variable; write the path out")
         if name not in os.environ:
             raise ValueError(f"names the environment variable {name}, which is not set; set it or write the path out")
     path = os.path.expanduser(_VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if not path.strip():
         raise ValueError("is empty; name a path")
+    written = os.fsencode(path)
+    if any(len(name) > _LONGEST_NAME for name in written.split(b"/")) or len(written) > _LONGEST_PATH:
+        raise ValueError(f"is longer than any file's name ({_LONGEST_NAME} bytes) or path; shorten it")
     return path
 
 
