@@ -18,16 +18,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code next to this file
 
 from titan_like.config import ConfigError
-from titan_like.config.load import run_command
+from titan_like.config.load import run_command, settings_file
 from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
 
-CONFIG_FILE = "--job.config_file"
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
 
 
@@ -75,14 +75,14 @@ def check_files(options: argparse.Namespace, settings: list[str]) -> None:
     for name, path in (inputs | targets).items():
         if path == "":
             raise ConfigError(f"--{name}", path, "name a file")
-    known = {Path(path).resolve(): f"--{name} is read from" for name, path in inputs.items() if path}
-    if CONFIG_FILE in settings[:-1]:
-        known[Path(settings[settings.index(CONFIG_FILE) + 1]).resolve()] = f"{CONFIG_FILE} is read from"
+    known = {os.path.realpath(path): f"--{name} is read from" for name, path in inputs.items() if path}
+    if (config_file := settings_file(settings)) is not None:
+        known[os.path.realpath(config_file)] = "--job.config_file is read from"
     for name, path in targets.items():
         check_output_file(f"--{name}", path)
         if path is None:
             continue
-        use = known.setdefault(Path(path).resolve(), f"--{name} is written to")
+        use = known.setdefault(os.path.realpath(path), f"--{name} is written to")
         if use != f"--{name} is written to":
             raise ConfigError(f"--{name}", path, f"is the file that {use}; name another one")
 

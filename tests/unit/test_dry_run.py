@@ -253,6 +253,16 @@ def test_json_without_a_dry_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     )
 
 
+def test_json_does_not_overwrite_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nfamily = "gpt"\n')
+    code, _, err = run_here(monkeypatch, capfd, f"--job.config_file={path}", "--json", f"{tmp_path}/./run.toml")
+    assert code == 2 and err.endswith(": is the file that --job.config_file is read from; name another one\n")
+    assert path.read_text().startswith("[model]")
+
+
 def test_another_machine_s_files_are_only_noted(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

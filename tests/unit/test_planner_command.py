@@ -147,6 +147,7 @@ def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "1e18"], "--gpus"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "10000000"], "at most 1,000,000"),
         (["predict", "--job.config_file", "a.toml", "--json", "./a.toml"], "--job.config_file is read from"),
+        (["predict", "--job.config_file=./a.toml", "--json", "a.toml"], "--job.config_file is read from"),
         (["calibrate", "--profile", "selene_2021", "--points", "a.csv", "--json", "a.csv"], "--points is read from"),
         (["search", "--job.config_file", "a.toml", "--out", "b.toml", "--json", "./b.toml"], "--out is written to"),
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),

@@ -17,7 +17,7 @@ _REASONS = 5  # the most reasons shown for rows that are left out
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument("--profile", help="stack profile to start from: a shipped one or a TOML file")
+    parser.add_argument("--profile", type=path_option, help="stack profile to start from: a shipped one or a TOML file")
     parser.add_argument("--points", type=path_option, metavar="FILE.csv", help="rows measured on one stack")
     parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the fitted profile")
 
