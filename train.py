@@ -28,11 +28,11 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
     parser = OptionParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=path_option)
-    options, settings = parser.parse_known_args(argv)
-    config = load_config(settings, CHECKS)
+    options, given = parser.parse_known_args(argv)
+    config = load_config(given, CHECKS)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
-    if options.json is not None and os.path.realpath(options.json) == os.path.realpath(settings_file(settings) or "."):
+    if options.json is not None and os.path.realpath(options.json) == os.path.realpath(settings_file(given) or "."):
         raise ConfigError("--json", options.json, "is the file that --job.config_file is read from; name another one")
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -42,8 +42,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     from titan_like.train.rules import resolve_settings
 
     world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
-    if not config.parallelism.auto:
-        resolve_settings(config, world_size)
+    settings = None if config.parallelism.auto else resolve_settings(config, world_size)
     if not config.job.dry_run:
         check_meeting()
     if config.job.dry_run:
@@ -61,14 +60,14 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
     gc.freeze()  # and no later collection need look at them
     gc.enable()
-    if config.parallelism.auto:
+    if settings is None:
         from titan_like.planner.auto import with_chosen_layout
 
-        config = with_chosen_layout(config, world_size)
+        settings = resolve_settings(with_chosen_layout(config, world_size), world_size)
     check_profile(config)
     if select_device(config.training.dtype).type == "cpu":
         keep_freed_memory()
-    run = prepare_run(config)
+    run = prepare_run(settings)
     run_job(run, signals, step_forecast(run))
     return 0
 

@@ -31,6 +31,7 @@ from titan_like.checkpoint.step_folders import checkpoint_path
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.config import load_config
 from titan_like.train.job import process_group
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -124,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as name, process_group(torch.device("cpu")):
         config = load_config([*SETTINGS, "--job.dump_folder", name, "--checkpoint.async", "true"])
-        trainer = Watched(prepare_run(config))
+        trainer = Watched(prepare_run(resolve_settings(config)))
         data = trainer._load_data()
         trainer.train_step(data)
         tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)

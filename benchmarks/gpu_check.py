@@ -253,10 +253,11 @@ def trainer_of(settings: list[str]) -> Any:
     """A trainer in a process group of one process, and its data."""
     from titan_like.config import load_config
     from titan_like.train.job import process_group
+    from titan_like.train.rules import resolve_settings
     from titan_like.train.setup import prepare_run
     from titan_like.train.trainer import Trainer
 
-    run = prepare_run(load_config([*settings, "--training.steps=10"]))
+    run = prepare_run(resolve_settings(load_config([*settings, "--training.steps=10"])))
     process_group(run.device).__enter__()  # released when the process ends
     trainer = Trainer(run)
     return trainer, trainer._load_data()

@@ -103,9 +103,9 @@ class Side:
 def measure(config: JobConfig, device: torch.device, rounds: int) -> dict[str, Any]:
     """Measure every optimizer. All processes call it."""
     world = dist.get_world_size()
-    model_config, layout = resolve_settings(config, world)
-    mesh = build_mesh(layout, device.type)
-    model = build_parallel_model(config, model_config, mesh, device)
+    settings = resolve_settings(config, world)
+    mesh = build_mesh(settings.layout, device.type)
+    model = build_parallel_model(config, settings.model, mesh, device)
     model.init_weights(config.job.seed)
     sides = [Side(name, config, model, device) for name in OPTIMIZERS]
     for number in range(rounds + 2):  # the first two make the state and fill caches
@@ -119,8 +119,8 @@ def measure(config: JobConfig, device: torch.device, rounds: int) -> dict[str, A
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "model": f"{config.model.family} {config.model.flavor}",
-        "parameters": model_config.num_parameters(),
-        "layout": f"{world} processes ({layout.described()}), ZeRO {config.parallelism.zero_stage}",
+        "parameters": settings.model.num_parameters(),
+        "layout": f"{world} processes ({settings.layout.described()}), ZeRO {config.parallelism.zero_stage}",
         "rounds": rounds,
         "optimizers": found,
     }

@@ -205,17 +205,19 @@ def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
     config = load_config(argv)
     assert config.training.steps is not None
     if side == "turns":
+        from titan_like.train.rules import resolve_settings
         from titan_like.train.setup import prepare_run
 
-        train_in_turns(argv, config.job.dump_folder, prepare_run(config), output)
+        train_in_turns(argv, config.job.dump_folder, prepare_run(resolve_settings(config)), output)
         return
     clock = StepClock(warmup, config.training.steps)
     if side == "titan":
         loss = train_titan(argv, config.job.dump_folder)
     else:
+        from titan_like.train.rules import resolve_settings
         from titan_like.train.setup import prepare_run
 
-        loss = {"bare": train_bare, "hf": train_hf}[side](prepare_run(config))
+        loss = {"bare": train_bare, "hf": train_hf}[side](prepare_run(resolve_settings(config)))
     result = {"ends": clock.ends, "loss": loss, "threads": torch.get_num_threads()}
     output.write_text(json.dumps(result))
 

@@ -24,6 +24,7 @@ from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import distance
@@ -106,7 +107,7 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
-    training = WatchedTrainer(prepare_run(base_config(folder, case.settings)))
+    training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     data = training._load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(training.gradients))

@@ -30,6 +30,7 @@ from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.workload import Workload
 from titan_like.train.job import process_group
 from titan_like.train.loss import summed_cross_entropy
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -168,7 +169,7 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
 
 def measure_step(config: JobConfig) -> int:
     """Most bytes of a whole step."""
-    trainer = Trainer(prepare_run(config))
+    trainer = Trainer(prepare_run(resolve_settings(config)))
     data = trainer._load_data()
     trainer.train_step(data)  # the optimizer's state exists from here on
     tracker = Tracker()
@@ -251,7 +252,7 @@ def test_most_memory_of_a_step_on_a_gpu(model: tuple[str, str], mode: str, tmp_p
     }
     config = base_config(tmp_path, case(family, mode, "bfloat16").settings | changed)
     with process_group(torch.device("cuda", 0)):
-        trainer = Trainer(prepare_run(config))
+        trainer = Trainer(prepare_run(resolve_settings(config)))
         data = trainer._load_data()
         trainer.train_step(data)
         torch.cuda.reset_peak_memory_stats()

@@ -14,6 +14,7 @@ from tests.distributed.launch import base_config, by_name, full, launch, relativ
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.watch import WatchedTrainer
@@ -75,7 +76,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> dict[str, Any]:
     """Records, gradients and weights (before the first, after each) of every step."""
-    trainer = WatchedTrainer(prepare_run(base_config(folder, settings)))
+    trainer = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, settings))))
     weights, gradients, records, validation = [weights_of(trainer)], [], [], []
     data = trainer._load_data()
     for _ in range(trainer.run.total_steps):
@@ -140,7 +141,7 @@ def test_ramp_up_trains_on_the_right_batches(folder: Path, results: dict[int, An
     assert [record["global_batch_size"] for record in run["records"]] == RAMP_SIZES
     assert [record["consumed_samples"] for record in run["records"]] == RAMP_CONSUMED
     assert [record["consumed_tokens"] for record in run["records"]] == [32 * n for n in RAMP_CONSUMED]
-    prepared = prepare_run(base_config(folder, RAMP))
+    prepared = prepare_run(resolve_settings(base_config(folder, RAMP)))
     model = plain_model(prepared.config)
     first = 0
     for step, size in enumerate(RAMP_SIZES):

@@ -27,8 +27,8 @@ from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.windows import Window, ending_window, sliding_windows
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.job import process_group
-from titan_like.train.rules import resolve_for_inference
-from titan_like.train.setup import check_settings, prepare_run
+from titan_like.train.rules import resolve_for_inference, resolve_settings
+from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 SEQ_LEN, STRIDE, TARGETS = 24, 9, 3
@@ -135,7 +135,7 @@ def score_in_layouts(rank: int, folder: Path, chosen: Chosen) -> None:
     found = {}
     for family, name, windows in chosen:
         config = config_of(folder, family, LAYOUTS[name])
-        _, degrees = check_settings(config, dist.get_world_size())
+        degrees = resolve_settings(config, dist.get_world_size()).layout
         scores = scores_of(config, windows, build_mesh(degrees, "cpu"))
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, scores)
@@ -180,11 +180,11 @@ def metrics_of(config: JobConfig) -> list[dict[str, Any]]:
 
 def train_and_evaluate(rank: int, folder: Path) -> None:
     for name, tasks in itertools.product(("pipeline, tensor", "data, tensor, zero 3"), (TASKS, [])):
-        Trainer(prepare_run(training_config(folder, name, tasks))).train()
+        Trainer(prepare_run(resolve_settings(training_config(folder, name, tasks)))).train()
 
     if find_spec("lm_eval") is not None:
         config = training_config(folder, "pipeline, tensor", TASKS)
-        _, layout = check_settings(config, 4)
+        layout = resolve_settings(config, 4).layout
         found = run_on_harness(config, build_mesh(layout, "cpu"), folder)
         (folder / f"harness {rank}.json").write_text(json.dumps(found))
 

@@ -22,6 +22,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.sampling import LanguageModel, generate
 from titan_like.parallel.mesh import build_mesh
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -79,11 +80,13 @@ def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -
     found: dict[str, torch.Tensor] = {}
     for family in FAMILIES:
         (folder / family).mkdir(exist_ok=True)
-        trainer = Trainer(prepare_run(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
+        trainer = Trainer(
+            prepare_run(resolve_settings(config_of(folder, family, {"data_parallel_replicate_degree": 1})))
+        )
         trainer.train()
         for name in [layout for of, layout in chosen if of == family]:
             config = config_of(folder, family, LAYOUTS[name])
-            run = prepare_run(config)
+            run = prepare_run(resolve_settings(config))
             mesh = build_mesh(run.layout, "cpu")
             lengths = {"max_tokens": min(run.model.max_seq_len, len(PROMPT) + NEW_TOKENS)}
             if family == "t5":  # as scripts/generate.py does

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import base_config, launch
 from titan_like.metrics.record import StepRecord
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -57,7 +58,7 @@ def refuse(_tensor):
 def count(rank, folder):
     found = {}
     for name, settings in LAYOUTS.items():
-        trainer = Trainer(prepare_run(base_config(folder, QUIET | settings)))
+        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, QUIET | settings))))
         data = trainer._load_data()
         for _ in range(2):  # what is made once
             trainer.train_step(data)
@@ -85,7 +86,7 @@ def train_whole(rank, folder, interval):
     """Train, with a NaN among the gradients of the fifth step."""
     own = {"metrics.log_interval": interval, "job.dump_folder": str(folder / f"{interval}")}
     config = base_config(folder, QUIET | own)
-    trainer = Trainer(prepare_run(config))
+    trainer = Trainer(prepare_run(resolve_settings(config)))
     complete = trainer._complete_gradients
 
     def spoil():

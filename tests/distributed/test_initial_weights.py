@@ -24,6 +24,7 @@ from titan_like.models.layers.init import local_part
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
 from titan_like.train.initial_weights import load_initial_weights
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -79,7 +80,7 @@ def build(folder: Path, model: str, source: Path, settings: dict[str, Any]) -> T
         "job.dump_folder": str(folder / "run"),
         "checkpoint.initial_load_path": str(source),
     }
-    return Trainer(prepare_run(base_config(folder, own | settings)))
+    return Trainer(prepare_run(resolve_settings(base_config(folder, own | settings))))
 
 
 def load_each(rank: int, folder: Path, ranks: int, exhaustive: bool) -> None:

@@ -32,6 +32,7 @@ from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import plan_step
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -251,7 +252,9 @@ def watch_steps(rank: int, folder: Path) -> None:
     for name in ("zero 3 of 4", "zero 1, tensor with SP"):
         for optimizer in OPTIMIZERS:
             _, family, layout = LAYOUTS[name]
-            trainer = Trainer(prepare_run(base_config(folder, settings(optimizer, family, layout) | QUIET)))
+            trainer = Trainer(
+                prepare_run(resolve_settings(base_config(folder, settings(optimizer, family, layout) | QUIET)))
+            )
             data = trainer._load_data()
             for _ in range(2):
                 trainer.train_step(data)

@@ -20,6 +20,7 @@ from tests.distributed.launch import (
     train_case,
 )
 from titan_like.config.errors import RunError
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -114,7 +115,7 @@ def types_of(trainer: Trainer) -> set[str]:
 
 
 def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(base_config(folder, settings)))
+    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, settings))))
     trainer.scaler.scale.fill_(ABSURD_SCALE)
     weights, records, data = [weights_of(trainer)], [], trainer._load_data()
     for _ in range(STEPS):
@@ -126,7 +127,9 @@ def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str,
 
 def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: bool) -> dict[str, Any]:
     """A good step, one with a NaN in a weight of the last rank alone, and a good one again."""
-    trainer = Trainer(prepare_run(base_config(folder, settings | {"health.skip_nonfinite": not stops})))
+    trainer = Trainer(
+        prepare_run(resolve_settings(base_config(folder, settings | {"health.skip_nonfinite": not stops})))
+    )
     data = trainer._load_data()
     records = [trainer.read_step(trainer.train_step(data)).as_dict()]
     before = weights_of(trainer)

@@ -20,7 +20,7 @@ from titan_like.evaluate.race import race_task
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import TextSettings
 from titan_like.parallel.mesh import build_mesh
-from titan_like.train.setup import check_settings
+from titan_like.train.rules import resolve_settings
 
 SEQ = 20
 SHAPE = bert_config(num_layers=4, sentence_head="choice", vocab_size=len(VOCABULARY))
@@ -46,7 +46,7 @@ def score_and_train(rank: int, race: Path) -> None:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         config = JobConfig.model_validate(sections(race) | {"parallelism": layout})
-        _, degrees = check_settings(config, dist.get_world_size())
+        degrees = resolve_settings(config, dist.get_world_size()).layout
         mesh, device = build_mesh(degrees, "cpu"), torch.device("cpu")
         scores = Scorer(config, load_parallel_model(config, find_checkpoint(config), mesh, device), mesh, device)
         found[name] = torch.tensor([score.log_probability for score in scores(task.windows)])

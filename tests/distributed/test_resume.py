@@ -14,6 +14,7 @@ import torch
 
 from tests.distributed.launch import all_stages, base_config, by_name, launch
 from titan_like.checkpoint.step_folders import complete_steps
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -52,7 +53,9 @@ SETS = {"normal": CASES, "exhaustive": MORE_CASES}
 
 def run_to_end(folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Train (or resume) in ``dump`` and return the weights."""
-    trainer = Trainer(prepare_run(base_config(folder, SETTINGS | settings | {"job.dump_folder": str(dump)})))
+    trainer = Trainer(
+        prepare_run(resolve_settings(base_config(folder, SETTINGS | settings | {"job.dump_folder": str(dump)})))
+    )
     trainer.train()
     return all_stages(trainer, by_name(trainer.model.named_parameters()))
 

@@ -24,6 +24,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -210,7 +211,7 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> None:
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(base_config(folder, case.settings)))
+    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     materialise_optimizer_state(trainer.optimizer)
     groups = {tuple(dist.get_process_group_ranks(trainer.dp_group)): "dp"}
     for name in trainer.mesh.mesh_dim_names or ():

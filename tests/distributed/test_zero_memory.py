@@ -15,6 +15,7 @@ from tests.distributed.launch import Case, base_config, launch
 from tests.distributed.memory_probe import held_bytes
 from titan_like.models.registry import model_config
 from titan_like.planner.training_state import state_bytes
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -58,7 +59,7 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> None:
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(base_config(folder, case.settings)))
+    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     (stage,) = trainer.model.stages
     data = trainer._load_data()
     trainer.train_step(data)  # the optimizer's state exists from here on

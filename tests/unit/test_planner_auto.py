@@ -9,7 +9,8 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.write import to_toml
 from titan_like.planner.auto import choose_layout, with_chosen_layout
 from titan_like.planner.dry_run import dry_run
-from titan_like.train.setup import check_settings, prepare_run
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
 
 BIG = ["--model.flavor=18b", "--training.steps=3", "--training.seq_len=2048", "--training.global_batch_size=1024",
        "--training.dtype=bfloat16"]  # fmt: skip
@@ -19,7 +20,7 @@ AUTO = [*BIG, "--parallelism.auto=true"]
 @pytest.mark.parametrize("world", [16, 64, 256, 768])
 def test_choice_fits_any_number_of_processes_and_keeps_the_batch(world):
     config, told = choose_layout(load_config(AUTO), world, "NVIDIA A100-SXM4-80GB", 8)
-    _, layout = check_settings(config, world)
+    layout = resolve_settings(config, world).layout
     assert layout.num_processes == world
     assert not config.parallelism.auto
     assert config.training.global_batch_size == 1024
@@ -74,7 +75,7 @@ def test_every_process_of_a_run_gets_the_layout_and_one_tells_it(tmp_path, monke
         names = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_WORLD_SIZE": 1, "RANK": rank, "LOCAL_RANK": rank}
         for name, value in names.items():
             monkeypatch.setenv(name, str(value))
-        layouts.append(prepare_run(with_chosen_layout(load_config(settings), 4)).layout)
+        layouts.append(prepare_run(resolve_settings(with_chosen_layout(load_config(settings), 4))).layout)
         told.append(capsys.readouterr().out.count("layout chosen"))
     assert layouts[0].num_processes == 4
     assert layouts == [layouts[0]] * 4

@@ -15,6 +15,7 @@ from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, check_p
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_to_toml
 from titan_like.train.job import process_group
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
@@ -171,7 +172,7 @@ def test_training_prints_the_line_once(tmp_path, capfd):
     }
     config = base_config(tmp_path, settings)
     with process_group(torch.device("cpu")):
-        run = prepare_run(config)
+        run = prepare_run(resolve_settings(config))
         Trainer(run, step_forecast(run)).train()
     told = [line for line in capfd.readouterr().out.splitlines() if " predicted, " in line]
     assert len(told) == 1

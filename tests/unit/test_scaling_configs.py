@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_like.config import load_config
-from titan_like.train.setup import check_settings
+from titan_like.train.rules import resolve_settings
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 GPT_GPUS = {
@@ -32,5 +32,5 @@ def test_scaling_configuration_passes_the_rules(name: str) -> None:
     assert cluster.nodes is not None and cluster.gpus_per_node is not None
     world_size = cluster.nodes * cluster.gpus_per_node
     assert world_size == GPUS[name]
-    _, layout = check_settings(config, world_size)
+    layout = resolve_settings(config, world_size).layout
     assert layout.pipeline * layout.data_parallel * layout.tensor * layout.context == world_size

@@ -32,7 +32,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
     mlp: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"model.overrides.mlp": mlp, "model.overrides.tied_embeddings": str(tied).lower()}
-    run = prepare_run(config_of(tmp_path, **shape))
+    run = prepare_run(resolve_settings(config_of(tmp_path, **shape)))
     run_job(run)
 
     in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
@@ -51,14 +51,14 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
 def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
     settings = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
     whole = config_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
-    run_job(prepare_run(whole))
+    run_job(prepare_run(resolve_settings(whole)))
     for steps in (3, 6):
         part = config_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
-        run_job(prepare_run(part))
+        run_job(prepare_run(resolve_settings(part)))
     assert losses_of(part) == losses_of(whole)
     changed = config_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
     with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
-        prepare_run(changed)
+        prepare_run(resolve_settings(changed))
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:

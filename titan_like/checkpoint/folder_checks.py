@@ -43,7 +43,7 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
         config: the run's.
         model: its model.
         folder: the checkpoint folder.
-        make: create the folder, and check that the disk has room for a checkpoint.
+        make: create the folder.
 
     Returns:
         Whether there is a checkpoint to resume from.
@@ -63,13 +63,19 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
     check_readable(folder, steps if wanted is None else [wanted], cure)
     for step in steps[-1:] if wanted is None else [wanted]:
         check_same_run(checkpoint_path(folder, step), config, model)
-    if make:
-        needed, free = checkpoint_bytes(config, model), shutil.disk_usage(folder).free + leftover_bytes(folder)
-        if free < needed:
-            problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
-            cure = "make room, or name a folder on another disk"
-            raise ConfigError("checkpoint.folder", str(folder), f"{problem}; {cure}")
     return bool(steps)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Check that the disk of a checkpoint folder has room for a checkpoint of ``needed`` bytes.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    free = shutil.disk_usage(folder).free + leftover_bytes(folder)
+    if free < needed:
+        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+        raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:

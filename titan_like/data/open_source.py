@@ -59,13 +59,13 @@ def open_source(request: DataRequest) -> Source:
     Raises:
         ConfigError: there is no such dataset, its class is none, its samples do not fit the run, or it refuses itself.
     """
+    shares = shares_of(request.section.paths, one_source_each=request.section.dataset == "indexed")
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     if not (isinstance(dataset, type) and issubclass(dataset, Source)):
         raise ConfigError(
             "data.dataset", entry.name, f"{entry.value} is not a subclass of titan_like.data.source.Source"
         )
-    shares = shares_of(request.section.paths, one_source_each=entry.name == "indexed")
     sources = []
     for number, share in enumerate(shares):
         section = request.section.model_copy(update={"paths": share.paths})

@@ -31,7 +31,8 @@ def build_optimizer(
         group = groups[parameter.ndim < 2]
         group["params"].append(parameter)
         group["names"].append(name)
-    optimizer = load_entry("optimizer.name", find_rule(section))(groups, section)
+    rule = find_rule(section)
+    optimizer = load_entry("optimizer.name", rule)(groups, section)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "optimizer.name", section.name, f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"

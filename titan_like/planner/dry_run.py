@@ -32,6 +32,7 @@ from titan_like.data.registry import DATASETS
 from titan_like.data.text import corpus_files, corpus_folder, corpus_job
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, is_on_hub, tokenizer_files
 from titan_like.data.weights import shares_of
+from titan_like.evaluate.tasks import check_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
@@ -47,7 +48,8 @@ from titan_like.planner.traffic import Collective
 from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
-from titan_like.train.setup import check_folders, check_settings
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import check_folders
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def dry_run(config: JobConfig) -> DryRun:
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
     check_profile(config)
-    model, layout = check_settings(config, world_size)
+    settings = resolve_settings(config, world_size)
+    model, layout = settings.model, settings.layout
     _check_gpu_type(config)
     data = describe_data(config, model)
     notes = _check_this_machine(config, model)
@@ -228,12 +231,13 @@ def _check_gpu_type(config: JobConfig) -> None:
 
 
 def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
-    """Check folders and checkpoints. If the run is for another machine, only report what is missing on this one.
+    """Check folders, checkpoints and tasks. If the run is for another machine, only report what is missing on this one.
 
     Raises:
         ConfigError: the run is for this machine, and something is wrong.
     """
     try:
+        check_tasks("evaluation.datasets", config.evaluation.datasets)
         check_folders(config, model, make=False)
     except ConfigError as error:
         if config.cluster.nodes is None:

@@ -34,16 +34,13 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     if text is None:
         return
     path = local_folder(text, _KEY)
+    may_differ = model.not_in_weights
     if is_checkpoint(path):
-        problem = unreadable(path)
-        if problem is not None:
-            raise ConfigError(_KEY, text, f"cannot be loaded ({problem}); name another checkpoint")
         family, shape = _model_of_checkpoint(path)
-        may_differ = model.not_in_weights
     elif is_hugging_face(path):
         source = open_hugging_face(path, _KEY)
         family, shape = source.family, source.model.model_dump(mode="json")
-        may_differ = model.not_in_weights | {"vocab_multiple"}
+        may_differ |= {"vocab_multiple"}
     else:
         steps = complete_steps(path)
         cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
@@ -100,6 +97,14 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
 
 
 def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
+    """The family and the shape in a checkpoint's run.json.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    problem = unreadable(path)
+    if problem is not None:
+        raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
     try:
         state = read_run_state(path)
         return state.config["model"]["family"], dict(state.model)

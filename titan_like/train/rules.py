@@ -6,6 +6,7 @@ Each check raises a `ConfigError` if its rule is broken, with a sentence that sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
@@ -13,12 +14,15 @@ from titan_like.config.schema import JobConfig, Parallelism
 from titan_like.data.batch_size import batch_sizes_to_check, check_length, check_rampup
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
+from titan_like.metrics.devices import find_device
+from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
+from titan_like.train.environment import number_of_processes
 
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
 _SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those around them
@@ -37,6 +41,15 @@ _ONLY_FOR = {
 
 CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": check_optimizer}
 """For `load_config`: section → function that raises a ConfigError if the section names something unknown."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration whose rules hold, with the model and the layout that it describes."""
+
+    config: JobConfig
+    model: TransformerConfig
+    layout: Layout
 
 
 def check_rules(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -76,6 +89,10 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             lambda: check_pipeline(config, model, layout),
             lambda: check_sequence(config, model, layout),
         ]
+    yield from _errors_of(rules)
+
+
+def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
     for rule in rules:
         try:
             rule()
@@ -83,8 +100,12 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
             yield error
 
 
-def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
+def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
     """Resolve the model and the layout that the settings describe, and check all rules. Does not import torch.
+
+    Args:
+        config: the run's.
+        world_size: processes of the job; None means as many as the environment variables say.
 
     Raises:
         ConfigError: rules are broken; one line for each.
@@ -97,13 +118,14 @@ def resolve_settings(config: JobConfig, world_size: int) -> tuple[TransformerCon
     except ConfigError as error:
         errors.append(error)
     try:
-        layout = resolve_layout(config.parallelism, world_size)
+        layout = resolve_layout(config.parallelism, number_of_processes() if world_size is None else world_size)
     except ConfigError as error:
         errors.append(error)
     errors += broken_rules(config, model, layout)
+    errors += _errors_of([lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu)])
     if errors or model is None or layout is None:
         raise all_of(errors)
-    return model, layout
+    return Settings(config, model, layout)
 
 
 def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig, TransformerConfig, Layout]:
@@ -123,6 +145,11 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     _check_stages(config, model, layout)
     _check_available(config)
     return config, model, layout
+
+
+def _check_gpu(name: str | None) -> None:
+    if name is not None:
+        find_device(name)  # raises if it is unknown
 
 
 def _check_batches(config: JobConfig, layout: Layout) -> None:

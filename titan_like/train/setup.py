@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.folder_checks import check_checkpoints, check_writable, checkpoint_bytes
+from titan_like.checkpoint.folder_checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
 from titan_like.checkpoint.lock import lock_path
 from titan_like.checkpoint.step_folders import checkpoint_folder
 from titan_like.config.errors import ConfigError
@@ -19,26 +19,20 @@ from titan_like.data.masks import Masks, masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
-from titan_like.evaluate.tasks import check_tasks, validation_tasks
-from titan_like.metrics.devices import find_device
-from titan_like.metrics.writers import check_wandb
+from titan_like.evaluate.tasks import validation_tasks
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.layout import Layout
-from titan_like.train.environment import environment_number, number_of_processes
+from titan_like.train.environment import environment_number
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.out_of_memory import host_memory_bytes
-from titan_like.train.rules import resolve_settings
+from titan_like.train.rules import Settings
 
 _LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Settings):
     """A run whose settings, data and folders have been checked."""
 
-    config: JobConfig
-    model: TransformerConfig
-    layout: Layout
     device: torch.device
     datasets: dict[str, Source]  # "train" and "validation"
     masks: Masks
@@ -55,48 +49,30 @@ class Run:
         return checkpoint_folder(self.config)
 
 
-def prepare_run(config: JobConfig) -> Run:
-    """Check the configuration against itself, the machine and the data. New data is tokenized.
+def prepare_run(settings: Settings) -> Run:
+    """Check settings against the machine and the data, the quick checks first. New data is tokenized.
 
     Raises:
         ConfigError: the user has to change something.
     """
-    model, layout = check_settings(config, number_of_processes())
-    device = select_device(config.training.dtype)
+    config, model = settings.config, settings.model
+    device, saved = select_device(config.training.dtype), checkpoint_bytes(config, model)
     check_folders(config, model, make=True)
-    _check_memory(config, model, device)
-    return Run(
-        config=config,
-        model=model,
-        layout=layout,
-        device=device,
-        datasets=open_data(config, model),
-        masks=masks_of(config, model),
-        tasks=validation_tasks(config, model),
-    )
-
-
-def check_settings(config: JobConfig, world_size: int) -> tuple[TransformerConfig, Layout]:
-    """Check what depends neither on this machine's devices nor on its files.
-
-    Raises:
-        ConfigError: the user has to change something.
-    """
-    model, layout = resolve_settings(config, world_size)
-    if config.cluster.gpu is not None:
-        find_device(config.cluster.gpu)  # raises if the device is unknown
-    check_wandb(config.metrics)
-    return model, layout
+    if config.checkpoint.enable:
+        check_room(checkpoint_folder(config), saved)
+    if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
+        _check_memory(settings, saved)
+    tasks, masks = validation_tasks(config, model), masks_of(config, model)
+    return Run(config, model, settings.layout, device, open_data(config, model), masks, tasks)
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:
-    """Check that the run can write to its folders, and can resume or start from and evaluate what they hold.
+    """Check that the run can write to its folders, and can resume or start from what they hold.
 
     Raises:
-        ConfigError: a folder cannot be created or written to, checkpoints are of another run, initial weights are of
-            another model, or a file of `evaluation.datasets` is missing.
+        ConfigError: a folder cannot be created or written to, checkpoints are of another run, or initial weights are of
+            another model.
     """
-    check_tasks("evaluation.datasets", config.evaluation.datasets)
     dump_folder = Path(config.job.dump_folder)
     check_writable("job.dump_folder", dump_folder, make)
     for file in (dump_folder / "metrics.jsonl", lock_path(dump_folder / "run")):
@@ -134,18 +110,18 @@ def select_device(dtype: str) -> torch.device:
     return device
 
 
-def _check_memory(config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state, held once, exceed the memory of a single machine.
+def _check_memory(settings: Settings, saved: int) -> None:
+    """Refuse a model whose weights, gradients and optimizer state, held once, exceed the memory of this machine.
 
-    Without this check the kernel would kill a process, which could not report anything.
+    Without this check the kernel would kill a process, which could not report anything. ``saved`` is the size of a
+    checkpoint in bytes.
     """
-    on_this_machine = environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1
-    needed, there = checkpoint_bytes(config, model) + 4 * model.num_parameters(), host_memory_bytes()
-    if device.type == "cpu" and on_this_machine and needed > there:
+    section, num_parameters = settings.config.model, settings.model.num_parameters()
+    needed, there = saved + 4 * num_parameters, host_memory_bytes()
+    if needed > there:
         problem = (
-            f"its {model.num_parameters() / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
+            f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
             f"and optimizer state, but this machine has {there / 2**30:.3g} GiB of memory; choose a smaller model"
         )
-        key = next((f"model.overrides.{name}" for name in _LARGE if name in config.model.overrides), "model.flavor")
-        value = config.model.overrides.get(key.rpartition(".")[2], config.model.flavor)
-        raise ConfigError(key, value, problem)
+        key = next((f"model.overrides.{name}" for name in _LARGE if name in section.overrides), "model.flavor")
+        raise ConfigError(key, section.overrides.get(key.rpartition(".")[2], section.flavor), problem)
