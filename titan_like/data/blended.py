@@ -20,10 +20,11 @@ class BlendedSource(Source):
     """
 
     def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
-        """``weights``: of each source, or None for weights in proportion to the sources' samples.
+        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
 
         Raises:
-            ConfigError: a source without a sample to train on, or with a weight so small that it is never drawn.
+            ConfigError: a source is named twice, has no sample to train on, or has a weight so small that it would
+                never be drawn.
         """
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
