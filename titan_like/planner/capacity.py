@@ -2,7 +2,7 @@
 
 Memory decides, and a tenth of it stays free, as in a search. Models have GPT-3's shape: heads of 64 to 128, an MLP four
 times as wide as the model, and a depth that follows from the width as in arXiv 2005.14165 (table 2.1) and, above its
-175 billion parameters, arXiv 2104.04473 (table 1). Layouts are all those that the trainer's own rules accept, with
+175 billion parameters, arXiv 2104.04473 (table 1). The layouts are all that the trainer's own rules accept, with
 tensor, pipeline and data parallelism, ZeRO 0 to 3, recomputation and any microbatch size, each of which may be fixed.
 Pipelines run 1f1b, which holds the fewest activations. Tensor parallelism always comes with sequence parallelism.
 """
