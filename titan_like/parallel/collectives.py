@@ -115,5 +115,5 @@ class CopyFromFirstRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Each rank's gradient, of the shape of x, is complete, so nothing is summed and the first rank passes it on."""
+        """The gradient has the shape of x and is complete on each rank, so only the first rank passes it on."""
         return gradient if ctx.is_first else torch.zeros_like(gradient), None
