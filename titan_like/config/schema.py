@@ -406,7 +406,8 @@ class Evaluation(Section):
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="global batches per validation")
     datasets: TextList = Field(
         default_factory=list,
-        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103 or lambada",
+        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, "
+        "lambada or race",
         examples=[["lambada=lambada_test.jsonl"]],
     )
 
