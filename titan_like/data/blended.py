@@ -48,7 +48,7 @@ class BlendedSource(Source):
             raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
     def __len__(self) -> int:
-        """In training, the samples of all sources; else those up to the first that a source would give twice."""
+        """In training, all sources' samples together; otherwise the samples before the first that would repeat one."""
         lengths = [len(source) for source in self.sources]
         if self.request.split == "train" or not lengths:
             return sum(lengths)

@@ -44,7 +44,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """Of copies, the first stage's alone, so that all stages together count each parameter once."""
+        """Every local parameter, but of copies only the first stage's, so all stages together have each one once."""
         for stage in self.stages:
             for name, parameter in stage.module.named_parameters():
                 if self.copies_in.get(name, (stage.index,))[0] == stage.index:

@@ -122,7 +122,7 @@ def largest_model(
         width += _WIDTH_STEP
     for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
         if show is not None:
-            show(f"{nodes} nodes: does a width of {candidate} fit?")
+            show(f"does a width of {candidate} fit on {nodes} node{'s' * (nodes > 1)}?")
         if fits(config, profile, of_width(candidate), gpus, fixed):
             return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
     return None
@@ -146,7 +146,7 @@ def fewest_nodes(
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
         if show is not None:
-            show(f"does it fit on {nodes} nodes?")
+            show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on this many; another number may
