@@ -92,7 +92,11 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model, score the tasks and print their results."""
+    """Load the model, score the tasks and print their results.
+
+    Raises:
+        ConfigError: an option or a setting is wrong, or there is nothing to evaluate.
+    """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, CHECKS)
@@ -102,6 +106,7 @@ def main(argv: list[str]) -> int:
     from titan_like.evaluate.tasks import check_predictions, check_tasks, slides_windows
     from titan_like.models.registry import model_config
 
+    # Refuse what cannot be scored before the checkpoint is looked for and torch is loaded.
     shape = model_config(config.model)
     if "choice" not in shape.predictions:
         check_predicts_next_token(config, shape)
@@ -123,6 +128,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--lm_eval", options.lm_eval, "its tasks predict tokens, and this model chooses answers")
     path = find_checkpoint(config)
     results, of_harness = score(config, path, key, specs, windows, options)
+    # Every process has the results; one of them reports.
     if os.environ.get("RANK", "0") != "0":
         return 0
     stride = f", stride {windows.stride}" if slides else ""

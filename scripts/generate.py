@@ -69,7 +69,11 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model and print the prompt and its continuation."""
+    """Load the model and print the prompt and its continuation.
+
+    Raises:
+        ConfigError: an option or a setting is wrong, or the model cannot generate text.
+    """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, CHECKS)
@@ -145,7 +149,7 @@ def sample(
     config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
     max_tokens, encoder_len = min(shape.max_seq_len, len(prompt) + options.max_new_tokens), len(encoder_tokens or [])
-    if encoder_tokens is not None:  # whose length need not divide evenly; the weights are split alike without it
+    if encoder_tokens is not None:  # the prompt's length need not divide evenly, and weights are split the same way
         config = edit(config, {"parallelism.sequence_parallel": False})
     with process_group(device):
         mesh = build_mesh(layout, device.type)

@@ -2,9 +2,9 @@
 
 python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
 
-Reads .jsonl (one document a line), .parquet and .arrow (one a row) and text (one a file); .jsonl and text may be in .gz
-or .zst.
-If it is interrupted, the same command goes on where it was. Megatron-LM reads the files as well.
+Reads .jsonl (one document a line), .parquet and .arrow (one a row) and text (one a file). .jsonl and text may be
+compressed (.gz, .zst). If it is interrupted, the same command continues where it stopped. Megatron-LM can read the
+result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titan_like.data.tokenizer import build_tokenizer
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """The command line's options."""
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_option, metavar="PATH", help="files, folders or glob patterns"
@@ -112,10 +112,10 @@ def main(argv: list[str]) -> int:
 
 
 def input_files(patterns: list[str]) -> list[Path]:
-    """The files that --input names: of a folder, all in it whose endings tell that they hold text.
+    """The files that --input names. A folder stands for all files in it whose endings say that they hold text.
 
     Raises:
-        ConfigError: a path that is not there, cannot be read or is empty, or a folder without such files.
+        ConfigError: a path does not exist, cannot be read or is empty, or a folder has no such files.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:

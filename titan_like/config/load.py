@@ -59,7 +59,7 @@ def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] |
             _set_dotted(tree, dotted, value)
         except ConfigError as error:
             errors.append(error)
-    unfit = set[str]()  # sections with values that nothing can work with
+    unfit = set[str]()  # sections with values too deep or too large for any check
     for table in _FREE_TABLES:
         section, _, key = table.partition(".")
         found = _free_table_errors(table, tree.get(section, {}).get(key))
@@ -82,6 +82,9 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
 
     0 means done, 1 failed, 2 bad input. Bad input gets one sentence on stderr, from rank 0 only, and no traceback.
     Characters that the locale's encoding lacks are printed as escapes.
+
+    Raises:
+        SystemExit: always, with the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
@@ -307,7 +310,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _free_table_errors(name: str, value: Any, level: int = 0) -> list[ConfigError]:
-    """What a checkpoint's run.json could not hold."""
+    """An error for each value that a checkpoint's run.json could not hold."""
     if level > _MOST_LEVELS:
         return [ConfigError(name, value, f"tables and lists are nested too deeply; use at most {_MOST_LEVELS} levels")]
     if isinstance(value, dict):

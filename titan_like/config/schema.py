@@ -121,7 +121,7 @@ class Data(Section):
     )
     sentence_objective: Literal["none", "next_sentence", "sentence_order"] = Field(
         "none",
-        description="of bert with sentence_head pair, in addition to masked tokens: tell whether the second of two "
+        description="for bert with sentence_head pair, in addition to masked tokens: tell whether the second of two "
         "sentences follows the first or is of another text (next_sentence), or whether the two are swapped "
         "(sentence_order)",
     )
@@ -138,15 +138,15 @@ class Data(Section):
         16,
         ge=1,
         le=2**16,
-        description="of hf: sample i of the run comes from reader i mod num_readers. A multiple of micro_batch_size × "
-        "data-parallel ranks × num_workers tokenizes nothing twice; a change makes it other data",
+        description="for hf: sample i of the run comes from reader i mod num_readers. A multiple of micro_batch_size × "
+        "data-parallel ranks × num_workers tokenizes nothing twice; another number gives other samples",
     )
 
 
 class Training(Section):
     """How much to train, in what batches and precision."""
 
-    seq_len: int = Field(256, gt=0, le=MOST_SEQ_LEN, description="tokens per sample; of t5, the encoder's positions")
+    seq_len: int = Field(256, gt=0, le=MOST_SEQ_LEN, description="tokens per sample; for t5, the encoder's positions")
     decoder_seq_len: int = Field(
         0, ge=0, le=MOST_SEQ_LEN, description="t5: the decoder's positions; 0 means as many as the targets take"
     )
@@ -211,7 +211,7 @@ class Optimizer(Section):
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that rates of AdamW fit, or "
+        description="muon: factor of a matrix's rate: 0.2·√max(rows, columns), so that AdamW's rates fit, or "
         "√max(1, rows/columns)",
     )
     newton_schulz_steps: int = Field(5, gt=0, lt=100, description="muon: steps of the iteration that orthogonalises")
@@ -406,7 +406,8 @@ class Evaluation(Section):
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="global batches per validation")
     datasets: TextList = Field(
         default_factory=list,
-        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103 or lambada",
+        description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, "
+        "lambada or race",
         examples=[["lambada=lambada_test.jsonl"]],
     )
 

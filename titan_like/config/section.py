@@ -56,14 +56,22 @@ def expanded_tokenizer(spec: str) -> str:
 
 
 def no_boolean(value: Any) -> Any:
-    """A whole number, which true and 1.0 are not, although they equal 1."""
+    """Refuse true and 1.0 where a whole number is wanted, although both equal 1.
+
+    Raises:
+        ValueError: the value is a boolean or a float.
+    """
     if isinstance(value, bool | float):
         raise ValueError("should be a whole number")
     return value
 
 
 def off_or_seconds(value: float) -> float:
-    """A time that is long enough for work to make progress; 0 turns it off."""
+    """Check that a time is 0, which turns it off, or long enough for work to make progress.
+
+    Raises:
+        ValueError: it is between 0 and 1 second.
+    """
     if 0 < value < 1:
         raise ValueError("must be 0, or at least 1")
     return value

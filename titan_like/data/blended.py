@@ -20,10 +20,11 @@ class BlendedSource(Source):
     """
 
     def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
-        """``weights``: of each source, or None for weights in proportion to the sources' samples.
+        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
 
         Raises:
-            ConfigError: a source without a sample to train on, or with a weight so small that it is never drawn.
+            ConfigError: a source is named twice, has no sample to train on, or has a weight so small that it would
+                never be drawn.
         """
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
@@ -47,7 +48,7 @@ class BlendedSource(Source):
             raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
     def __len__(self) -> int:
-        """In training, the samples of all sources; else those up to the first that a source would give twice."""
+        """In training, all sources' samples together; otherwise the samples before the first that would repeat one."""
         lengths = [len(source) for source in self.sources]
         if self.request.split == "train" or not lengths:
             return sum(lengths)

@@ -38,7 +38,7 @@ class Bookmark:
 
 
 class Bookmarks:
-    """The bookmarks of one reader, a line each in a file that appears with the first of them."""
+    """The bookmarks of one reader, one line each, in a file that appears with the first of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Bookmarks:
         return found
 
     def add(self, bookmark: Bookmark) -> None:
-        """Append a bookmark, unless the file has come that far. What cannot be written is left out."""
+        """Append a bookmark, unless the file already reaches that far. One that cannot be written is dropped."""
         with suppress(OSError):
             end = self._end()
             last = _parsed(end.rpartition(b"\n")[2])
@@ -62,8 +62,8 @@ class Bookmarks:
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
             numbers = [bookmark.sample, bookmark.offset, *astuple(bookmark.place)]
-            # It begins with the line's end, so that a line that was torn before it spoils no other. One write, so that
-            # processes that append at the same time do not mix their lines.
+            # The line break comes first, so that a torn line before this one does not spoil it. A single write keeps
+            # processes that append at the same time from mixing their lines.
             line = f"\n{json.dumps([*numbers, _checksum(numbers)])}".encode()
             file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:

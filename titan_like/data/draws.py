@@ -1,4 +1,4 @@
-"""Random numbers of a sample, which every layout and every resumed run draws alike."""
+"""Random numbers that depend on a sample alone, so that every layout and every resumed run draws the same."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class FormatError(ValueError):
-    """A file is no indexed dataset, or is damaged; the message says what is wrong with it."""
+    """A file that is not an indexed dataset, or is damaged; the message says what is wrong with it."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(problem)
@@ -59,7 +59,7 @@ def prefix_of(path: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """An open dataset. Nothing but the pages of the index that are looked at is in memory."""
+    """An open dataset. Only the pages of the index that have been read take memory."""
 
     def __init__(self, prefix: str | Path) -> None:
         """Open and check both files.
@@ -80,17 +80,17 @@ class IndexedDataset:
         self._check(index, data)
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self._lengths)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """The tokens of a sequence."""
+        """The tokens of a sequence, integers [tokens]."""
         start = int(self._pointers[number]) // self.dtype.itemsize
         return self.tokens[start : start + int(self._lengths[number])]
 
     @property
     def num_documents(self) -> int:
-        """Documents, each one sequence or more."""
+        """Number of documents, each of which is one or more sequences."""
         return len(self._documents) - 1
 
     def document_end(self, number: int) -> int:
@@ -183,13 +183,13 @@ class IndexedWriter:
         return self
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append a sequence, one-dimensional."""
+        """Append a sequence, [tokens]."""
         self._data.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self._lengths.append(len(tokens))
         self.num_tokens += len(tokens)
 
     def end_document(self) -> None:
-        """What follows belongs to another document."""
+        """End the current document. Sequences added from here on belong to another one."""
         self._documents.append(len(self._lengths))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -43,7 +43,7 @@ class GlobalSampler(Sampler[list[int]]):
 
 
 class _Batches(Dataset[torch.Tensor]):
-    """A dataset by whole batches. An error that is told in one sentence comes in place of the batch: the loader would
+    """A dataset read in whole batches. A one-sentence error is returned in place of the batch, because the loader would
     wrap what its processes raise in a traceback.
     """
 

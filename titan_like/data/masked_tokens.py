@@ -23,13 +23,14 @@ _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Chooses and replaces tokens. What it draws is a function of the seed and the sample's number in the run, so that
-    every layout and every resumed run draws the same, and every epoch something else.
+    """Chooses and replaces tokens. The draw depends only on the seed and the sample's number in the run.
+
+    So every layout and every resumed run draws the same, and each epoch draws something else.
     """
 
     section: Data
     mask_id: int
-    ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and put in place of others
+    ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and from which random replacements are drawn
     joins: np.ndarray | None  # bool [2, vocab], see `Tokenizer.word_joins`; None: every token is a word
     encoder_len: None = None
 
@@ -55,6 +56,8 @@ class MaskedTokens:
         begins = np.flatnonzero(self._word_begins(inputs))
         ends = np.append(begins[1:], len(inputs))
         blocked = np.concatenate(([0], np.cumsum(~can_be)))  # tokens before each position that cannot be chosen
+        # Words are tried in random order until enough tokens are chosen. Each draws a length n with weight 1/n, and the
+        # longest span of at most n words that fits is taken.
         lengths = np.arange(1, self.section.mlm_max_ngram + 1)
         steps = np.cumsum(1 / lengths) / np.sum(1 / lengths)
         order = random.random(len(begins)).argsort(kind="stable")
@@ -80,7 +83,7 @@ class MaskedTokens:
 
 
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
-    """What [data] and its tokenizer say of masked language modelling with a model of ``vocab_size`` tokens.
+    """Masked language modelling as [data] and its tokenizer set it, for a model of ``vocab_size`` tokens.
 
     Raises:
         ConfigError: the tokenizer has no mask token, or one that the model lacks.

@@ -15,11 +15,11 @@ from titan_like.models.config import TransformerConfig
 
 
 class Objective(Protocol):
-    """Makes a sample of a window of tokens. `titan_like.data.lengths` says how long the two are."""
+    """Turns a window of tokens into a sample. `titan_like.data.lengths` gives the lengths of both."""
 
     @property
     def encoder_len(self) -> int | None:
-        """Positions of the encoder's input, which come before the decoder's; None if the model is not both."""
+        """Positions of the encoder's input, which come before the decoder's; None for a model with one stack."""
         ...
 
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ class NextTokens:
     encoder_len: None = None
 
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        """The sample as it is."""
+        """The sample as it is, int64 [2, seq]."""
         return sample
 
 

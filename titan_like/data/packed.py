@@ -111,8 +111,8 @@ class IndexedSource(PackedDataset):
         """Open and check its two files.
 
         Raises:
-            ConfigError: a file that is missing, foreign or damaged, tokens that are no whole numbers, or no whole
-                sample to train on.
+            ConfigError: a file is missing, foreign or damaged, its tokens are not whole numbers, there is no whole
+                sample to train on, or the documents that a setting depends on cannot be told apart.
         """
         weights = split_weights(request.section.split)
         if not request.section.paths:
@@ -134,7 +134,7 @@ class IndexedSource(PackedDataset):
         """Window ``position`` as int64 [2, seq]: inputs and labels.
 
         Raises:
-            ConfigError: it has a token that the model has not.
+            ConfigError: it holds a token that the model lacks.
         """
         sample, size = super().sample(position), self.request.vocab_size
         if sample.min() < 0 or sample.max() >= size:

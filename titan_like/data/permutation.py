@@ -15,8 +15,8 @@ class Permutation:
 
     A Feistel network permutes the numbers of b bits, the smallest b with 2^b ≥ size, and is applied again while the
     result is not below size (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
-    That takes fewer than two applications on average, unless size is below 32. The result is pseudo-random, but no
-    cipher: the rounds mix by multiplication.
+    That takes fewer than two applications on average, unless size is below 32. The result is pseudo-random but
+    not a cipher: the rounds mix by multiplication.
     """
 
     def __init__(self, size: int, *key: object) -> None:

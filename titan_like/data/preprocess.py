@@ -1,7 +1,7 @@
-"""Text → an indexed dataset, on several processes, in constant memory; after an interruption it goes on.
+"""Turns text into an indexed dataset, on several processes and in constant memory. An interrupted job can be continued.
 
-This process reads the files and writes the tokens, in order; others tokenize. What is done is in ``PREFIX.unfinished``
-until all of it is: the tokens, the length of each document, and how far the files have been read.
+This process reads the files and writes the tokens, in order; others tokenize. Until the job is complete,
+``PREFIX.unfinished`` holds its tokens, the length of each document, and how far the files have been read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
     cure: str = "correct it or set data.text_key"  # of a record without text
 
     def fingerprint(self) -> str:
-        """Tells other input from this: files by size and time of change, tokenizer, and how they are read."""
+        """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         parts: list[object] = [self.tokenizer, self.text_key, self.ends_documents]
         for path in (*self.files, *tokenizer_files(self.tokenizer)):
             stat = path.stat()
@@ -233,7 +233,7 @@ Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; document
 def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
-    """Number of the file, piece, share of the file that is read, and tokens, in the order of the files."""
+    """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
     settings = job.tokenizer, job.text_key, job.ends_documents, dtype.str
     if num_workers == 0:
         tokenize = _Tokenizing(*settings)
@@ -271,7 +271,7 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 
 
 class _Tokenizing:
-    """Tokenizes pieces, in whatever process."""
+    """Tokenizes pieces, in this process or in a worker."""
 
     def __init__(self, tokenizer: str, text_key: str, ends_documents: bool, dtype: str) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
@@ -305,7 +305,7 @@ def _start_worker(*settings: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that writes has died; the pool's own queue would wait for ever."""
+    """End this worker when the process that writes has died; the pool's own queue would wait forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

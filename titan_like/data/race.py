@@ -6,8 +6,8 @@ the .txt files in them is a JSON object with an article, questions, four options
 
 A question is four samples, one after the other, as in Megatron-LM (tasks/race): [CLS] question and option [SEP] passage
 [SEP]. The first label of the first of them is the number of the answer. An option replaces the blank, _, of a question
-that has one, and else follows it. Both together are cut after `MOST_OF_QUESTION` tokens, or half of a shorter sample,
-and the passage to what is left. Runs of white space are one space.
+that has one, and otherwise follows it. Both together are cut after `MOST_OF_QUESTION` tokens, or half of a shorter
+sample, and the passage after what is left. Runs of white space are one space.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 
 
 class RaceError(ValueError):
-    """A folder that is not of RACE, as the predicate of a sentence about it."""
+    """A folder that is not RACE's. The message is the predicate of a sentence about it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
     """All questions of the files in a folder and its subfolders, in the order of the files' names.
 
     Raises:
-        RaceError: there are none, or a file is not of RACE.
+        RaceError: there are none, or a file is not in RACE's format.
     """
     records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
     if not any(record.questions for _, record in records):

@@ -150,7 +150,7 @@ def _zstandard(file: IO[bytes]) -> Iterator[bytes]:
         raise UnreadableError("needs the package zstandard; install titan_like[data]") from None
     frame = None
     try:
-        for chunk in iter(partial(file.read, _CHUNK >> 3), b""):  # which may become a hundred times as much
+        for chunk in iter(partial(file.read, _CHUNK >> 3), b""):  # small, because it may grow a hundredfold
             while chunk:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 yield frame.decompress(chunk)
@@ -264,7 +264,7 @@ def _check_column(schema: Any, key: str) -> None:
 def texts_of(
     piece: Piece, key: str, is_wanted: Callable[[int], bool] = lambda record: True
 ) -> Iterator[tuple[int, str | BadRecord]]:
-    """Each document of a piece, or why it is none, with the number of its record. Empty lines are no records.
+    """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
 
     Args:
         piece: the piece.

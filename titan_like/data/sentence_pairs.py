@@ -69,9 +69,9 @@ class SentencePairs:
     def make(self, samples: Samples, index: int, seed: int) -> torch.Tensor:
         """Sample ``index`` of the run as a pair of sentences: int64 [2, seq].
 
-        What is drawn is a function of the seed and the number of the sample. The labels are the class at the first
-        position, and at those of the text the tokens themselves, where the dataset gives a label. A sample without any
-        label, or with fewer than two tokens of text, has none.
+        The draw depends only on the seed and the number of the sample. The label of the first position is the class.
+        Positions of the text have their own token as the label, where the dataset gives one. A sample without any
+        label has none here either, and one with fewer than two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
         given, seq_len = samples[index].numpy(), samples[index].shape[1]
@@ -118,7 +118,7 @@ class SentencePairs:
         return inputs[chosen], labels[chosen] != IGNORED_LABEL
 
     def _other(self, samples: Samples, given: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Another sample than ``given``, or that one again if there is no other: int64 [2, seq] each."""
+        """A sample other than ``given``, or ``given`` itself if there is no other: int64 [2, seq] each."""
         drawn = int(random.random() * len(samples))
         for number in (drawn, drawn + 1):
             other = samples[number % len(samples)].numpy()
@@ -128,7 +128,7 @@ class SentencePairs:
 
 
 def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
-    """The tokens that the tokenizer ``spec`` has around two sentences, for a model of ``vocab_size`` tokens.
+    """The tokens that the tokenizer ``spec`` puts around two sentences, for a model of ``vocab_size`` tokens.
 
     Raises:
         ConfigError: it lacks them, or has ones that the model lacks.

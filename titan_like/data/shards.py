@@ -36,7 +36,7 @@ class Shard(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         ...
 
     @property
@@ -85,7 +85,12 @@ class HubShard:
     changed_at: int = 0  # see `Shard`; the revision is in the fingerprint
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """See `Shard`. An error that is not known to be damage may come from the network."""
+        """See `Shard`. An error that is not known to be damage may come from the network.
+
+        Raises:
+            UnreadableError: the shard has no column ``key``.
+            ReadFailure: the network failed, or whatever else the library reports.
+        """
         columns = self.dataset.column_names
         if columns is not None and key not in columns:
             raise UnreadableError(f'has no column "{key}"; it has {", ".join(columns)}')
@@ -104,10 +109,10 @@ class HubShard:
 
 
 def find_shards(paths: list[str]) -> tuple[list[Shard], str]:
-    """The shards that `data.paths` names, in a fixed order, and a digest of their names, sizes and samples of them.
+    """The shards that `data.paths` names, in a fixed order, and a digest of their names, sizes and samples of content.
 
     Raises:
-        ConfigError: nothing there, a file of another kind, or a dataset that the hub does not have or give.
+        ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.
     """
     if not paths:
         raise ConfigError("data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')

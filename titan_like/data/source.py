@@ -52,9 +52,9 @@ class Source(Dataset[torch.Tensor], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` of a stream that has any.
+        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` for a stream that has any.
 
-        A stream gives samples beyond its end, too: without labels, except in training.
+        Outside training, a stream also gives samples past its end, without labels.
         """
 
     @abstractmethod

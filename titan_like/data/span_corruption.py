@@ -1,8 +1,8 @@
-"""Span corruption (arXiv 1910.10683, sections 3.1.4 and 3.3.4): a model names the spans that a text lacks.
+"""Span corruption (arXiv 1910.10683, sections 3.1.4 and 3.3.4): a model writes the spans that are missing from a text.
 
-The encoder reads the text with a sentinel in place of each span, and the end. The decoder writes each span after its
-sentinel, and the end. As in T5's code there is no sentinel after the last span, the first token always stays and the
-last one never does. All samples have the same lengths (`titan_like.data.lengths`).
+The encoder reads the text with a sentinel in place of each span, then the end token. The decoder writes each span after
+its sentinel, then the end token. As in T5's code there is no sentinel after the last span, the first token always stays
+and the last one never does. All samples have the same lengths (`titan_like.data.lengths`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class SpanCorruption:
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
         """A window of tokens and their labels, int64 [2, raw] → inputs and labels, int64 [2, encoder + decoder].
 
-        The decoder's input is the targets shifted by one. The encoder's part has no labels, and neither have targets
-        to whose token the dataset gives none. There a sentinel counts with the token after it, the end with the last.
+        The decoder's input is the targets shifted by one. The encoder's part has no labels, and neither does a target
+        whose token has no label in the dataset. For this rule a sentinel counts as the token after it, and the end
+        token as the last token of the window.
         """
         tokens, given = sample.numpy()
         is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
@@ -52,7 +53,7 @@ class SpanCorruption:
         inputs = np.append(marked[begins | ~is_noise], self.end_id)
 
         taken = np.flatnonzero(is_noise)
-        places = np.flatnonzero(begins[taken])  # of the first token of each span among those that are taken out
+        places = np.flatnonzero(begins[taken])  # where each span begins among the tokens that are taken out
         targets = np.append(np.insert(tokens[taken], places, self.sentinel_ids), self.end_id)
         sources = np.append(np.insert(taken, places, taken[places]), len(tokens) - 1)
         labels = np.where(given[sources] != IGNORED_LABEL, targets, IGNORED_LABEL)
@@ -65,14 +66,14 @@ class SpanCorruption:
 
 
 def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
-    """Which tokens are taken out: bool [raw], ``num_noise`` true in ``num_spans`` runs, the last of which is the end.
+    """Which tokens are taken out: bool [raw], with ``num_noise`` true in ``num_spans`` runs, the last one at the end.
 
     The lengths of the spans, and of the pieces between them, are drawn uniformly from all that are at least 1.
     """
     random = sample_generator(b"span corruption", seed, index)
 
     def lengths(total: int) -> np.ndarray:
-        first = random.random(total - 1).argsort(kind="stable")[: num_spans - 1] + 1  # of all parts but one
+        first = random.random(total - 1).argsort(kind="stable")[: num_spans - 1] + 1  # where parts begin
         return np.diff(np.sort(first), prepend=0, append=total)
 
     noise, others = lengths(num_noise), lengths(raw - num_noise)

@@ -1,6 +1,6 @@
 """Records that are read and tokenized while the run goes on: `data.dataset` "hf".
 
-A fixed number R of virtual readers, whatever the layout, share the shards. Sample i of the run is sample i div R of
+A fixed number R of virtual readers, whatever the layout, shares the shards. Sample i of the run is sample i div R of
 reader i mod R, so it is a function of i alone.
 """
 
@@ -33,10 +33,10 @@ _BY_RECORD, _BY_SHARD, _WHOLE = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909, 1 << 64
 
 
 def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
-    """How many processes tokenize each sample, of which one trains on it, because they share a reader.
+    """How many processes tokenize each sample because they share its reader, although only one trains on it.
 
-    Process (rank, worker) reads the samples rank · micro_batch_size + j of every num_workers-th microbatch, so the
-    readers with the same remainders modulo ``period``.
+    Process (rank, worker) reads the samples rank · micro_batch_size + j of every num_workers-th microbatch. So it needs
+    the readers with the same remainders modulo ``period``.
     """
     processes = num_ranks * max(1, section.num_workers)
     period = math.gcd(processes * micro_batch_size, section.num_readers)
@@ -44,7 +44,7 @@ def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int
 
 
 def described_readers(section: Data, micro_batch_size: int, num_ranks: int) -> str:
-    """How many readers there are, and whether several processes tokenize the same samples, with the cure."""
+    """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
     times, processes = tokenized_times(section, micro_batch_size, num_ranks), num_ranks * max(1, section.num_workers)
     text = f"streaming with {section.num_readers} readers"
     if times == 1:
@@ -54,7 +54,7 @@ def described_readers(section: Data, micro_batch_size: int, num_ranks: int) -> s
 
 
 class StreamSource(Source):
-    """One split of a stream. Its training split has no end, and how long the others are is known only at their end."""
+    """One split of a stream. A training split never ends; the length of another is unknown until it has been read."""
 
     def __init__(self, request: DataRequest) -> None:
         """Find the shards; nothing is read yet.
@@ -152,8 +152,9 @@ class StreamSource(Source):
         return self.request.cache_folder / f"stream-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
     def _parts(self, reader: int) -> list[Part]:
-        """What a reader reads. As many shards as can be are dealt out whole. Groups of readers share the rest, each of
-        them every k-th record, so that all readers have the same share of the data.
+        """What a reader reads. As many shards as possible are dealt out whole.
+
+        Groups of readers share the rest: each reader takes every k-th record. So all have the same share of the data.
         """
         num_shards, num_readers = len(self.shards), self.request.section.num_readers
         rest = num_shards % num_readers

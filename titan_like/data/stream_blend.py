@@ -13,13 +13,13 @@ from titan_like.data.stream import described_readers
 
 
 class BlendedStream(BlendedSource):
-    """A blend of one split of several streams. Sample i is of reader i mod R of one of the sources (see `ReaderBlend`).
+    """A blend of one split of several streams. Sample i comes from reader i mod R of a source (see `ReaderBlend`).
 
     So a process still needs only some readers, and takes their samples in order.
     """
 
     def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
-        """``weights``: of each source.
+        """``weights`` holds the weight of each source.
 
         Raises:
             ConfigError: a source has a weight so small that it is never drawn.
@@ -46,7 +46,7 @@ class BlendedStream(BlendedSource):
         return described_readers(self.request.section, micro_batch_size, num_ranks)
 
     def drawn(self, num_samples: int) -> dict[str, float]:
-        """Samples of each source after ``num_samples``, by ``samples/NAME``. Nobody knows how long the epochs are."""
+        """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""
         num_readers = self._readers.num_readers
         each, more = divmod(num_samples, num_readers)
         counts = [self._readers.counts(reader, each + (reader < more)) for reader in range(num_readers)]

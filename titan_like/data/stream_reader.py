@@ -154,7 +154,7 @@ class Reader:
             self._documents = self._all.from_place(bookmark.place)
 
     def _read(self) -> np.ndarray | None:
-        """The next window, and the place moves behind it."""
+        """Read the next window, int64 [seq_len + 1], and move past it. None if the data ends before."""
         assert self._documents is not None
         missing = self._offset + self._seq_len + 1 - sum(len(tokens) for _, tokens in self._held)
         while missing > 0:

@@ -55,7 +55,7 @@ def corpus_job(section: Data) -> Job:
     Raises:
         ConfigError: no file matches, or one is unfit.
     """
-    # A few files of the standard library are no UTF-8: encodings' own test data.
+    # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
     is_stdlib = section.dataset == "stdlib"
     return Job(corpus_files(section), section.tokenizer, section.text_key, skips_bad_records=is_stdlib)
 

@@ -11,7 +11,7 @@ _LARGEST = 1e100  # weight; sums of weights stay finite
 
 @dataclass(frozen=True)
 class Share:
-    """Paths of one source of a blend, with its weight; None where the sources' sizes decide."""
+    """The paths of one source of a blend, and its weight. None lets the sources' sizes decide."""
 
     weight: float | None
     paths: list[str]

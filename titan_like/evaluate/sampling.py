@@ -80,8 +80,8 @@ def generate(
 
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
     Temperature 0 takes the most probable token. The model sees at most the last max_seq_len tokens. With ``prefix_lm``
-    the tokens of the prompt see each other, as those of a prefix do in training. A model with an encoder reads
-    ``encoder_tokens``, all of them, and the prompt is its decoder's.
+    the tokens of the prompt see each other, as those of a prefix do in training. A model with an encoder reads all
+    of ``encoder_tokens``, and the prompt is its decoder's.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)

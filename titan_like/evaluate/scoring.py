@@ -102,7 +102,7 @@ class Scorer:
         return min(-(-longest // unit) * unit, seq_len)
 
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
-        """This rank's windows → float64 [num_microbatches · rows, 2]: zero except in the last stage, and in padding."""
+        """This rank's windows → float64 [num_microbatches · rows, 2]: zeros for padding, and outside the last stage."""
         rows = self.config.training.micro_batch_size
         inputs = torch.zeros(num_microbatches * rows, width, dtype=torch.int64)
         labels = torch.full_like(inputs, IGNORED_LABEL)
@@ -130,7 +130,11 @@ class Scorer:
         return scores.flatten(0, 1)
 
     def _model_inputs(self, inputs: torch.Tensor, prefix_visible_end: torch.Tensor) -> ModelInputs:
-        """Of a microbatch: tokens [rows, width], and the end of the keys that each sees in a prefix language model."""
+        """The model's inputs for a microbatch of tokens [rows, width].
+
+        ``prefix_visible_end``, int64 [rows, width], is where the keys that each token sees in a prefix language model
+        end.
+        """
         types, visible = None, None
         if self._around is not None:
             types, visible = self._around.types_and_visible(inputs)

@@ -58,7 +58,7 @@ def format_log_line(
 
 
 def _mean(values: list[float]) -> float:
-    """Of the finite values."""
+    """Mean of the finite values."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 

@@ -96,7 +96,7 @@ def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint)
 
 
 def _runs(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(number of its first layer, layers) of each kind."""
+    """Yield (number of the first layer, number of layers) for each kind."""
     first = 0
     for count in counts:
         yield first, count

@@ -22,7 +22,10 @@ def outlive_output() -> None:
 
 
 def keep_standard_descriptors() -> None:
-    """Open /dev/null for each closed descriptor of 0, 1 and 2; else the next file gets its number and its output."""
+    """Open /dev/null for each of the descriptors 0, 1 and 2 that is closed.
+
+    Otherwise the next file to be opened would get that number, and the output meant for it.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -89,7 +89,7 @@ class JsonLinesWriter:
                 print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
 
     def close(self) -> None:
-        """Close the file. What it lacks at the end, as the disk has been full since, is said."""
+        """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
         for line in self._waiting.splitlines(keepends=True):
             try:
                 if self._file.write(line) < len(line):

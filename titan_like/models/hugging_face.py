@@ -220,8 +220,8 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
 class Fields:
     """The fields of a config.json, with checks of their types.
 
-    The methods raise a `RefusedError`, which names the field and its value, if that is not as they say. A missing field
-    or null gives the default; without a default it is refused too.
+    A method raises a `RefusedError`, which names the field and its value, if the value is not what the method reads. A
+    missing field or null gives the default; without a default it is refused too.
     """
 
     def __init__(self, values: dict[str, Any], place: str = "") -> None:

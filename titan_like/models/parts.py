@@ -19,12 +19,11 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.transformer import Transformer, replace_forward
 
 Lengths = tuple[int, int]
-"""Positions of a sample: those of an encoder, or of the only stack, and those of a decoder, or 0."""
-
+"""Positions of a sample in the encoder, or in the only stack, and in the decoder, or 0."""
 
 Stacks = Mapping[str, tuple[int, ...]]
-"""Name of a module in a layer → the stack whose positions it gets; of an attention core its queries' and its keys', and
-1 if it gets a bias."""
+"""Name of a module in a layer → the stack whose positions it gets. An attention core has three numbers: the stacks of
+its queries and of its keys, and 1 if it gets a bias."""
 
 
 class Core(NamedTuple):
@@ -61,7 +60,7 @@ class Parts(NamedTuple):
     shared: int  # parameters of modules that layers share
     entry: int  # parameters before the layers, without a table that is also the output matrix
     head: int  # parameters after the layers, with a table that is also the output matrix
-    head_matrices: int  # of these, the elements of matrices, each of which is multiplied once per token, not sequence
+    head_matrices: int  # elements of the matrices among them that are applied to every token, not once a sequence
     token: int  # parameters that each token of the vocabulary has in the two ends
 
 
@@ -122,11 +121,11 @@ def cores_of(module: nn.Module, stacks: Stacks, prefix: str = "") -> Iterator[Co
 
 @lru_cache(maxsize=256)
 def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
-    """Which positions the modules of a layer get, for each kind of layers. What is left out gets those of stack 0.
+    """Which positions the modules of a layer get, for each kind of layers. Modules left out get those of stack 0.
 
-    Without a decoder there is nothing to find out. With one, each layer runs on 2 positions of the encoder and 3 of the
-    decoder, and its modules are in the order of their use. Nothing is computed: stand-ins for all modules with
-    parameters return tensors of the right shapes.
+    Without a decoder there is only stack 0. With one, each layer runs on 2 positions of the encoder and 3 of the
+    decoder, which tell the stacks apart. Modules are listed in the order of their use. Nothing is computed: stand-ins
+    for all modules with parameters return tensors of the right shapes.
     """
     if not config.has_decoder:
         return tuple({} for _ in config.layer_counts)

@@ -143,7 +143,10 @@ def build_model(config: TransformerConfig, family: str) -> Transformer:
 
 
 def _check_names(model: Transformer, family: str) -> None:
-    """A wrong name would otherwise be noticed late, or only in the scale of initial weights."""
+    """Refuse names that the model's class lists but the model lacks.
+
+    A wrong name would otherwise be noticed late, or only in the scale of initial weights.
+    """
     matrices = [name.removesuffix(".weight") for name, weight in model.named_parameters() if weight.ndim >= 2]
     for ending in model.residual_outputs:
         if not any(name.endswith(ending) for name in matrices):

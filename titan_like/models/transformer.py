@@ -33,10 +33,10 @@ class TiedOutput(nn.Module):
 
 
 class VocabularyBias(nn.Module):
-    """Adds a bias to the logits.
+    """Adds a bias to the logits in place, which saves memory.
 
-    In place, for memory, and because torch computes a product with a bias as a view, and the backward pass of an FSDP2
-    module that returns a view crashes.
+    The bias is not part of the output matrix, because torch computes a product with a bias as a view, and the backward
+    pass of an FSDP2 module that returns a view crashes.
     """
 
     def __init__(self, padded_vocab_size: int) -> None:
@@ -126,7 +126,10 @@ class Transformer(nn.Module):
         raise NotImplementedError
 
     def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions."""
+        """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions.
+
+        positions: [seq] or [batch, seq].
+        """
         return ()
 
     def forward(

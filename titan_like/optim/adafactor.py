@@ -28,16 +28,17 @@ class Adafactor(ShardedOptimizer):
     """Divides gradients by a second moment that is kept for the rows and columns of a matrix only.
 
     The moment of element (i, j) is row[i] · column[j] / mean, running means of squared gradients over a row, over a
-    column and over the whole matrix. Parameters that are not matrices keep a moment per element. Means and norms are
-    those of the whole parameter, whichever part of it a process holds.
+    column and over the whole matrix (section 3 of the paper). Parameters that are not matrices keep a moment per
+    element. Means and norms are those of the whole parameter, whichever part of it a process holds.
 
     Args:
         groups: parameter groups, each with its ``weight_decay``.
         lr: the peak learning rate.
-        relative_step: use min(0.01, 1/√t) at the t-th update, times the share of ``lr`` that each group's ``lr`` is.
-        scale_parameter: multiply the rate by the root mean square of the parameter, at least 0.001.
-        clip_threshold: the largest root mean square of a parameter's update, before the rate.
-        decay_rate: the moments' decay at the t-th update is 1 - t^(-decay_rate).
+        relative_step: use min(0.01, 1/√t) at the t-th update, times the share of ``lr`` that each group's ``lr`` is
+            (section 8).
+        scale_parameter: multiply the rate by the root mean square of the parameter, at least 0.001 (section 8).
+        clip_threshold: the largest root mean square of a parameter's update, before the rate (section 6).
+        decay_rate: the moments' decay at the t-th update is 1 - t^(-decay_rate) (section 7.2).
         beta1: decay of the first moment; None keeps none.
     """
 
@@ -57,7 +58,10 @@ class Adafactor(ShardedOptimizer):
         self.clip_threshold, self.decay_rate, self.beta1 = clip_threshold, decay_rate, beta1
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Running means of squared gradients, the number of updates, and a first moment if there is one."""
+        """Running means of squared gradients, the number of updates, and a first moment if there is one.
+
+        A matrix [rows, columns] has means [rows], [columns] and a scalar. Other parameters have means of their shape.
+        """
         # All parameters share the tensor that counts updates, so that it takes one kernel.
         counts = (state["step"] for state in self.state.values() if state)
         state = {"step": next(counts, torch.zeros((), dtype=torch.float32, device=parameter.device))}
@@ -96,7 +100,7 @@ class Adafactor(ShardedOptimizer):
         counts = {id(count): count for count in (self.state[parameter]["step"] for *_, parameter in members)}
         for count in counts.values():
             self.assign(count, count + 1)
-        # In float64. It is at least 1, so that a skipped first step divides by nothing that is 0.
+        # In float64, and at least 1, so that a skipped first step does not divide by 0.
         number = next(iter(counts.values())).double().clamp(min=1)
         # Sums over other processes separate three passes over the parameters, so each kind takes one all-reduce.
         updates = [

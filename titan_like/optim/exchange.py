@@ -29,7 +29,11 @@ class MatrixExchange:
         self.owned = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(size)]
 
     def gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Send this process's parts to their owners. Returns the whole matrices that this process owns, by index."""
+        """Send this process's parts, [rows here, columns here], to their owners.
+
+        Returns:
+            The whole matrices, [rows, columns], that this process owns, by index.
+        """
         sent = [parts[index] for indices in self.owned for index in indices]
         send_sizes = [sum(parts[index].numel() for index in indices) for indices in self.owned]
         received = self._exchange(sent, send_sizes, self._sizes_here(), like=parts[0])
@@ -41,9 +45,12 @@ class MatrixExchange:
         return wholes
 
     def scatter(self, wholes: Mapping[int, torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-        """Send each process its part of the matrices that this process owns. Returns this process's parts of all.
+        """Send each process its part of the matrices, [rows, columns], that this process owns.
 
         ``like`` has the parts' device and type.
+
+        Returns:
+            This process's parts of all matrices, [rows here, columns here].
         """
         sent = [rectangle(wholes[index], blocks[index]) for blocks in self.blocks for index in self.owned[self.rank]]
         mine = self.blocks[self.rank]
@@ -69,7 +76,7 @@ class MatrixExchange:
 
 
 def rectangle(whole: torch.Tensor, block: Block) -> torch.Tensor:
-    """A view of a process's part of a matrix."""
+    """A view of a process's part of a matrix: [rows, columns] → [rows there, columns there]."""
     for dim, (start, length) in enumerate(zip(*block, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)  # an empty part may begin past the end
     return whole

@@ -13,7 +13,7 @@ from titan_like.torch_private import norms_of
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's shard of every gradient, as plain tensors that share its memory."""
+    """This rank's shard of every gradient, as plain tensors of the shards' shapes that share their memory."""
     gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 

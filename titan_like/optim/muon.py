@@ -13,7 +13,8 @@ from torch.optim.adamw import adamw
 from titan_like.optim.exchange import MatrixExchange
 from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
+# Of the quintic polynomial (https://kellerjordan.github.io/posts/muon), chosen for a steep slope at 0.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7  # the least norm by which a matrix is divided
 
 
@@ -32,7 +33,7 @@ class Muon(ShardedOptimizer):
         momentum: decay of the matrices' momentum. The update looks one step ahead (Nesterov).
         matrix_lr_ratio: the matrices' learning rate as a multiple of the others'.
         adjust_lr: multiply a matrix's rate by 0.2·√max(rows, columns), which gives its update the root mean square that
-            AdamW's have ("match_rms_adamw"), or by √max(1, rows/columns) ("original").
+            AdamW's have ("match_rms_adamw"; arXiv 2502.16982, section 2.2), or by √max(1, rows/columns) ("original").
         newton_schulz_steps: steps of the iteration that orthogonalises.
         newton_schulz_dtype: its type: bfloat16 or float32. float64 parameters always use float64. None: float32 on a
             CPU, else bfloat16.
@@ -58,7 +59,7 @@ class Muon(ShardedOptimizer):
         self._sets: list[_MatrixSet] | None = None
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """A matrix's momentum, or AdamW's moments and number of updates."""
+        """A matrix's momentum, or AdamW's moments, each of the parameter's shape, and the number of updates."""
         if group.get("orthogonal"):
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
@@ -174,7 +175,8 @@ def _matrix_sets(optimizer: Muon) -> list[_MatrixSet]:
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """Bring a matrix's singular values close to 1 by Newton-Schulz steps, in its own type. [m, n] → [m, n].
 
-    It computes what torch.optim.Muon computes in bfloat16.
+    A step is x ← a·x + (b·g + c·g²)·x with g = x·xᵀ, which applies the polynomial a·s + b·s³ + c·s⁵ to every singular
+    value s. In bfloat16 this is what torch.optim.Muon computes.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -29,7 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Its groups may have ``names``, the names of their parameters.
     """
 
-    found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0 (as of torch's fused optimizers)
+    found_inf: torch.Tensor | None = None  # scalar; a step is skipped if it is above 0, as in torch's fused optimizers
     _skip: torch.Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
@@ -47,7 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = self.new_state(parameter, group)
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The state of one parameter before its first update."""
+        """The state of one parameter, of any shape, before its first update."""
         raise NotImplementedError
 
     def traffic(self) -> list[UpdateTraffic]:
@@ -61,7 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield from ((group, name, parameter) for name, parameter in zip(names, group["params"], strict=True))
 
     def assign(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Write ``new`` to ``old``, unless the step is skipped. For use between `begin_step` and the step's end."""
+        """Write ``new`` to ``old``, of the same shape, unless the step is skipped. For use after `begin_step`."""
         if self._skip is None:
             old.copy_(new)
         else:
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor. Writing to it writes to the tensor."""
+    """This process's part of a tensor of any shape. Writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -112,7 +112,7 @@ def mesh_over(parameter: torch.Tensor, dimensions: tuple[str, ...]) -> DeviceMes
 
 
 def zeros_along(parameter: torch.Tensor, dim: int) -> torch.Tensor:
-    """Zeros for one number per index of a matrix's dimension: a vector split over processes as that dimension is."""
+    """Zeros for one number per index of a matrix's dimension: [rows] or [columns], split over processes as that is."""
     shape = local(parameter).shape
     part = torch.zeros(shape[dim], dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):

@@ -83,6 +83,8 @@ def _optimizer_state(section: str) -> OptimizerState:
         return sum(value.numel() * value.element_size() for value in state if value.ndim) / parameter.element_size()
 
     def of_matrix(kind: str) -> StateValues:
+        # With n = _SIDE, a matrix keeps e·rows·columns + r·rows + c·columns values: e·n² + (r + c)·n if it is square,
+        # 2e·n² + (2r + c)·n if it is tall, and 2e·n² + (r + 2c)·n if it is wide. These three give e, r and c.
         smallest, taller, wider = (kept(kind, shape) for shape in (square, tall, wide))
         element = _number((taller + wider - 3 * smallest) / _SIDE**2)
         row, column = ((more - smallest) / _SIDE - element * _SIDE for more in (taller, wider))

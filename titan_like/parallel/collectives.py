@@ -79,7 +79,10 @@ class CopyToTensorRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The reverse: sum the gradient over the ranks, because every rank's columns contribute to it."""
+        """The reverse: sum the gradient over the ranks, because every rank's columns contribute to it.
+
+        [batch, seq, hidden] → the shape of x.
+        """
         return _sum(gradient, ctx.sequence_parallel, ctx.group), None, None
 
 
@@ -94,7 +97,10 @@ class ReduceFromTensorRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The reverse: give every rank the full gradient, because a sum passes its gradient to each term."""
+        """The reverse: give every rank the full gradient, because a sum passes its gradient to each term.
+
+        The shape of the result → [batch, seq, hidden].
+        """
         return _spread(gradient, ctx.sequence_parallel, ctx.group), None, None
 
 
@@ -109,5 +115,5 @@ class CopyFromFirstRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Each rank's gradient is complete already, so nothing is summed, and the first rank alone passes it on."""
+        """The gradient has the shape of x and is complete on each rank, so only the first rank passes it on."""
         return gradient if ctx.is_first else torch.zeros_like(gradient), None

@@ -35,7 +35,7 @@ class ParallelModel:
     copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every local parameter. A process that holds copies, as of a tied table, yields each under the same name."""
+        """Every local parameter. Copies that a process holds, such as of a tied table, come under the same name."""
         for stage in self.stages:
             yield from stage.module.named_parameters()
 
@@ -44,7 +44,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """Of copies, the first stage's alone, so that all stages together count each parameter once."""
+        """Every local parameter, but of copies only the first stage's, so all stages together have each one once."""
         for stage in self.stages:
             for name, parameter in stage.module.named_parameters():
                 if self.copies_in.get(name, (stage.index,))[0] == stage.index:
@@ -71,6 +71,6 @@ class ParallelModel:
             stage.module.init_weights(seed)
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (copy, original) of every parameter that this process holds more than once."""
+        """Pairs (copy, original), of the same shape, of every parameter that this process holds more than once."""
         held = [self.copies_of(name) for name in self.copies_in]
         return [(copy, same[0]) for same in held for copy in same[1:]]

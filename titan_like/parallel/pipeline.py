@@ -150,11 +150,11 @@ class RunningStage(PipelineStage):
         self._arrived["F", mb_index] = prev_stage_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor]:
-        """Hand the gradient of the input to the previous stage, if that is on this rank."""
+        """Hand the gradient of the input, [batch, seq here, hidden], to the previous stage, if that is on this rank."""
         return (self._made.pop(("B", mb_index)),)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradient of the output from the next stage, if that is on this rank."""
+        """Take the gradient of the output, [batch, seq here, hidden], from the next stage, if that is on this rank."""
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
         self._arrived["B", mb_index] = gradient
@@ -257,7 +257,7 @@ class TableSchedule(PipelineScheduleMulti):
 
 
 def loss_of_last_stage(output: torch.Tensor, _target: object) -> torch.Tensor:
-    """Loss function for torch's schedules. It passes the loss through, since the last stage has computed it already."""
+    """Loss function for torch's schedules. The last stage has computed the loss, a scalar, so it is passed through."""
     return output
 
 

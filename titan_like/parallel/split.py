@@ -46,7 +46,10 @@ def layer_costs(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0
 
 
 def balanced_costs(costs: Sequence[float], num_stages: int, last_extra: float) -> list[int]:
-    """`balanced_layers` for layers of different costs: the slowest stage, then the sum of squares, is the least."""
+    """`balanced_layers` for layers of different costs, by dynamic programming over the stages.
+
+    It minimises the cost of the slowest stage, and among equal ones the sum of squared costs.
+    """
     before = list(itertools.accumulate(costs, initial=0.0))
     # For each number of layers: the best split of the first ones into the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}

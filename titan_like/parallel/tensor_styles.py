@@ -54,7 +54,7 @@ class LocalStyle(ParallelStyle):
         return module
 
     def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """Compute the module's output from this rank's shards."""
+        """Compute the module's output from this rank's shards. Each style says what the shapes are."""
         raise NotImplementedError
 
 
@@ -68,7 +68,10 @@ class Region(LocalStyle):
         return module
 
     def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
-        """Run the module's own forward pass on full activations. x: activation between layers."""
+        """Run the module's own forward pass on full activations.
+
+        x: activation between layers → the module's result: activation between layers.
+        """
         return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs, **named)
 
 
@@ -78,7 +81,10 @@ class CrossRegion(Region):
     enters = 2
 
     def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
-        """Run the module's own forward pass on both full activations."""
+        """Run the module's own forward pass on both full activations.
+
+        x and memory: activations between layers → activation between layers.
+        """
         memory, *others = inputs
         memory = CopyToTensorRegion.apply(memory, self.sequence_parallel, group)
         return super().enter(forward, group, x, memory, *others, **named)
@@ -333,7 +339,7 @@ def mark_partial(module: nn.Module, *names: str) -> None:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter. Its gradient becomes the parameter's, with the same placement."""
+    """This rank's shard of a parameter of any shape. Its gradient becomes the parameter's, with the same placement."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
 

@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Of the step time, relative to the measured one."""
+        """Error of the step time, relative to the measured one."""
         return self.seconds / self.row.seconds - 1
 
 

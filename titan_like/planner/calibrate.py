@@ -208,7 +208,7 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
 
 
 def layout_name(work: Workload) -> str:
-    """In short, what a run's speed depends on besides its model."""
+    """A short name for what a run's speed depends on besides its model."""
     return (
         f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
         f"{work.microbatches} × {work.micro_batch_size}"

@@ -2,7 +2,7 @@
 
 Memory decides, and a tenth of it stays free, as in a search. Models have GPT-3's shape: heads of 64 to 128, an MLP four
 times as wide as the model, and a depth that follows from the width as in arXiv 2005.14165 (table 2.1) and, above its
-175 billion parameters, arXiv 2104.04473 (table 1). Layouts are all those that the trainer's own rules accept, with
+175 billion parameters, arXiv 2104.04473 (table 1). The layouts are all that the trainer's own rules accept, with
 tensor, pipeline and data parallelism, ZeRO 0 to 3, recomputation and any microbatch size, each of which may be fixed.
 Pipelines run 1f1b, which holds the fewest activations. Tensor parallelism always comes with sequence parallelism.
 """
@@ -122,7 +122,7 @@ def largest_model(
         width += _WIDTH_STEP
     for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
         if show is not None:
-            show(f"{nodes} nodes: does a width of {candidate} fit?")
+            show(f"does a width of {candidate} fit on {nodes} node{'s' * (nodes > 1)}?")
         if fits(config, profile, of_width(candidate), gpus, fixed):
             return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
     return None
@@ -146,7 +146,7 @@ def fewest_nodes(
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
         if show is not None:
-            show(f"does it fit on {nodes} nodes?")
+            show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on this many; another number may

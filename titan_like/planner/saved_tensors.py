@@ -26,8 +26,8 @@ def layer_input_bytes(
 ) -> float:
     """Bytes of a layer's inputs other than the hidden states, such as rotary tables.
 
-    Those that are computed from parameters, such as the biases of positions, have their type, and tensor parallelism
-    splits them.
+    Inputs that are computed from parameters, such as the biases of positions, have the parameters' type, and tensor
+    parallelism splits them.
     """
     positions = torch.arange(seq_len + decoder_seq_len, device="meta")
     saved: dict[int, torch.Tensor] = {}  # by storage: what their own backward pass needs
@@ -81,8 +81,8 @@ def _kept(model: TransformerConfig, dtype: str, kind: int, lengths: Lengths = (_
     Each storage counts once, however many tensors share it, and a region's own input does not count. An attention core
     counts with its queries, keys and values, as a fused kernel keeps them.
 
-    It is known what matrix products, norms and attention cores keep, so stand-ins replace them and their weights stay
-    on the meta device. The other operators run on the CPU: on the meta device, any sum of two tensors would first
+    What matrix products, norms and attention cores keep is known, so stand-ins replace them and their weights stay on
+    the meta device. The other operators run on the CPU: on the meta device, any sum of two tensors would first
     import torch's compiler.
     """
     whole, parts, cpu = new_one_of_each(model), description(model).kinds[kind], torch.device("cpu")

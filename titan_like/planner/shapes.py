@@ -109,9 +109,8 @@ class LayerDescription(NamedTuple):
     leaves: Lengths
     cores: tuple[Core | None, ...]  # of each region, if it has any; several in one region are alike
     uses: tuple[str, ...]  # modules that it shares with other layers
-    ends_with_norm: (
-        bool  # so that the backward pass needs the last sum over processes, which recomputation then repeats
-    )
+    # Whether the backward pass needs the last sum over processes, which recomputation then repeats.
+    ends_with_norm: bool
 
 
 class Description(NamedTuple):
@@ -245,7 +244,7 @@ def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
 
 
 def units_of_counts(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool) -> list[Unit]:
-    """`stage_units` of a stage with so many layers of each kind."""
+    """`stage_units` of a stage with ``counts`` layers of each kind."""
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     return _units(model, dict(enumerate(kinds)), is_first, is_last)
 

@@ -212,8 +212,8 @@ def span_of(
 
 
 Program = list[tuple[int, int, int]]
-"""Passes, each after those that it needs: rank, index of its duration, and the number of the pass of another rank that
-it waits for, or -1. It runs after all earlier passes of its own rank anyway."""
+"""Passes in an order in which each follows all that it needs. A pass is its rank, the index of its duration, and the
+number of the pass on another rank that it waits for, or -1. It also waits for all earlier passes of its own rank."""
 
 
 @lru_cache(maxsize=256)

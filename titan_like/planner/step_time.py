@@ -200,7 +200,7 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
     The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
     the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
-    On a CPU, or if the host must wait for each operator, it is the sum.
+    The 4-norm is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is the sum.
     """
     if profile.device.is_cpu or profile.blocking_launches:
         return host + device

@@ -162,7 +162,7 @@ def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[
 
 
 def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:
-    """Those that no other has at least as many layers of every kind as, each once."""
+    """The distinct entries that no other entry matches or exceeds in every kind."""
     distinct = set(layers)
     if len(layers[0]) == 1:
         return (max(distinct),)
@@ -201,7 +201,7 @@ def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def many_of(counts: Counts) -> int | None:
-    """The first kind with more than two layers. A stage's size grows linearly from its first layer to them."""
+    """The first kind with more than two layers, if any. From one layer on, a stage's size is linear in their number."""
     return next((kind for kind, count in enumerate(counts) if count > 2), None)
 
 

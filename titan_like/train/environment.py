@@ -78,7 +78,10 @@ def check_meeting() -> None:
 
 
 def _check_address(name: str) -> None:
-    """Without this check torch repeats its warnings for minutes. A cluster may name a machine only once it runs."""
+    """Check that rank 0's machine has an address, without which torch would repeat its warnings for minutes.
+
+    It tries for a while, because a cluster may register a machine's name only once the machine runs.
+    """
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -45,8 +45,9 @@ def summed_losses(
 
 
 def _labels_of_each(labels: torch.Tensor, predictions: Sequence[str]) -> list[torch.Tensor]:
-    """The labels [batch, seq] by prediction. That of a pair or a choice is at the first position of a sample, and that
-    of a choice at the first of its options.
+    """The labels [batch, seq] as those of each prediction.
+
+    A pair's label is at the first position of its sample, and a choice's at the first position of its first option.
     """
     if "choice" in predictions:
         return [labels[::NUM_OPTIONS, 0]]
@@ -60,8 +61,8 @@ def _labels_of_each(labels: torch.Tensor, predictions: Sequence[str]) -> list[to
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of token losses in nats: logits [batch, seq, vocab], labels [batch, seq] → scalar, at least float32.
 
-    Logits may be a DTensor split over the vocabulary. Each
-    rank then returns the same loss as a plain tensor, and its backward pass gives the gradient of its own logits.
+    Logits may be a DTensor split over the vocabulary. Each rank then returns the same loss as a plain tensor, and its
+    backward pass gives the gradient of its own logits.
     """
     if not isinstance(logits, DTensor):
         if logits.device.type == "cpu":

@@ -248,7 +248,7 @@ class Trainer(TrainingState):
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
-        """The factor that multiplies the loss: 1, or the loss scaler's in float16."""
+        """The factor that multiplies the loss: 1, or the loss scaler's scalar in float16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def _is_read_at_once(self) -> bool:
@@ -391,7 +391,9 @@ class Trainer(TrainingState):
             dist.all_reduce(value, group=self.pp_group)
 
     def _complete_gradients(self) -> None:
-        """Sum the gradients that are still partial after data parallelism: of sequence parallelism and copies."""
+        """Sum the gradients that are still partial after data parallelism: those of norms and biases under sequence
+        parallelism, and those of copies in several stages.
+        """
         for stage in self.model.stages:
             if stage.module.sequence_shards > 1:
                 sum_partial_gradients(stage.module)

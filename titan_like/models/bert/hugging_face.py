@@ -50,6 +50,7 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
         yield from norm("embedding_norm", "bert.embeddings.LayerNorm")
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"bert.encoder.layer.{layer}"
+        # The same norm stands after the branch in BERT and before it in Megatron-BERT, under different names.
         after_attention, after_mlp = f"{theirs}.attention.output.LayerNorm", f"{theirs}.output.LayerNorm"
         before_attention, before_mlp = f"{theirs}.attention.ln", f"{theirs}.ln"
         yield from norm(f"{ours}.attention_norm", after_attention if is_post else before_attention)

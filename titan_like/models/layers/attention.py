@@ -58,7 +58,10 @@ class AttentionCore(nn.Module):
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any, is_grouped: bool) -> torch.Tensor:
-    """FlexAttention (arXiv 2412.05496), compiled, as it would otherwise compute a matrix of all pairs."""
+    """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``; shapes are as in `AttentionCore`.
+
+    It is compiled, because otherwise it would compute a matrix of all pairs.
+    """
     from torch.nn.attention import flex_attention as flex
 
     if torch.compiler.is_compiling():
@@ -124,7 +127,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of one sequence to another one, such as that of a decoder to its encoder's output.
+    """Attention of one sequence to another one, as of a decoder to its encoder's output.
 
     Rows of the fused projection for keys and values are ordered [kv_heads, 2, head_dim], as in `SelfAttention`.
     """

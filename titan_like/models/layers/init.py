@@ -49,7 +49,10 @@ def fill_normal(parameter: nn.Parameter, seed: int, name: str, std: float | torc
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's shard of a parameter and its offset in the full one. Writing to it writes to the parameter."""
+    """This rank's shard of a parameter, [rows here, …], and its offset in the full one.
+
+    Writing to the shard writes to the parameter.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
     _, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)

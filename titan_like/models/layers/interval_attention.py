@@ -19,7 +19,7 @@ BLOCK_BYTES = 8 << 20  # of attention scores at a time
 def interval_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax attention; query i sees keys first[i] to end[i] - 1. An operator of its own, so that it can be compiled.
+    """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
     Args:
         q: [batch, heads, seq, head_dim].

@@ -48,21 +48,21 @@ class GatedMLP(nn.Module):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
     def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """An elementwise function."""
+        """An elementwise function of [batch, seq, ffn]."""
         raise NotImplementedError
 
 
 class SwiGLUMLP(GatedMLP):
-    """With SiLU, as in Llama."""
+    """A gated MLP with SiLU, as in Llama."""
 
     def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """SiLU."""
+        """SiLU of [batch, seq, ffn]."""
         return F.silu(gate)
 
 
 class GeGLUMLP(GatedMLP):
-    """With GELU by its tanh approximation, as in T5 v1.1."""
+    """A gated MLP with GELU in its tanh approximation, as in T5 v1.1."""
 
     def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """GELU."""
+        """GELU of [batch, seq, ffn]."""
         return F.gelu(gate, approximate="tanh")

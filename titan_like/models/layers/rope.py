@@ -36,8 +36,6 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     cos and sin are [seq, head_dim / 2], or [batch, seq, head_dim / 2] where positions differ between sequences.
     """
     first, second = x.chunk(2, dim=-1)
-    cos, sin = (
-        cos[..., None, :],
-        sin[..., None, :],
-    )  # broadcast over heads; float32, so the products are at least float32
+    # Broadcast over heads. Both are float32, so the products are at least float32.
+    cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

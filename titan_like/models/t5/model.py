@@ -50,12 +50,12 @@ class T5Layer(nn.Module):
         self.mlp = (GeGLUMLP if config.mlp == "gated_gelu" else ReluMLP)(hidden, config.ffn_hidden_size)
 
     def drop(self, x: torch.Tensor) -> torch.Tensor:
-        """Dropout of a residual branch or of a stack's output."""
+        """Dropout of a residual branch or of a stack's output, [batch, positions, hidden]."""
         return F.dropout(x, self.dropout, self.training)
 
 
 class EncoderLayer(T5Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of the encoder's part. The last one normalises the output."""
+    """Changes the encoder's part: x + attention(norm(x)), then x + mlp(norm(x)). The last one normalises its output."""
 
     uses: ClassVar = ("encoder_bias",)
 
@@ -75,7 +75,7 @@ class EncoderLayer(T5Layer):
 
 
 class DecoderLayer(T5Layer):
-    """Of the decoder: causal attention, attention to the encoder, and MLP, each as x + block(norm(x))."""
+    """Changes the decoder's part: causal attention, attention to the encoder, and MLP, each as x + block(norm(x))."""
 
     uses: ClassVar = ("decoder_bias",)
 
@@ -148,7 +148,7 @@ class T5(Transformer):
     def layer_inputs(  # type: ignore[override]
         self, positions: torch.Tensor, encoder_len: int
     ) -> tuple[LayerInputs]:
-        """The biases of both stacks, computed once for all layers."""
+        """The biases of both stacks, computed once for all layers. positions: [encoder_len + decoder_len]."""
         lengths = {"encoder_bias": encoder_len, "decoder_bias": positions.shape[-1] - encoder_len}
         biases = [self.get_submodule(name)(length) if hasattr(self, name) else None for name, length in lengths.items()]
         return (LayerInputs(encoder_len // self.sequence_shards, *biases),)
@@ -156,8 +156,8 @@ class T5(Transformer):
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
         """As in T5: each matrix keeps the size of its inputs, and queries make up for scores without a scale.
 
-        An output matrix of its own begins like the other matrices; Hugging Face's N(0, 1) would begin with a loss of
-        hundreds.
+        The result is a number, or [rows] for the fused projection of queries, keys and values. An output matrix of its
+        own begins like the other matrices; Hugging Face's N(0, 1) would begin with a loss of hundreds.
         """
         config = self.config
         queries, factor = config.head_dim**-0.5, config.init_std

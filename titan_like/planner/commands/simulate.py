@@ -111,7 +111,8 @@ def headline(step: StepTimeline) -> str:
     stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
     of_each = f" of {stages} stages each" if stages > 1 else ""
     ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
-    size = f"{ranks}{of_each}, {step.num_microbatches} microbatches"
+    microbatches = "1 microbatch" if step.num_microbatches == 1 else f"{step.num_microbatches} microbatches"
+    size = f"{ranks}{of_each}, {microbatches}"
     return f"{step.schedule}, {size}; {milliseconds(step.seconds)} ms, bubble {bubble:.3f}"
 
 
