@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code nex
 
 from titan_like.config import ConfigError
 from titan_like.config.load import run_command, settings_file
-from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
 
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
     for path, text in outcome.files.items():
         write_output_file("--out", path, text)
     if options.json:
-        write_output_file("--json", options.json, json.dumps(outcome.json, indent=2))
+        write_output_file("--json", options.json, json_text(outcome.json))
     return int(outcome.status)
 
 

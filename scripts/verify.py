@@ -9,7 +9,6 @@ weights, dropout and a resumed run. If they differ, it names the place and the a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, path_option, write_output_file
+from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def main(argv: list[str]) -> int:
         print(format_table(verdict))
     print(format_verdict(verdict, verifier.kinds, seconds))
     if options.json:
-        write_output_file("--json", options.json, json.dumps(as_json(verdict, seconds), indent=2))
+        write_output_file("--json", options.json, json_text(as_json(verdict, seconds)))
     return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
 
 

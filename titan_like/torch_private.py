@@ -13,6 +13,9 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
+| `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
+| `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_styles.py` | all |
+| `FileSystemReader._slice_file`, `._get_metadata_path` | overridden and called by `checkpoint/reader.py` | all |
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
@@ -56,6 +59,11 @@ def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractC
     With ``asynchronous``, call `wait` on the object that the context yields.
     """
     return dist._coalescing_manager(group, async_ops=asynchronous)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension, ``name``, over all ranks of ``mesh``. All processes of the job call it."""
+    return mesh._flatten(name)
 
 
 def default_store() -> Any:

@@ -98,10 +98,12 @@ def intervals(batch: int, seq: int, generator: torch.Generator) -> VisibleKeys:
     return VisibleKeys(torch.tensor(first), torch.tensor(end))
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     """Attention by definition. mask: [batch, 1, queries, keys]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     return scores.masked_fill(~mask, -math.inf).softmax(3) @ v
 
 
@@ -117,8 +119,8 @@ def test_interval_attention_and_its_gradients(kv_heads: int, block_bytes: int, m
     )
     results = []
     for attend in (
-        lambda *qkv: interval_attention(*qkv, visible.first, visible.end),
-        lambda *qkv: dense(*qkv, visible.mask()),
+        lambda *qkv: interval_attention(*qkv, visible.first, visible.end, 0.7),
+        lambda *qkv: dense(*qkv, visible.mask(), 0.7),
     ):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         output = attend(*leaves)
@@ -132,7 +134,7 @@ def test_half_types_round_only_their_inputs_and_outputs() -> None:
     generator = torch.Generator().manual_seed(0)
     visible = intervals(2, 33, generator)
     q, k, v = (torch.randn(2, 2, 33, 16, generator=generator).bfloat16() for _ in range(3))
-    found = interval_attention(q, k, v, visible.first, visible.end)
+    found = interval_attention(q, k, v, visible.first, visible.end, 16**-0.5)
     wanted = dense(q.double(), k.double(), v.double(), visible.mask())
     assert found.dtype == torch.bfloat16
     assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
@@ -141,7 +143,22 @@ def test_half_types_round_only_their_inputs_and_outputs() -> None:
 def test_operator_is_correct_for_torch() -> None:
     visible = intervals(2, 12, torch.Generator().manual_seed(0))
     q, k, v = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(interval_attention, (q, k, v, visible.first, visible.end))
+    torch.library.opcheck(interval_attention, (q, k, v, visible.first, visible.end, 0.5))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-30])  # a mask of all pairs where probabilities may be dropped
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_attention_scales_the_scores_whatever_hides_keys(scale: float | None, dropout: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    visible = intervals(2, 21, generator)
+    q, k, v = (torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    core, wanted = AttentionCore(dropout, scale=scale), dense(q, k, v, visible.mask(), scale)
+    assert (core(q, k, v, visible) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    hidden = torch.zeros(21, 21, dtype=torch.float64).masked_fill(~visible.mask()[0, 0], -math.inf)[None, None]
+    alone = dense(q[:1], k[:1], v[:1], visible.mask()[:1], scale)
+    assert (core(q[:1], k[:1], v[:1], bias=hidden) - alone).abs().max() <= 1e-12 * alone.abs().max()
+    with pytest.raises(ValueError, match="either the keys that queries see, or a bias"):
+        core(q, k, v, visible, hidden)
 
 
 @pytest.mark.parametrize("seq_len", [256, 300, 40])

@@ -89,9 +89,10 @@ def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():
     for row in ROWS:
         if row.study == "ptdp_table2":
             by_stack.setdefault((row.model, row.work.zero_stage), []).append(predict_row(row).seconds * row.gpus)
-    for (model, zero), spent in by_stack.items():
-        if zero == 3:
-            assert max(spent) > 2 * max(by_stack[model, 0])  # GPU seconds a batch
+    sharded = [model for model, zero in by_stack if zero == 3]
+    assert len(sharded) >= 1
+    for model in sharded:
+        assert max(by_stack[model, 3]) > 2 * max(by_stack[model, 0])  # GPU seconds a batch
 
 
 @pytest.mark.parametrize(("name", "tokens", "gpus", "tflops", "days"), [
@@ -295,11 +296,12 @@ def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
 
 def test_the_page_s_table_is_what_the_planner_says():
     page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
-    for row in ROWS:
-        if row.study == "ptdp_table1":
-            found = predict_row(row)
-            line = next(line for line in page.splitlines() if line.startswith(f"| {row.model.removeprefix('GPT-')} |"))
-            assert f"{row.seconds:.2f} s | {found.seconds:.2f} s | {100 * found.error:+.1f} %" in line
+    rows = [row for row in ROWS if row.study == "ptdp_table1"]
+    assert len(rows) == 10
+    for row in rows:
+        found = predict_row(row)
+        line = next(line for line in page.splitlines() if line.startswith(f"| {row.model.removeprefix('GPT-')} |"))
+        assert f"{row.seconds:.2f} s | {found.seconds:.2f} s | {100 * found.error:+.1f} %" in line
 
 
 def test_duration_counts_the_decoder():

@@ -146,7 +146,7 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
         dist.destroy_process_group()
     timeline.start(Step("F", 0, 0))
     timeline.stop(Step("F", 0, 0))
-    timeline.waiting(Step("B", 0, 0))
+    timeline.waiting()
     timeline.start(Step("B", 0, 0))
     timeline.stop(Step("B", 0, 0))
     timeline.mark("gradient norm")

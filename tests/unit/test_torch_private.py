@@ -38,6 +38,31 @@ def test_no_other_file_has_one(path):
         assert private_names(path.read_text(encoding="utf-8")) == set()
 
 
+# Methods that tuples and the standard library name with an underscore, and those that subclasses of torch's own override.
+PUBLIC_ENOUGH = {"_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace", "_Unpickler"}
+OVERRIDDEN = {"_apply", "_get_metadata_path", "_slice_file"}
+
+
+def test_no_other_file_calls_a_private_method_of_an_object_of_torch():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    ours = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    foreign = {
+        (path.name, node.attr)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if node.attr not in ours | PUBLIC_ENOUGH | OVERRIDDEN
+    }
+    assert {file for file, _ in foreign} == {"torch_private.py"}, foreign
+    table = (PACKAGE / "torch_private.py").read_text(encoding="utf-8")
+    assert all(f".{name}`" in table for name in OVERRIDDEN)
+
+
 def test_the_file_has_those_that_it_names():
     found = private_names((PACKAGE / "torch_private.py").read_text(encoding="utf-8"))
     assert {"torch.ops._c10d_functional", "torch._foreach_mul_", "torch._C._current_graph_task_id"} <= found

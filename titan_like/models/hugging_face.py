@@ -169,8 +169,8 @@ def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], source
 def fused_in_one(config: TransformerConfig, name: str, columns: tuple[int, ...], source: str) -> Stored:
     """The fused projection, if one tensor (transposed) stores all queries, then all keys, then all values."""
     key_rows = config.num_kv_heads * config.head_dim
-    first_rows = (0, config.hidden_size, config.hidden_size + key_rows)
-    shape = (config.hidden_size + 2 * key_rows, *columns)
+    first_rows = (0, config.attention_size, config.attention_size + key_rows)
+    shape = (config.attention_size + 2 * key_rows, *columns)
     places = tuple((source, first) for first in first_rows)
     rows = partial(fused_rows, config, places)
     return Stored(name, shape, {source: shape[::-1]}, rows, is_transposed=len(shape) > 1)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from titan_like.torch_private import flattened
+
 
 class UpdateTraffic(NamedTuple):
     """Collectives of one kind that one process takes part in during an update."""
@@ -108,7 +110,7 @@ def mesh_over(parameter: torch.Tensor, dimensions: tuple[str, ...]) -> DeviceMes
     mesh = parameter.device_mesh
     if len(dimensions) == 1:
         return mesh[dimensions[0]]
-    return mesh[dimensions]._flatten("_".join(dimensions))
+    return flattened(mesh[dimensions], "_".join(dimensions))
 
 
 def zeros_along(parameter: torch.Tensor, dim: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_like.parallel.layout import Layout
+from titan_like.torch_private import flattened
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -23,4 +24,4 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """One-dimensional mesh of the ranks that hold the same part of the model and see different samples."""
     if mesh["dp_replicate"].size() == 1:
         return mesh["dp_shard"]
-    return mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    return flattened(mesh["dp_replicate", "dp_shard"], "dp")

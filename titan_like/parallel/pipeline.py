@@ -240,7 +240,7 @@ class TableSchedule(PipelineScheduleMulti):
         work = self._receives.pop((kind, step.stage, step.microbatch), None)
         if work is not None:
             if stage.timeline is not None:
-                stage.timeline.waiting(step)
+                stage.timeline.waiting()
             work.wait()
 
     def _post_sends(self, ops: Iterable[dist.P2POp]) -> None:

@@ -57,7 +57,7 @@ class Timeline:
         self._synchronize()
         self._zero_bounds = before, time.perf_counter()
 
-    def waiting(self, step: Step) -> None:
+    def waiting(self) -> None:
         """A pass is next, and its input may not have arrived."""
         self._waits_since = self._stamp()
 

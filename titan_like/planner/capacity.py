@@ -67,12 +67,10 @@ class Capacity:
 
 def depth(width: int) -> int:
     """Layers of a GPT-3-style model: interpolated within the family, beyond it in proportion to the width."""
-    if width >= _FAMILY[-1][0]:
-        return round(width * _FAMILY[-1][1] / _FAMILY[-1][0])
     for (narrow, shallow), (wide, deep) in pairwise(_FAMILY):
         if width <= wide:
             return max(1, round(shallow + (deep - shallow) * (width - narrow) / (wide - narrow)))
-    raise AssertionError(width)
+    return round(width * _FAMILY[-1][1] / _FAMILY[-1][0])
 
 
 def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, seq_len: int) -> GPTConfig | None:

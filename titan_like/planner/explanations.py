@@ -90,8 +90,7 @@ def _slower_products(best: Workload, work: Workload) -> str:
 
 def recomputed(work: Workload) -> str:
     """Which layers are recomputed, and how."""
-    ordinal = {2: "second", 3: "third"}.get(work.recompute_every, f"{work.recompute_every}th")
-    return work.recompute if work.recompute_every == 1 else f"{work.recompute} of every {ordinal} layer"
+    return work.recompute if work.recompute_every == 1 else f"{work.recompute} of one layer in {work.recompute_every}"
 
 
 def described(work: Workload) -> str:

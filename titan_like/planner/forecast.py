@@ -86,9 +86,8 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     if profile is not None and on_gpu and profile.device.is_cpu:
         raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
     here: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    if config.cluster.gpus_per_node is None and local is not None:
-        here["cluster.gpus_per_node"] = int(local)
+    if config.cluster.gpus_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
+        here["cluster.gpus_per_node"] = environment_number("LOCAL_WORLD_SIZE", 1, least=1)
     here |= {"training.global_batch_size": global_batch_size, "training.batch_size_rampup": None}
     config = edit(config, here)
     return predict_layout(config, run.model, run.layout, *profile_and_device(config, profile))

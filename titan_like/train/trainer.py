@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 
 import torch
@@ -319,16 +319,18 @@ class Trainer(TrainingState):
         total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
-        while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
-            inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
+        with closing(data):
+            while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
+                inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
 
-            def add_loss(output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels) -> torch.Tensor:
-                total[0] += summed_losses(output, labels[microbatch], predictions)
-                total[1] += num_labels(labels[microbatch], predictions)
-                return total[0].sum()
+                def add_loss(
+                    output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
+                ) -> torch.Tensor:
+                    total[0] += summed_losses(output, labels[microbatch], predictions)
+                    total[1] += num_labels(labels[microbatch], predictions)
+                    return total[0].sum()
 
-            self.pipeline.forward(inputs, add_loss)
-        data.close()
+                self.pipeline.forward(inputs, add_loss)
         self.model.train()
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)

@@ -324,7 +324,9 @@ def _function(code: CodeType) -> str:
 @lru_cache(maxsize=1024)
 def _waits_at(code: CodeType, line: int | None) -> bool:
     """Whether a source line calls something that waits for other processes, judged by the names in its bytecode."""
-    here = (step for step in dis.get_instructions(code) if step.positions and step.positions.lineno == line is not None)
+    if line is None:
+        return False
+    here = (step for step in dis.get_instructions(code) if step.positions and step.positions.lineno == line)
     names = {step.argval for step in here if step.opname != "LOAD_CONST" and step.argval in code.co_names}
     return any(name.startswith(_WAITING) for name in names)
 

@@ -103,7 +103,9 @@ def take_dense_masks(model: Transformer) -> None:
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, bias: None = None
         ) -> torch.Tensor:
             rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, enable_gqa=is_grouped)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
+            )
 
         core.forward = attend  # type: ignore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -35,7 +36,12 @@ class AttentionCore(nn.Module):
 
         ``visible`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and hides
         a key where it is -inf. Without either, attention is causal, or sees all keys.
+
+        Raises:
+            ValueError: both are given.
         """
+        if bias is not None and visible is not None:
+            raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         if bias is not None:
             return F.scaled_dot_product_attention(
@@ -53,11 +59,14 @@ class AttentionCore(nn.Module):
                 enable_gqa=is_grouped,
             )  # fmt: skip
         if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
-            return interval_attention(q, k, v, visible.first, visible.end)
-        return flex_attention(q, k, v, visible.blocks, is_grouped)
+            scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
+            return interval_attention(q, k, v, visible.first, visible.end, scale)
+        return flex_attention(q, k, v, visible.blocks, is_grouped, self.scale)
 
 
-def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any, is_grouped: bool) -> torch.Tensor:
+def flex_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Any, is_grouped: bool, scale: float | None
+) -> torch.Tensor:
     """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``; shapes are as in `AttentionCore`.
 
     It is compiled, because otherwise it would compute a matrix of all pairs.
@@ -65,8 +74,8 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: An
     from torch.nn.attention import flex_attention as flex
 
     if torch.compiler.is_compiling():
-        return flex.flex_attention(q, k, v, block_mask=blocks, enable_gqa=is_grouped)
-    return _compiled_flex_attention()(q, k, v, block_mask=blocks, enable_gqa=is_grouped)
+        return flex.flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=is_grouped)
+    return _compiled_flex_attention()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=is_grouped)
 
 
 @cache

@@ -17,7 +17,7 @@ BLOCK_BYTES = 8 << 20  # of attention scores at a time
 
 @torch.library.custom_op("titan_like::interval_attention", mutates_args=())
 def interval_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
@@ -27,13 +27,14 @@ def interval_attention(
         v: like k.
         first: int64 [batch, seq].
         end: int64 [batch, seq].
+        scale: multiplies the scores.
 
     Returns:
         The shape of q.
     """
     output = _empty_like(q)
-    for row, queries, keys, visible in _blocks(q, k, first, end):
-        probability = _probability(q[row, :, queries], k[row, :, keys], visible)
+    for row, queries, keys, visible in _blocks(q, first, end):
+        probability = _probability(q[row, :, queries], k[row, :, keys], visible, scale)
         mixed = probability @ v[row, :, keys].to(probability.dtype)
         output[row, :, queries] = mixed.view(q.shape[1], -1, v.shape[3]).to(q.dtype)
     return output
@@ -47,14 +48,15 @@ def _gradients(
     v: torch.Tensor,
     first: torch.Tensor,
     end: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, by equations 1 to 4 of FlashAttention's backward pass (arXiv 2205.14135, B.2)."""
-    dtype, scale = _accumulator(q), 1 / math.sqrt(q.shape[3])
+    dtype = _accumulator(q)
     of_q, of_k, of_v = _empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     groups = k.shape[1]
-    for row, queries, keys, visible in _blocks(q, k, first, end):
+    for row, queries, keys, visible in _blocks(q, first, end):
         part, key = q[row, :, queries], k[row, :, keys].to(dtype)
-        probability = _probability(part, key, visible)
+        probability = _probability(part, key, visible, scale)
         out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
         of_v[row, :, keys] += probability.transpose(1, 2) @ out
         of_scores = out @ v[row, :, keys].to(dtype).transpose(1, 2)
@@ -67,7 +69,7 @@ def _gradients(
 
 
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, end: torch.Tensor
+    q: torch.Tensor, first: torch.Tensor, end: torch.Tensor
 ) -> Iterator[tuple[int, slice, slice, torch.Tensor]]:
     """Yield (batch row, queries, keys that any of them sees, bool [queries, keys]) until all queries are done."""
     bytes_per_key, seq_len = q.shape[1] * _accumulator(q).itemsize, q.shape[2]
@@ -86,11 +88,11 @@ def _blocks(
             start = stop
 
 
-def _probability(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _probability(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
     """q [heads, queries, head_dim], k [kv_heads, keys, head_dim] → [kv_heads, queries of its heads, keys]."""
     dtype, heads, queries = _accumulator(q), q.shape[0], q.shape[1]
     scores = q.to(dtype).reshape(k.shape[0], -1, q.shape[2]) @ k.to(dtype).transpose(1, 2)
-    scores *= 1 / math.sqrt(q.shape[2])
+    scores *= scale
     scores.view(heads, queries, -1).masked_fill_(~visible, -math.inf)
     return scores.softmax(2)
 
@@ -106,7 +108,9 @@ def _empty_like(q: torch.Tensor) -> torch.Tensor:
 
 
 @interval_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+) -> torch.Tensor:
     return _empty_like(q)
 
 
@@ -118,16 +122,18 @@ def _(
     v: torch.Tensor,
     first: torch.Tensor,
     end: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_gradients(gradient, *ctx.saved_tensors), None, None)
+    return (*_gradients(gradient, *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
 interval_attention.register_autograd(_backward, setup_context=_save)

@@ -6,7 +6,6 @@ All processes measure at once: on GPUs over NCCL, on a CPU over gloo, where they
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         ConfigError: there is no file to write to.
     """
     from titan_like.planner.microbenchmark import measure  # imports torch, which takes seconds
+    from titan_like.train.environment import environment_number
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import process_group
     from titan_like.train.setup import select_device
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         raise ConfigError("--out", None, "say where to write the profile")
     check_toml(options.out)
     began = time.perf_counter()
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first = environment_number("RANK", 0) == 0
 
     def show(what: str) -> None:
         if is_first:

@@ -79,7 +79,7 @@ def above_zero(options: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not 0 < value <= _LARGEST:
-            raise ConfigError(f"--{name.replace('_', '-')}", value, f"must be above 0 and at most {_LARGEST:.0e}")
+            raise ConfigError(f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
 
 
 def check_toml(path: str | None) -> None:
