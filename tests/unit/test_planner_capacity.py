@@ -9,8 +9,9 @@ from titan_like.config import ConfigError, load_config
 from titan_like.metrics.devices import find_device
 from titan_like.planner.capacity import CHOSEN, depth, fewest_nodes, fits, gpt3_style, largest_model, valid_layouts
 from titan_like.planner.memory import largest_memory, memory
-from titan_like.planner.predict import cluster_size, default_profile, for_run, predict
+from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.step_time import step_time
+from titan_like.train.environment import cluster_size
 
 GPT3 = ("--job.config_file", "train_configs/gpt3_175b.toml")
 V100 = ("--cluster.gpu", "V100-32GB", "--cluster.gpus_per_node", "4", "--training.dtype", "float16")

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from titan_like.config.section import options_of
 
 
-def format_help(config_type: type[BaseModel]) -> str:
-    """Every key with its type, default and meaning."""
-    lines = ["usage: --job.config_file FILE.toml [--section.key value | --section.key=value] ..."]
+def format_help(program: str, config_type: type[BaseModel]) -> str:
+    """How ``program`` is called: every key with its type, default and meaning."""
+    lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value] ..."]
     for section, field in config_type.model_fields.items():
         section_type = field.annotation
         assert isinstance(section_type, type) and issubclass(section_type, BaseModel)

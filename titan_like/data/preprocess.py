@@ -96,7 +96,7 @@ def tokenize_files(
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
             with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
-                _write_tokens(job, output, num_workers, report or _tell)
+                _write_tokens(job, output, num_workers, report or tell)
             if progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
                 raise ConfigError(job.key, str(job.files[0]), problem)
@@ -111,7 +111,8 @@ def tokenize_files(
     return progress
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -10,7 +10,6 @@ import codecs
 import glob
 import hashlib
 import os
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import Data
 from titan_like.data.indexed import IndexedDataset
-from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.preprocess import Job, tell, tokenize_files
 from titan_like.data.unfinished import removed_unless_renamed
 
 
@@ -68,14 +67,10 @@ def corpus_folder(job: Job, cache_folder: Path) -> Path:
 def _build(job: Job, folder: Path) -> None:
     began = time.monotonic()
     done = tokenize_files(
-        job, folder / "tokens", report=lambda line: None if line.startswith("skipped") else _tell(line)
+        job, folder / "tokens", report=lambda line: None if line.startswith("skipped") else tell(line)
     )
     seconds = time.monotonic() - began
-    _tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
 
 
 def corpus_files(section: Data) -> list[Path]:

@@ -23,6 +23,7 @@ from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, lo
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime
 from titan_like.planner.workload import Workload
+from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
 
 # Profiles whose constants stand in for our own trainer until it has been measured: PyTorch's FSDP with fused attention
@@ -142,27 +143,6 @@ def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
         rates,
         time.total / (1 + band),
         time.total / (1 - min(band, _LARGEST_BAND)),
-    )
-
-
-def cluster_size(config: JobConfig) -> int:
-    """GPUs of the job: those of the cluster, else the product of the degrees.
-
-    Raises:
-        ConfigError: the cluster has nodes of unknown size.
-    """
-    cluster, degrees = config.cluster, config.parallelism
-    if cluster.nodes is not None:
-        if cluster.gpus_per_node is None:
-            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-            raise ConfigError("cluster.gpus_per_node", None, problem)
-        return cluster.nodes * cluster.gpus_per_node
-    return (
-        degrees.pipeline_parallel_degree
-        * degrees.data_parallel_replicate_degree
-        * max(degrees.data_parallel_shard_degree, 1)
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from typing import NamedTuple
 
 import torch
@@ -11,6 +9,7 @@ import torch.distributed as dist
 
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import Device
+from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import build_optimizer
@@ -62,6 +61,4 @@ def _train(hidden_size: int) -> tuple[float, RankMemory]:
         optimizer.zero_grad(set_to_none=True)
     cpu = Device("CPU", 1, 1, 1, 1, 1, {}, is_cpu=True)
     tensors = Profile("", cpu, 1, 1, trainer_state=True, overhead_bytes=0, fragmentation=0)
-    unit = 1 if sys.platform == "darwin" else 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return used, memory(workload_of(config, model, layout), tensors).ranks[0]
+    return peak_memory_bytes(device), memory(workload_of(config, model, layout), tensors).ranks[0]

@@ -25,7 +25,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SH
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.layer_time import layer_cost
 from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
-from titan_like.planner.predict import checked_profile, cluster_size, profile_and_device
+from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
 from titan_like.planner.simulator import simulated_step_time
@@ -40,6 +40,7 @@ from titan_like.planner.step_time import (
     step_time,
 )
 from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.train.environment import cluster_size
 
 _ROUNDING = 1 - 1e-9  # a bound and what it bounds are sums in different orders
 

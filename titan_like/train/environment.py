@@ -100,30 +100,41 @@ def is_one_of_several() -> bool:
     return all(os.environ.get(name) for name in _MEETING)
 
 
+def cluster_size(config: JobConfig) -> int:
+    """GPUs of the job: those of the cluster, else the product of the degrees.
+
+    Raises:
+        ConfigError: the cluster has nodes of unknown size.
+    """
+    cluster, degrees = config.cluster, config.parallelism
+    if cluster.nodes is not None:
+        if cluster.gpus_per_node is None:
+            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
+            raise ConfigError("cluster.gpus_per_node", None, problem)
+        return cluster.nodes * cluster.gpus_per_node
+    return (
+        degrees.pipeline_parallel_degree
+        * degrees.data_parallel_replicate_degree
+        * max(degrees.data_parallel_shard_degree, 1)  # -1 takes what the others leave, which is 1 here
+        * degrees.context_parallel_degree
+        * degrees.tensor_parallel_degree
+    )
+
+
 def dry_run_world(config: JobConfig) -> int:
     """World size of the job that a dry run describes.
 
     Raises:
         ConfigError: the nodes' size is unknown, there are too many processes, or `job.dry_run_rank` is none of them.
     """
-    cluster, degrees, rank = config.cluster, config.parallelism, config.job.dry_run_rank
-    if cluster.nodes is not None:
-        if cluster.gpus_per_node is None:
-            problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-            raise ConfigError("cluster.gpus_per_node", None, problem)
-        key, value, world_size = "cluster.nodes", cluster.nodes, cluster.nodes * cluster.gpus_per_node
+    nodes, rank, world_size = config.cluster.nodes, config.job.dry_run_rank, cluster_size(config)
+    if nodes is not None:
+        key, value = "cluster.nodes", nodes
     elif "WORLD_SIZE" in os.environ:
         value = world_size = environment_number("WORLD_SIZE", 1, least=1)
         key = "environment variable WORLD_SIZE"
     else:
-        key, value = "parallelism.tensor_parallel_degree", degrees.tensor_parallel_degree
-        world_size = (
-            degrees.pipeline_parallel_degree
-            * degrees.data_parallel_replicate_degree
-            * max(degrees.data_parallel_shard_degree, 1)  # -1 takes what the others leave, which is 1 here
-            * degrees.context_parallel_degree
-            * degrees.tensor_parallel_degree
-        )
+        key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
     if world_size > _MOST_DESCRIBED:
         problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
         raise ConfigError(key, value, problem)
