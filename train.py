@@ -22,7 +22,6 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         signals: the handlers that are installed already; None installs them once the process group exists.
     """
     from titan_like.config import ConfigError, load_config
-    from titan_like.config.load import settings_file
     from titan_like.config.options import OptionParser, path_option
     from titan_like.train.rules import CHECKS
 
@@ -32,8 +31,6 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     config = load_config(given, CHECKS)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
-    if options.json is not None and os.path.realpath(options.json) == os.path.realpath(settings_file(given) or "."):
-        raise ConfigError("--json", options.json, "is the file that --job.config_file is read from; name another one")
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 

@@ -88,7 +88,7 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("num_fewshot", "limit", "lm_eval_folder"):
         if getattr(options, name) is not None and not options.lm_eval:
             raise ConfigError(f"--{name}", getattr(options, name), "is for --lm_eval only; add that or leave it out")
-    check_output_file("--json", options.json)
+    check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
@@ -100,6 +100,7 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, CHECKS)
+    check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.evaluate.task import TextSettings

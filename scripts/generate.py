@@ -65,7 +65,7 @@ def check_options(options: argparse.Namespace) -> None:
         options.prompt = utf8_text(options.prompt)
     except ValueError as error:
         raise ConfigError("--prompt", options.prompt, str(error)) from None
-    check_output_file("--json", options.json)
+    check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:
@@ -77,6 +77,7 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, CHECKS)
+    check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # use the code next to this file
 
 from titan_like.config import ConfigError
-from titan_like.config.load import run_command, settings_file
+from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 
 COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
@@ -69,21 +69,13 @@ def check_files(options: argparse.Namespace, settings: list[str]) -> None:
     Raises:
         ConfigError: the first such file, or an empty name.
     """
-    inputs = {name: getattr(options, name, None) for name in ("profile", "points", "measured")}
-    targets = {name: getattr(options, name, None) for name in ("out", "picture", "json")}
-    for name, path in (inputs | targets).items():
-        if path == "":
-            raise ConfigError(f"--{name}", path, "name a file")
-    known = {os.path.realpath(path): f"--{name} is read from" for name, path in inputs.items() if path}
-    if (config_file := settings_file(settings)) is not None:
-        known[os.path.realpath(config_file)] = "--job.config_file is read from"
-    for name, path in targets.items():
-        check_output_file(f"--{name}", path)
-        if path is None:
-            continue
-        use = known.setdefault(os.path.realpath(path), f"--{name} is written to")
-        if use != f"--{name} is written to":
-            raise ConfigError(f"--{name}", path, f"is the file that {use}; name another one")
+    written: dict[str, str] = {}
+    for name in ("out", "picture", "json"):
+        path = getattr(options, name, None)
+        check_output_file(f"--{name}", path, options, settings)
+        if path is not None and written.setdefault(os.path.realpath(path), name) != name:
+            other = written[os.path.realpath(path)]
+            raise ConfigError(f"--{name}", path, f"is the file that --{other} is written to; name another one")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.output.endswith("/") or prefix_of(options.output).is_dir():
         cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
         raise ConfigError("--output", options.output, f"is a folder; {cure}")
-    check_output_file("--json", options.json)
+    check_output_file("--json", options.json, options)
 
 
 def main(argv: list[str]) -> int:

@@ -70,7 +70,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError("--processes", options.processes, "must be at least 1")
     if not options.timeout > 0:
         raise ConfigError("--timeout", options.timeout, "must be above 0")
-    check_output_file("--json", options.json)
+    check_output_file("--json", options.json, options)
 
 
 def check_gpus(processes: int) -> None:
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
     config = load_config(settings, CHECKS)
+    check_output_file("--json", options.json, config)
     if config.parallelism.auto:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
         raise ConfigError("parallelism.auto", True, problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_output_file
+from titan_like.config.schema import JobConfig
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 
 NO_JSON = "Expecting value: line 1 column 1 (char 0)"  # Python's words
@@ -105,8 +107,33 @@ def test_a_file_for_results_is_checked_before_anything_is_computed(
             module.check_options(options)
     check_output_file("--json", f"{tmp_path}/x.json")
     check_output_file("--json", None)
+    check_output_file("--json", "/dev/null")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_output_file("--json", f"{tmp_path}/file/x.json", "{}")
+
+
+def test_results_never_replace_what_is_read_or_belongs_to_a_run(tmp_path: Path) -> None:
+    names = ("run.toml", "text.txt", "tokenizer.json", "metrics.jsonl", "run.json", "old.json")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    os.link(tmp_path / "tokenizer.json", tmp_path / "linked.json")
+    (tmp_path / "link.json").symlink_to("text.txt")
+    tree: dict[str, Any] = {"job": {"config_file": str(tmp_path / "run.toml")}}
+    tree["data"] = {"tokenizer": f"gpt2:{tmp_path}/tokenizer.json,b", "paths": ["0.5", str(tmp_path / "text.txt")]}
+    options = generate.build_parser().parse_args(["--json", str(tmp_path / "old.json")])
+    for path in ("run.toml", "text.txt", "tokenizer.json", "linked.json", "link.json"):
+        with pytest.raises(ConfigError, match="is a file that this command reads; name another one"):
+            check_output_file("--json", str(tmp_path / path), options, JobConfig.model_validate(tree))
+    for path in ("text.txt", "metrics.jsonl", "run.json"):
+        for check in (check_output_file, lambda option, path: write_output_file(option, path, "{}")):
+            with pytest.raises(ConfigError, match="is there already and is no result; name another file"):
+                check("--json", str(tmp_path / path))
+    with pytest.raises(ConfigError, match="a file that this command reads"):
+        check_output_file("--json", str(tmp_path / "text.txt"), [f"--task=text={tmp_path}/text.txt"])
+    check_output_file("--json", str(tmp_path / "old.json"), options, JobConfig.model_validate(tree))
+    write_output_file("--json", str(tmp_path / "old.json"), "{}")
+    assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}"}
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 HARNESS_ONLY = {

@@ -64,7 +64,7 @@ def read_lines(path):
 
 
 def test_metrics_jsonl_has_the_contract_s_keys_in_order(tmp_path):
-    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0))
+    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours"))
     first, second, third = read_lines(tmp_path / "metrics.jsonl")
     assert list(first) == CONTRACT_KEYS
     assert list(second) == [*CONTRACT_KEYS, "num_zeros", "loss_scale", "validation_loss"]
@@ -75,7 +75,7 @@ def test_metrics_jsonl_has_the_contract_s_keys_in_order(tmp_path):
 
 
 def test_what_json_lacks_becomes_null(tmp_path):
-    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0))
+    write_all(JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours"))
     third = read_lines(tmp_path / "metrics.jsonl")[2]
     unknown = [key for key, value in third.items() if value is None]
     assert unknown == ["loss", "grad_norm", "mfu_model", "mfu_causal", "hfu"]
@@ -83,7 +83,7 @@ def test_what_json_lacks_becomes_null(tmp_path):
 
 
 def test_each_line_is_in_the_file_when_write_returns(tmp_path):
-    writer = JsonLinesWriter(tmp_path / "metrics.jsonl", 0)
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours")
     for step in (1, 2):
         writer.write(record(step))
         assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
@@ -93,32 +93,51 @@ def test_each_line_is_in_the_file_when_write_returns(tmp_path):
 @pytest.mark.parametrize("start", [0, 2, 5, 9])
 def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     path = tmp_path / "metrics.jsonl"
-    write_all(JsonLinesWriter(path, 0), [record(step) for step in range(1, 6)])
+    write_all(JsonLinesWriter(path, 0, "ours"), [record(step) for step in range(1, 6)])
     before = path.read_text().splitlines(keepends=True)
     path.write_text("".join(before) + before[0][: len(before[0]) // 2])
-    writer = JsonLinesWriter(path, start)
+    writer = JsonLinesWriter(path, start, "ours")
     assert path.read_text() == "".join(before[:start])  # byte for byte
     write_all(writer, [record(start + 1)])
     assert [line["step"] for line in read_lines(path)] == [*range(1, min(start, 5) + 1), start + 1]
     aside = ["metrics.1.jsonl"] if start == 0 else []  # a run that starts anew loses nothing
-    assert sorted(found.name for found in tmp_path.iterdir()) == [*aside, "metrics.jsonl"]
+    assert sorted(found.name for found in tmp_path.glob("*.jsonl")) == [*aside, "metrics.jsonl"]
 
 
 def test_earlier_runs_keep_their_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for run in range(1, 13):
-        write_all(JsonLinesWriter(path, 0), [record(run)])
-        JsonLinesWriter(path, run).close()  # it resumes
+        write_all(JsonLinesWriter(path, 0, f"run {run}"), [record(run)])
+        JsonLinesWriter(path, run, f"run {run}").close()  # it resumes
         if run == 4:
             (tmp_path / "metrics.2.jsonl").unlink()  # which leaves a gap
-    steps = {found.name: [line["step"] for line in read_lines(found)] for found in tmp_path.iterdir()}
+    steps = {found.name: [line["step"] for line in read_lines(found)] for found in tmp_path.glob("*.jsonl")}
     assert steps == {"metrics.jsonl": [12]} | {f"metrics.{run}.jsonl": [run] for run in range(1, 12) if run != 2}
 
 
 def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
     for _ in range(2):
-        JsonLinesWriter(tmp_path / "metrics.jsonl", 0).close()
-    assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours").close()
+    assert [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+
+
+def test_each_run_goes_on_with_its_own_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def steps(name):
+        return [line["step"] for line in read_lines(tmp_path / name)]
+
+    write_all(JsonLinesWriter(path, 0, "first"), [record(step) for step in range(1, 7)])
+    write_all(JsonLinesWriter(path, 0, "second"), [record(step) for step in range(1, 4)])
+    write_all(JsonLinesWriter(path, 6, "first"), [record(7)])
+    assert steps("metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7] and steps("metrics.2.jsonl") == [1, 2, 3]
+    write_all(JsonLinesWriter(path, 2, "second"), [record(3), record(4)])
+    assert steps("metrics.jsonl") == [1, 2, 3, 4] and steps("metrics.3.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+    write_all(JsonLinesWriter(path, 9, "from elsewhere"), [record(10)])
+    assert steps("metrics.jsonl") == [10] and steps("metrics.4.jsonl") == [1, 2, 3, 4]
+    (tmp_path / "metrics.runs.json").write_text("[" * 100_000)  # damaged: nothing is known, and nothing is lost
+    write_all(JsonLinesWriter(path, 10, "from elsewhere"), [record(11)])
+    assert steps("metrics.jsonl") == [10, 11]
 
 
 class FullDisk:
@@ -140,7 +159,7 @@ class FullDisk:
 
 def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    writer = JsonLinesWriter(path, 0)
+    writer = JsonLinesWriter(path, 0, "ours")
     writer.write(record(1))
     file = writer._file
     writer._file = FullDisk(file, room=10)
@@ -158,7 +177,7 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
 
 def test_lines_that_a_full_disk_keeps_out_are_counted_at_the_end(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    writer = JsonLinesWriter(path, 0)
+    writer = JsonLinesWriter(path, 0, "ours")
     writer.write(record(1))
     writer._file = FullDisk(writer._file, room=10)
     for step in (2, 3, 4):
@@ -171,17 +190,18 @@ def test_lines_that_a_full_disk_keeps_out_are_counted_at_the_end(tmp_path, capsy
 
 def test_bytes_that_are_no_text_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write_all(JsonLinesWriter(path, 0))
+    write_all(JsonLinesWriter(path, 0, "ours"))
     path.write_bytes(path.read_bytes() + b"\xff\xfe\x00\x80")
-    JsonLinesWriter(path, 2).close()
+    JsonLinesWriter(path, 2, "ours").close()
     assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
-def test_whole_last_line_without_its_newline_is_torn(tmp_path):
+@pytest.mark.parametrize("damage", ["[" * 100_000, '{"step": ' + 5000 * "1" + "}", "{}", "5", '{"step": "x"}'])
+def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropped(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
-    write_all(JsonLinesWriter(path, 9), [record(3)])
-    assert [line["step"] for line in read_lines(path)] == [1, 3]
+    path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 2}}')
+    write_all(JsonLinesWriter(path, 9, "ours"), [record(3)])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
 def numbers(item):
@@ -270,7 +290,7 @@ def wandb_config(mode, **metrics):
 
 @pytest.mark.parametrize("mode", ["offline", "auto"])
 def test_wandb_has_the_same_keys_and_values_and_stays_offline(tmp_path, no_key, mode):
-    write_all(WandbWriter(wandb_config(mode), tmp_path, 0))
+    write_all(WandbWriter(wandb_config(mode), tmp_path, "ours"))
     ids, found = wandb_history(tmp_path)
     assert len(ids) == 1
     assert list(found) == [1, 2, 3]
@@ -281,11 +301,10 @@ def test_wandb_has_the_same_keys_and_values_and_stays_offline(tmp_path, no_key, 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path, no_key):
     config = wandb_config("offline", wandb_project="elsewhere")
-    write_all(WandbWriter(config, tmp_path, 0), [record(1), record(2)])
-    first_id = (tmp_path / "wandb_run_id").read_text()
-    write_all(WandbWriter(config, tmp_path, 2), [record(3)])
+    write_all(WandbWriter(config, tmp_path, "ours"), [record(1), record(2)])
+    write_all(WandbWriter(config, tmp_path, "ours"), [record(3)])
     ids, found = wandb_history(tmp_path)
-    assert ids == {first_id}
+    assert ids == {"ours"}
     assert list(found) == [1, 2, 3]
 
 
@@ -311,7 +330,7 @@ def test_wandb_is_online_only_with_a_key(tmp_path, no_key, monkeypatch, key, mod
     monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["mode"]))
     config = wandb_config(mode)
     check_wandb(config.metrics)
-    WandbWriter(config, tmp_path, 0)
+    WandbWriter(config, tmp_path, "ours")
     assert asked == [expected]
 
 
@@ -324,7 +343,7 @@ def test_online_without_a_key_is_refused(no_key):
 def test_writers_are_those_that_are_asked_for(tmp_path, no_key):
     def kinds(**metrics):
         config = JobConfig.model_validate({"job": {"dump_folder": str(tmp_path / "new")}, "metrics": metrics})
-        writers = build_writers(config, 0)
+        writers = build_writers(config, 0, "ours")
         for writer in writers:
             writer.close()
         return [type(writer) for writer in writers]

@@ -52,6 +52,7 @@ class RunState:
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
     versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
+    run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
 
 
 def checkpoint_folder(config: JobConfig) -> Path:

@@ -210,14 +210,6 @@ def _without_dashes(word: str) -> ConfigError:
     return ConfigError("command line", word, f"a setting needs two dashes; write {shortened(example)}")
 
 
-def settings_file(argv: list[str]) -> str | None:
-    """The settings file that a command line names; None if there is none, or `load_config` will refuse it."""
-    path = _read_overrides(argv)[0].get("job.config_file")
-    with suppress(ValueError):
-        return expanded(path) if isinstance(path, str) else None
-    return None
-
-
 def _file_settings(path: Any) -> dict[str, Any]:
     """The settings in `job.config_file`, if it is set."""
     if path is None:

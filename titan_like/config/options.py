@@ -6,15 +6,21 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from pydantic import BaseModel
 
 from titan_like.config.errors import ConfigError, printable, shortened
 from titan_like.config.paths import expanded
 from titan_like.config.section import expanded_tokenizer
 
 _MOST_SHOWN = 80  # characters of a path
+_OUTPUTS = ("json", "out", "output", "picture")  # options that name files to write
+_OF_RUNS = ("run.json", "metrics.runs.json")
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -60,27 +66,71 @@ def _option(expand: Callable[[str], str], text: str) -> str:
         raise argparse.ArgumentTypeError(f'"{shown}" {error}') from None
 
 
-def check_output_file(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done. None is no file.
+def check_output_file(option: str, path: str | None, *sources: object) -> None:
+    """Refuse a file that cannot be written, or that must not be overwritten, before any work is done.
+
+    Args:
+        option: the option that names the file.
+        path: the file; None if there is none.
+        sources: settings and options. Every text in them that names a file stands for one that is read.
 
     Raises:
-        ConfigError: the path is a folder, or is in a folder that does not exist or is not writable.
+        ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there
+            and is read, belongs to a run, or is of another type.
     """
     if path is None:
         return
     parent = Path(path).parent
     if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(option, path, "not a file in a folder that you may write to; name one")
+    if not os.path.isfile(path):
+        return  # a new file, a pipe or a device
+    for text in _texts(sources):
+        for piece in (text, *re.split("[=:,]", text)):  # NAME=PATH, gpt2:PATH,PATH
+            file = os.path.expandvars(os.path.expanduser(piece))
+            if "\0" not in file and os.path.isfile(file) and os.path.samefile(file, path):
+                raise ConfigError(option, path, "is a file that this command reads; name another one")
+    _check_replaceable(option, path)
+
+
+def _check_replaceable(option: str, path: str) -> None:
+    """Only a result may replace a file that is there: not a text, a dataset, or a file of a run."""
+    is_result = path.endswith(".json") and os.path.basename(path) not in _OF_RUNS
+    if option == "--json" and os.path.isfile(path) and not is_result:
+        raise ConfigError(option, path, "is there already and is no result; name another file")
+
+
+def _texts(source: object) -> Iterator[str]:
+    if isinstance(source, str):
+        yield source
+    elif isinstance(source, BaseModel):
+        yield from _texts(source.model_dump())
+    elif isinstance(source, argparse.Namespace):
+        yield from _texts({name: value for name, value in vars(source).items() if name not in _OUTPUTS})
+    elif isinstance(source, dict | list | tuple):
+        for value in source.values() if isinstance(source, dict) else source:
+            yield from _texts(value)
 
 
 def write_output_file(option: str, path: str | Path, text: str) -> None:
-    """Write a file that a command line names.
+    """Write a file that a command line names. An earlier one stays as it is until the new one is complete.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or there is a file that is no result.
     """
+    target = os.path.realpath(path)
+    _check_replaceable(option, target)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        if os.path.exists(target) and not os.path.isfile(target):  # a pipe or a device
+            Path(target).write_text(text, encoding="utf-8")
+            return
+        unfinished = f"{target}.unfinished"
+        try:
+            Path(unfinished).write_text(text, encoding="utf-8")
+            os.replace(unfinished, target)
+        finally:
+            with suppress(OSError):
+                os.unlink(unfinished)
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be written ({error.strerror}); name another file") from None
 

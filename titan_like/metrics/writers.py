@@ -7,7 +7,6 @@ import math
 import netrc
 import os
 import sys
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,15 +30,15 @@ class Writer(Protocol):
         ...
 
 
-def build_writers(config: JobConfig, start_step: int) -> list[Writer]:
-    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt."""
+def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Writer]:
+    """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    writers: list[Writer] = [JsonLinesWriter(folder / "metrics.jsonl", start_step)]
+    writers: list[Writer] = [JsonLinesWriter(folder / "metrics.jsonl", start_step, run_id)]
     if config.metrics.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
     if config.metrics.wandb:
-        writers.append(WandbWriter(config, folder, start_step))
+        writers.append(WandbWriter(config, folder, run_id))
     return writers
 
 
@@ -57,18 +56,15 @@ def check_wandb(metrics: Metrics) -> None:
 class JsonLinesWriter:
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
-    A new run renames the file of an earlier run, the first one to metrics.1.jsonl. No other job writes to the folder,
-    because this job holds its lock.
+    The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes goes on with its own file
+    and takes it back if another run had renamed it. No other job writes to the folder, because this job holds its lock.
     """
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        if start_step == 0 and path.exists() and path.stat().st_size:  # from an earlier run
-            os.rename(path, path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}"))
+    def __init__(self, path: Path, start_step: int, run_id: str) -> None:
+        _make_current(path, start_step, run_id)
         kept = "".join(_lines_up_to(path, start_step)).encode() if path.exists() else b""
         if path.exists() and kept != path.read_bytes():
-            with removed_unless_renamed(path.with_suffix(".unfinished")) as unfinished:
-                unfinished.write_bytes(kept)
-                os.replace(unfinished, path)
+            _replace(path, kept)
         self._path, self._file = path, open(path, "ab", buffering=0)
         self._size = path.stat().st_size
         self._waiting = b""  # lines that could not be written yet
@@ -105,6 +101,35 @@ class JsonLinesWriter:
         self._file.close()
 
 
+def _make_current(path: Path, start_step: int, run_id: str) -> None:
+    """Let ``path`` be the run's own file, or none. ``metrics.runs.json`` says which run each file belongs to."""
+    index = path.with_suffix(".runs.json")
+    try:
+        read = json.loads(index.read_bytes())
+        owners = {str(name): str(owner) for name, owner in read.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        owners = {}
+    # A file whose run is not known is taken for the run's own if the run resumes.
+    is_own = start_step > 0 and owners.get(path.name, run_id) == run_id
+    if not is_own and path.exists() and path.stat().st_size:
+        aside = path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}")
+        os.rename(path, aside)
+        owners[aside.name] = owners.pop(path.name, "")
+    earlier = [path.with_name(name) for name, owner in owners.items() if owner == run_id and name != path.name]
+    if start_step > 0 and not is_own and earlier and earlier[-1].exists():
+        os.rename(earlier[-1], path)
+        del owners[earlier[-1].name]
+    if owners.get(path.name) != run_id:
+        owners[path.name] = run_id
+        _replace(index, json.dumps(owners, indent=2).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    with removed_unless_renamed(path.with_suffix(".unfinished")) as unfinished:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+
+
 def _runs_before(path: Path) -> int:
     """The highest number among the files of earlier runs next to ``path``; 0 if there are none."""
     numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
@@ -114,12 +139,10 @@ def _runs_before(path: Path) -> int:
 def _lines_up_to(path: Path, step: int) -> list[str]:
     """The complete lines of steps up to ``step``; a line that a crash cut off is dropped."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            if json.loads(line)["step"] <= step:
+                kept.append(f"{line}\n")
     return kept
 
 
@@ -147,9 +170,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Logs to one wandb run per dump folder; a resumed job continues the same run."""
+    """Logs to wandb under the run's own id, so that a resumed job continues the same run there."""
 
-    def __init__(self, config: JobConfig, folder: Path, start_step: int) -> None:
+    def __init__(self, config: JobConfig, folder: Path, run_id: str) -> None:
         import wandb
 
         mode: Literal["online", "offline"] | None
@@ -159,9 +182,6 @@ class WandbWriter:
             mode = None  # wandb reads the variable itself
         else:
             mode = "online" if _wandb_key_configured() else "offline"
-        id_file = folder / "wandb_run_id"
-        run_id = id_file.read_text() if start_step and id_file.exists() else uuid.uuid4().hex[:8]
-        id_file.write_text(run_id)
         self._run = wandb.init(
             project=config.metrics.wandb_project,
             name=config.job.description or None,

@@ -21,7 +21,7 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     Raises:
         ConfigError: the user has to change something.
     """
-    check_output_file("--json", json_path)
+    check_output_file("--json", json_path, config)
     result = dry_run(config)
     print(format_dry_run(result))
     if json_path is not None:

@@ -61,7 +61,7 @@ class Trainer(TrainingState):
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
-        self.writers: list[Writer] = build_writers(config, self.step) if dist.get_rank() == 0 else []
+        self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if dist.get_rank() == 0 else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
@@ -372,7 +372,7 @@ class Trainer(TrainingState):
         self.losses.count(record.step, record.loss, skipped=True)
         for writer in self.writers:
             writer.close()
-        self.writers = build_writers(self.config, self.step) if self.writers else []
+        self.writers = build_writers(self.config, self.step, self.run_id) if self.writers else []
         self.console.print(
             f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.step} and "
             f"skipped samples {left_out.start} to {left_out.stop - 1}"

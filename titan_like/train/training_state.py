@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -49,6 +50,7 @@ class TrainingState:
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
+        self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
@@ -79,6 +81,7 @@ class TrainingState:
             consecutive_skips=self.losses.consecutive_skips,
             data=self.run.datasets["train"].fingerprint,
             versions={name: version(name) for name in ("torch", "safetensors")},
+            run_id=self.run_id,
         )
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors()
         self.saver.save(tensors, state)
@@ -128,6 +131,7 @@ class TrainingState:
         for key, value in self._changed_data(state):
             if key in MASK_SETTINGS and dist.get_rank() == 0:
                 print(f"data.{key} was {value} up to step {state.step}", flush=True)
+        self.run_id = state.run_id or self.run_id
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
