@@ -200,33 +200,32 @@ class ObservedTrainer(WatchedTrainer):
             self.steps_alone(1)
 
 
-def observe(member: Member, reference: Reference, config: JobConfig, kinds: list[str]) -> Iterator[Report]:
-    """Run the kinds (types, or dropout) one after the other, and compare each with the reference."""
-    for kind in kinds:
-        report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
-        run = prepare_run(member, reference, config, dtype, member.folder / kind)
-        if kind == DROPOUT:
-            observe_dropout(run, report, reference.small)
-        else:
-            ObservedTrainer(run, reference, report).compare_run()
-        yield report
+def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
+    """Run one kind (a type, or dropout) and compare it with the reference."""
+    report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
+    run = prepare_run(member, reference, config, dtype, member.folder)
+    if kind == DROPOUT:
+        observe_dropout(run, report, reference.small)
+    else:
+        ObservedTrainer(run, reference, report).compare_run()
     dist.barrier()
+    return report
 
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, last_step: int, folder: Path
-) -> Iterator[Report]:
-    """One leg of a relay: resume from ``load_step``, if given, and save after every good step up to ``last_step``."""
+) -> Report:
+    """One leg of a relay: resume from ``load_step``, if given, and save after every step up to ``last_step``."""
     saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
     report = Report(RESUME, member.rank)
     run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
     ObservedTrainer(run, reference, report, last_step).train()
-    yield report
+    return report
 
 
 def compare_places(
     member: Member, reference: Reference, config: JobConfig, step: int
-) -> Iterator[tuple[list[str], dict[Place, float]]]:
+) -> tuple[list[str], dict[Place, float]]:
     """The modules in forward order, and those of this process whose output or gradient is wrong in a step."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
@@ -240,7 +239,7 @@ def compare_places(
     trainer.steps_alone(1)
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
-    yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
+    return expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Trace:
             self.tensors[Key(step, row, name)] = tensor.detach().to("cpu", torch.float64, copy=True)
 
 
-def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Iterator[Reference]:
+def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Reference:
     """Train in float64, then in each other type among ``kinds`` to measure how far its rounding leads away."""
     init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
@@ -108,7 +108,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
                 is_tied = name == "embedding.weight" and model_config(config.model).tied_embeddings
                 allowed[dtype][key] = (TIED_TABLE_SHARE if is_tied else SAME_TYPE_SHARE) * EPS[dtype]
     save_file(stored, file)
-    yield Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
+    return Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
 
 
 def train(
