@@ -6,7 +6,7 @@ follows from runs without some of them. It starts no run itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +32,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with some axes left out."""
+    """A run with an axis left out."""
 
-    left_out: str
+    left_out: str  # in addition to those that were left out for good
     outcome: str  # same, different, fails (it did not finish) or undecided (stopped, or not compared)
 
 
@@ -88,7 +88,7 @@ AXES = (
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, "pipeline_parallel"),
     Axis("pipeline_parallel", "pipeline parallelism", lambda c: _with(c, pipeline=1)),
     Axis("zero_stage", "the ZeRO stage", _no_zero, "data_parallel"),
-    Axis("replicas", "replicas (HSDP)", _no_replicas, "data_parallel"),
+    Axis("replicas", "replicas (HSDP)", _no_replicas, "zero_stage"),  # without it nothing is sharded
     Axis("data_parallel", "data parallelism", lambda c: _with(c, replicate=1, shard=1)),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
     Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
@@ -96,80 +96,41 @@ AXES = (
 )
 
 
-def without(config: JobConfig, names: Iterable[str | None]) -> JobConfig:
-    """The configuration without these axes, in whatever order they are named."""
-    names = set(names)
+def on_one_process(config: JobConfig) -> JobConfig:
+    """The configuration without any axis."""
     for axis in AXES:
-        config = axis.drop(config) if axis.name in names else config
+        config = axis.drop(config)
     return config
 
 
-def on_one_process(config: JobConfig) -> JobConfig:
-    """The configuration without any axis."""
-    return without(config, [axis.name for axis in AXES])
-
-
 def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig], str]) -> Blame:
-    """Leave each axis out in turn; if that decides nothing, try each one alone.
+    """Leave out one axis after the other, for good if the difference stays. At fault are those that have to stay.
 
-    An axis is at fault if the difference vanishes when it alone is left out. ``symptom`` is what the whole layout
-    shows: different or fails. A trial that fails where the layout finished has met another problem and tells nothing:
-    a bug that drops the last microbatch leaves none at all in a run with one microbatch.
+    ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished has met
+    another problem and tells nothing: a bug that drops the last microbatch leaves none at all in a run with one
+    microbatch. An axis without which such trials fail is at fault only if there is no other.
     """
-    axes, trials = [axis for axis in AXES if axis.drop(config) != config], list[Trial]()
-    names = {axis.name for axis in AXES}
-
-    def shows(title: str, left_out: Iterable[str | None]) -> bool:
-        trials.append(Trial(title, outcome_of(without(config, left_out))))
-        return trials[-1].outcome in (DIFFERENT, symptom)
-
-    def verdict(guilty: list[Axis], sentence: str) -> Blame:
-        return Blame(" + ".join(axis.name for axis in guilty), sentence, trials)
-
-    alone = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
-    if not axes or shows("everything: one process, one microbatch", names):
-        return Blame(ONE_PROCESS, alone, trials)
-    alone_fails = trials[-1].outcome == FAILS
-    # One large microbatch rounds differently, so some rows cannot be compared.
-    if trials[-1].outcome == UNDECIDED and shows("everything but accumulation: one process", names - {"accumulation"}):
-        return Blame(ONE_PROCESS, alone, trials)
-    shown = [axis for axis in axes if shows(axis.title, [axis.name])]
-    vanishes = [axis for axis, trial in zip(axes, trials[-len(axes) :], strict=True) if trial.outcome == SAME]
-    if vanishes:
-        guilty = _smallest(vanishes)
-        if len(guilty) > 1:
-            return verdict(guilty, f"{_listed(guilty)} together: without any one of them every difference vanishes")
-        part_of = [f", a part of {axis.title}" for axis in AXES if axis.name == guilty[0].within]
-        sentence = f"{guilty[0].title}{''.join(part_of)}: without it alone every difference vanishes"
-        takes_several = vanishes[-1].name == "accumulation" != guilty[0].name
-        return verdict(guilty, sentence + "; it takes several microbatches to show" * takes_several)
-    wrong: list[Axis] = []
-    for axis in axes:
-        is_part = axis.within in [other.name for other in wrong]  # the whole may be wrong already
-        if not is_part and shows(f"all but {axis.title}", names - {axis.name, axis.within or ""}):
-            wrong.append(axis)
-    if not wrong and alone_fails:
-        return Blame(ONE_PROCESS, alone, trials)
-    if not wrong:
-        return verdict(axes, "no single axis: the difference stays without any one of them, and none is wrong alone")
-    if len(wrong) > 1:
-        return verdict(wrong, f"more than one axis: each of {_listed(wrong)} is wrong alone")
-    rest = ", and something else is wrong without it" if wrong[0] in shown else ""
-    return verdict(wrong, f"{wrong[0].title} is wrong alone{rest}")
-
-
-def _smallest(vanishes: list[Axis]) -> list[Axis]:
-    """Narrow down the axes without which a difference vanishes.
-
-    A part is named instead of its whole, and accumulation only if nothing else is left. Without the ZeRO stage nothing
-    is sharded and replicas are no axis of their own, so a fault in the replicas vanishes with either.
-    """
-    wholes = {axis.within for axis in vanishes}
-    wholes |= {"zero_stage"} if any(axis.name == "replicas" for axis in vanishes) else set()
-    needed = [axis for axis in vanishes if axis.name not in wholes]
-    return [axis for axis in needed if axis.name != "accumulation"] or needed
-
-
-def _listed(axes: list[Axis]) -> str:
-    *first, last = [axis.title for axis in axes]
-    return f"{', '.join(first)} and {last}" if first else last
+    trials, kept = list[Trial](), list[Axis]()
+    for axis in AXES:
+        rest = axis.drop(config)
+        if rest == config:
+            continue
+        trials.append(Trial(axis.title, outcome_of(rest)))
+        if trials[-1].outcome in (DIFFERENT, symptom):
+            config = rest
+        else:
+            kept.append(axis)
+    vanishes = [axis for axis in kept if Trial(axis.title, SAME) in trials]
+    needed = vanishes or [axis for axis in kept if axis.name != "accumulation"]
+    if not needed:
+        told = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
+        return Blame(ONE_PROCESS, told, trials)
+    # A part is named instead of its whole, and accumulation only if nothing else is left.
+    wholes = {axis.within for axis in needed}
+    parts = [axis for axis in needed if axis.name not in wholes]
+    guilty = [axis for axis in parts if axis.name != "accumulation"] or parts
+    *others, last = [axis.title for axis in guilty]
+    titles = f"{', '.join(others)} and {last} together: without any one of them" if others else f"{last}: without it"
+    consequence = "every difference vanishes" if vanishes else "there is nothing to compare"
+    several = "; it takes several microbatches to show" if len(parts) > len(guilty) else ""
+    return Blame(" + ".join(axis.name for axis in guilty), f"{titles} {consequence}{several}", trials)
