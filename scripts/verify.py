@@ -105,13 +105,13 @@ def main(argv: list[str]) -> int:
 
     started = time.perf_counter()
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
-    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.shrink import layout_of, resolve, shrink
     from titan_like.verify.verify import Verifier
 
     layout = resolve(config, options.processes)
     small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
     if options.gpus:
-        check_gpus(max(layout.num_processes for layout in small.layouts))
+        check_gpus(layout_of(small.config).num_processes)
     verifier = Verifier(small, options.timeout, on_gpus=options.gpus)
     verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
     verdict = verifier.verify()

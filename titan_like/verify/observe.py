@@ -49,12 +49,8 @@ class ObservedTrainer(WatchedTrainer):
         small = reference.small
         super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
-        self.small, self.bad_steps, self.num_steps, self.last_step = (
-            small,
-            small.bad_steps,
-            small.num_steps,
-            last_step or small.num_steps,
-        )
+        self.small, self.bad_steps, self.num_steps = small, small.bad_steps, small.num_steps
+        self.last_step = last_step or small.num_steps
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
         self._compare_scalar = partial(report.scalar, reference, self.dtype)

@@ -83,7 +83,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     batch, piece = config.training.global_batch_size, config.training.micro_batch_size
     if config.training.max_norm:
-        whole_norm = train(replace(small, steps=1), EXACT, batch, device).scalars[Key(1, Row.NORM)]
+        whole_norm = train(replace(small, num_steps=1), EXACT, batch, device).scalars[Key(1, Row.NORM)]
         config = edit(config, {"training.max_norm": float(f"{_CLIPPED_SHARE * whole_norm:.3g}")})
         small = replace(small, config=config)
     exact = train(small, EXACT, batch, device)

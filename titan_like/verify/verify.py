@@ -1,4 +1,4 @@
-"""From a small run to a verdict: compute the reference, run the layouts, compare, and locate what differs."""
+"""From a small run to a verdict: compute the reference, run the layout, compare, and locate what differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, in_layout, layout_of
+from titan_like.verify.shrink import Small, layout_of
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -32,8 +32,8 @@ class Verdict:
     """What a verification found."""
 
     outcome: str  # same, different or undecided
-    layouts: list[Layout]
-    checks: list[Check]  # of all layouts, in the order in which things happen
+    layout: Layout
+    checks: list[Check]  # in the order in which things happen
     blame: Blame | None = None  # if something differs
     place: str | None = None  # the module at fault, if it was found
     reason: str = ""  # if undecided
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass
 class Verifier:
-    """Verifies the layouts of one small run."""
+    """Verifies one small run."""
 
     small: Small
     timeout: float = 120.0  # seconds that one run may take
@@ -63,16 +63,15 @@ class Verifier:
         self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
 
     def verify(self) -> Verdict:
-        """Run all kinds in all layouts and compare them with one reference, up to the first layout that differs."""
+        """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
-        verdict = Verdict(SAME, self.small.layouts, [], not_applicable=missing)
+        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
                 self._compute_reference(verdict)
-                for layout in verdict.layouts:
-                    if verdict.outcome == SAME:
-                        self._verify_layout(layout, verdict)
+                if verdict.outcome == SAME:
+                    self._verify_layout(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
@@ -89,9 +88,9 @@ class Verifier:
         verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", [])
         verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
 
-    def _verify_layout(self, layout: Layout, verdict: Verdict) -> None:
+    def _verify_layout(self, verdict: Verdict) -> None:
+        config, layout = self.small.config, verdict.layout
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        config = in_layout(self.small.config, layout)
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
         if first is None:
