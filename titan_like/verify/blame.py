@@ -27,7 +27,7 @@ class Axis:
     name: str
     title: str
     drop: Callable[[JobConfig], JobConfig]
-    within: str | None = None  # the axis that this one is a part of and cannot exist without
+    within: tuple[str, ...] = ()  # axes that this one is a part of, or that it shows nothing without
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "acti
 # A part comes before the axis that it is a part of. Accumulation comes last because the number of microbatches follows
 # from the other axes: without data parallelism one process sees all samples, as more microbatches of the same size.
 AXES = (
-    Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), "tensor_parallel"),
+    Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), ("tensor_parallel",)),
     Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
-    Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, "pipeline_parallel"),
+    Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),
     Axis("pipeline_parallel", "pipeline parallelism", lambda c: _with(c, pipeline=1)),
-    Axis("zero_stage", "the ZeRO stage", _no_zero, "data_parallel"),
-    Axis("replicas", "replicas (HSDP)", _no_replicas, "zero_stage"),  # without it nothing is sharded
+    Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel",)),
+    Axis("replicas", "replicas (HSDP)", _no_replicas, ("zero_stage", "data_parallel")),
     Axis("data_parallel", "data parallelism", lambda c: _with(c, replicate=1, shard=1)),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),
     Axis("compile", "compilation", lambda c: edit(c, {"compile.enable": False})),
@@ -126,7 +126,7 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
         told = "the difference is there also on one process without any parallelism: the trainer itself, or the model"
         return Blame(ONE_PROCESS, told, trials)
     # A part is named instead of its whole, and accumulation only if nothing else is left.
-    wholes = {axis.within for axis in needed}
+    wholes = {name for axis in needed for name in axis.within}
     parts = [axis for axis in needed if axis.name not in wholes]
     guilty = [axis for axis in parts if axis.name != "accumulation"] or parts
     *others, last = [axis.title for axis in guilty]
