@@ -136,8 +136,8 @@ def format_table(verdict: Verdict) -> str:
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
     for name, check in rows.items():
         worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
-        if not check.allowed:  # something that must hold exactly, so print how many violations there are
-            worst, allowed = f"{check.worst:.0f}", "0"
+        if not check.allowed:  # something that must hold exactly
+            worst, allowed = f"{check.worst:.3g}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
         lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
     return "\n".join(lines)
