@@ -13,8 +13,7 @@ from typing import Any
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.parallel.schedules import check_schedule
-from titan_like.verify.shrink import ONE_STAGE, in_layout, layout_of
+from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
@@ -64,11 +63,9 @@ def _no_zero(config: JobConfig) -> JobConfig:
 
 def _no_accumulation(config: JobConfig) -> JobConfig:
     """As few and as large microbatches as the schedule allows."""
-    section, size, layout = config.parallelism, config.training.micro_batch_size, layout_of(config)
+    size, layout = config.training.micro_batch_size, layout_of(config)
     microbatches = min(rampup_batch_sizes(config.training)) // (size * layout.data_parallel)
-    virtual, fewest = section.virtual_stages_per_rank, 1
-    while layout.pipeline > 1 and check_schedule(section.pipeline_schedule, layout.pipeline, virtual, fewest):
-        fewest += 1
+    fewest = fewest_microbatches(config, layout.pipeline, config.parallelism.virtual_stages_per_rank, 1)
     larger = {"training.micro_batch_size": size * (microbatches // fewest)}
     return config if microbatches % fewest else edit(config, larger)
 

@@ -299,7 +299,12 @@ def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, vir
         wanted = pipeline + 1
     if had < original.pipeline:
         wanted = min(wanted, pipeline)
-    microbatches = max(2, min(had, wanted))
-    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, microbatches) is not None:
-        microbatches += 1
-    return microbatches
+    return fewest_microbatches(config, pipeline, virtual, max(2, min(had, wanted)))
+
+
+def fewest_microbatches(config: JobConfig, pipeline: int, virtual: int, at_least: int) -> int:
+    """The smallest number of microbatches that the schedule takes, from ``at_least`` on."""
+    schedule = config.parallelism.pipeline_schedule
+    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, at_least) is not None:
+        at_least += 1
+    return at_least
