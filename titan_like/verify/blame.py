@@ -30,20 +30,12 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A run with an axis left out."""
-
-    left_out: str  # in addition to those that were left out for good
-    outcome: str  # same, different, fails (it did not finish) or undecided (stopped, or not compared)
-
-
-@dataclass(frozen=True)
 class Blame:
     """The axis at fault: a name from `AXES`, several joined by " + ", or one_process."""
 
     axis: str
     sentence: str
-    trials: list[Trial]
+    trials: dict[str, str]  # axis left out, next to those that stay out → same, different, fails or undecided
 
 
 def _with(config: JobConfig, **degrees: int) -> JobConfig:
@@ -107,17 +99,17 @@ def find_fault(config: JobConfig, symptom: str, outcome_of: Callable[[JobConfig]
     another problem and tells nothing: a bug that drops the last microbatch leaves none at all in a run with one
     microbatch. An axis without which such trials fail is at fault only if there is no other.
     """
-    trials, kept = list[Trial](), list[Axis]()
+    trials, kept = dict[str, str](), list[Axis]()
     for axis in AXES:
         rest = axis.drop(config)
         if rest == config:
             continue
-        trials.append(Trial(axis.title, outcome_of(rest)))
-        if trials[-1].outcome in (DIFFERENT, symptom):
+        trials[axis.name] = outcome_of(rest)
+        if trials[axis.name] in (DIFFERENT, symptom):
             config = rest
         else:
             kept.append(axis)
-    vanishes = [axis for axis in kept if Trial(axis.title, SAME) in trials]
+    vanishes = [axis for axis in kept if trials[axis.name] == SAME]
     needed = vanishes or [axis for axis in kept if axis.name != "accumulation"]
     if not needed:
         told = "the difference is there also on one process without any parallelism: the trainer itself, or the model"

@@ -116,16 +116,11 @@ class Reference:
     """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
     small: Small  # its max_norm clips every step but the last, if the configuration clips at all
-    file: Path
+    file: Path  # of the numbers and tensors, float64
     names: list[str]  # of all parameters, in the model's order
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
-
-    def part(self, key: Key, offset: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
-        """The part of a tensor that begins at ``offset`` and has this shape, float64, on the CPU."""
-        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        return _opened(self.file)[key][slices]
 
 
 @cache
@@ -175,7 +170,8 @@ class Report:
             value = torch.tensor(value, dtype=torch.float64)
         part, offset = local_part(value)
         if part.numel():
-            expected = reference.part(key, offset, part.shape).to(part.device)
+            where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
+            expected = _opened(reference.file)[key][where].to(part.device)
             told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
             self.add(key, difference, reference.allowed[dtype][key], told)

@@ -85,7 +85,7 @@ class Verifier:
         if made.result is not None:
             self.reference: Reference = made.result
             return
-        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", [])
+        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
         verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
 
     def _verify_layout(self, verdict: Verdict) -> None:
