@@ -159,11 +159,11 @@ class Report:
             self.exact(key, "two copies on one process differ")
 
     def compare(self, reference: Reference, dtype: str, key: Key, value: torch.Tensor | float) -> None:
-        """Compare a number or this process's part of a tensor, if the reference has it, within the rounding of a type.
+        """Compare a number or this process's part of a tensor, if the reference allows it a difference in this type.
 
         The difference is relative to the whole tensor's norm. A number must be the same on all processes as well.
         """
-        if key not in reference.sizes:
+        if key not in reference.allowed[dtype]:
             return
         if not isinstance(value, torch.Tensor):
             self.share(Key(key.step, Row.EQUAL, key.row), repr(value))

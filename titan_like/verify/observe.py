@@ -81,9 +81,8 @@ class ObservedTrainer(WatchedTrainer):
         self.report.samples[step] = self.drawn
         self._compare_record(step, found)
         self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
-        if self.dtype not in HALF:
-            for name, parameter in self.model.named_parameters():
-                self._compare(Key(step, Row.WEIGHT, name), parameter)
+        for name, parameter in self.model.named_parameters():
+            self._compare(Key(step, Row.WEIGHT, name), parameter)
         return found
 
     def _compare_record(self, step: int, found: StepRecord) -> None:
@@ -101,10 +100,8 @@ class ObservedTrainer(WatchedTrainer):
         wanted = (int(not is_good and overflows), int(not is_good and not overflows), len(bad_so_far))
         equal(Key(step, Row.SKIPPED), skipped, dict(zip(skipped, wanted, strict=True)))
         self.report.share(Key(step, Row.EQUAL, Row.NORM), repr(found.grad_norm))
-        if is_good:
-            self._compare(Key(step, Row.NORM), found.grad_norm)
-        if is_good and self.dtype == EXACT:
-            self._compare(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
+        self._compare(Key(step, Row.NORM), found.grad_norm)
+        self._compare(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
         if overflows:
             scale = FLOAT16_SCALE / 2 ** len([bad for bad in bad_so_far if bad < step])
             equal(Key(step, Row.LOSS_SCALE), found.loss_scale, scale)
@@ -122,8 +119,8 @@ class ObservedTrainer(WatchedTrainer):
         row = Row.GRADIENT if step <= self.num_steps else Row.LARGE_GRADIENT
         for name, gradient in self.gradients:
             self._compare(Key(step, row, name), gradient)
-            if step == 1 and self.dtype in HALF and self._rounds_as_one_process(name):
-                self._compare(Key(1, Row.SAME_TYPE, name), gradient)
+            if self._rounds_as_one_process(name):
+                self._compare(Key(step, Row.SAME_TYPE, name), gradient)
 
     @torch.no_grad()
     def _spoil(self) -> None:
