@@ -91,6 +91,7 @@ BUGS = [
     (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
     (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
     (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (runs.ends_before_its_first_step, DATA, "one_process", Row.RUNS, ""),
     (runs.crash_at_the_end, DATA, "data_parallel", Row.ENDS, ""),
     (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", Row.SAMPLES, ""),
     (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.UPDATE, "embedding.weight"),

@@ -158,12 +158,12 @@ def _outcome(folder: Path, rank: int, exit_code: int | None, reason: str) -> Out
     log, file = folder / f"log-{rank}.txt", folder / f"result-{rank}"
     printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     result = pickle.loads(file.read_bytes()) if file.exists() else None
-    if exit_code == 0:
+    if exit_code == 0 and file.exists():
         ending, reason = DONE, ""
     elif exit_code in (None, -signal.SIGKILL):
         ending, reason = STOPPED, reason if exit_code is None else KILLED
     else:
-        lines = printed.strip().splitlines()  # the last is that of a traceback
+        lines = printed.strip().splitlines() if exit_code else []  # the last is that of a traceback
         ending, reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
     return Outcome(rank, ending, reason, result, printed, exit_code)
 
