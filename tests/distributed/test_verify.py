@@ -260,6 +260,8 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
     (SEQUENCE, []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
+    # Four axes, which take 16 processes.
+    ([*PIPELINE, *TENSOR, *HSDP, "--training.global_batch_size", "64"], [EXACT, DROPOUT]),
     # In float32 rounding decided here whether an update of Adafactor's is clipped.
     ([*ADAFACTOR, *PIPELINE, *TENSOR, *DATA, "--training.global_batch_size", "32"], []),
 ]
