@@ -105,13 +105,13 @@ def main(argv: list[str]) -> int:
 
     started = time.perf_counter()
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
-    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.shrink import layout_of, resolve, shrink
     from titan_like.verify.verify import Verifier
 
     layout = resolve(config, options.processes)
     small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
     if options.gpus:
-        check_gpus(max(layout.num_processes for layout in small.layouts))
+        check_gpus(layout_of(small.config).num_processes)
     verifier = Verifier(small, options.timeout, on_gpus=options.gpus)
     verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
     verdict = verifier.verify()
@@ -136,8 +136,8 @@ def format_table(verdict: Verdict) -> str:
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
     for name, check in rows.items():
         worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
-        if not check.allowed:  # something that must hold exactly, so print how many violations there are
-            worst, allowed = f"{check.worst:.0f}", "0"
+        if not check.allowed:  # something that must hold exactly
+            worst, allowed = f"{check.worst:.3g}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
         lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
     return "\n".join(lines)

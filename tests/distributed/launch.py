@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -159,10 +159,10 @@ def died(outcomes: list[Outcome]) -> bool:
     return any(outcome.exit_code in (-signal.SIGKILL, -signal.SIGXFSZ) for outcome in outcomes)
 
 
-def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> Iterator[None]:
+def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     # Groups take long to make, and gloo has a thread for each that wakes a hundred times a second. So trainers of one
     # layout, one after the other, share theirs.
     gc.set_threshold(10_000)  # as in tests/conftest.py
     meshes = patch.object(training_state, "build_mesh", cache(build_mesh))
     with meshes, patch.object(saver, "background_group", cache(saver.background_group)):
-        yield function(member.rank, *args)
+        function(member.rank, *args)

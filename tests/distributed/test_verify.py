@@ -91,6 +91,7 @@ BUGS = [
     (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
     (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
     (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (runs.ends_before_its_first_step, DATA, "one_process", Row.RUNS, ""),
     (runs.crash_at_the_end, DATA, "data_parallel", Row.ENDS, ""),
     (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", Row.SAMPLES, ""),
     (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.UPDATE, "embedding.weight"),
@@ -259,6 +260,8 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
     (SEQUENCE, []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
+    # Four axes, which take 16 processes.
+    ([*PIPELINE, *TENSOR, *HSDP, "--training.global_batch_size", "64"], [EXACT, DROPOUT]),
     # In float32 rounding decided here whether an update of Adafactor's is clipped.
     ([*ADAFACTOR, *PIPELINE, *TENSOR, *DATA, "--training.global_batch_size", "32"], []),
 ]

@@ -146,7 +146,6 @@ def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv", "--out", "mine"], "ends with .toml"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "1e18"], "--gpus"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "10000000"], "at most 1,000,000"),
-        (["calibrate", "--profile", "selene_2021", "--points", "a.csv", "--json", "a.csv"],),
         (["search", "--job.config_file", "a.toml", "--out", "b.toml", "--json", "./b.toml"], "--out is written to"),
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),
         (["calibrate", "--profile", "selene_2021"], "--points"),

@@ -21,7 +21,7 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.data.objective import NEXT_TOKENS, Objective, objective_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -111,8 +111,8 @@ class MaskedSamples(Dataset[torch.Tensor]):
         return self.masks.add_rows(sample, index)
 
 
-def masks_of(config: JobConfig, model: TransformerConfig) -> Masks:
-    """What the run's objective and [data] ask for. The tokenizer is built only if something depends on it.
+def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
+    """What the run's objective and [data] ask for. The run's tokenizer, if none is given, is built only if needed.
 
     Raises:
         ConfigError: the tokenizer cannot be built, or it or the model lacks a token that is needed.
@@ -120,7 +120,7 @@ def masks_of(config: JobConfig, model: TransformerConfig) -> Masks:
     section, seed = config.data, config.job.seed
     if model.is_causal and not section.tells_documents_apart:
         return Masks(section, None, seed)
-    tokenizer = build_tokenizer(section.tokenizer)
+    tokenizer = tokenizer or build_tokenizer(section.tokenizer)
     eod_id = tokenizer.eod_id if section.tells_documents_apart else None
     objective, pairs, around = objective_of(config, model, tokenizer), None, None
     if not {"pair", "choice"}.isdisjoint(model.predictions):

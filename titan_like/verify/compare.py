@@ -10,10 +10,9 @@ from enum import StrEnum
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from titan_like.models.layers.init import local_part
 from titan_like.verify.samples import batches
@@ -80,9 +79,6 @@ class Key(NamedTuple):
     row: Row
     name: str = ""  # of a parameter, in rows with one number per parameter
 
-    def __str__(self) -> str:
-        return "|".join(map(str, self))
-
 
 @dataclass(frozen=True)
 class Check:
@@ -117,26 +113,19 @@ class Check:
 
 @dataclass(frozen=True)
 class Reference:
-    """The training that every layout has to reproduce. Its tensors are in a file that the processes share."""
+    """The training that every layout has to reproduce. Its numbers and tensors are in a file that processes share."""
 
     small: Small  # its max_norm clips every step but the last, if the configuration clips at all
-    file: Path
+    file: Path  # of the numbers and tensors, float64
     names: list[str]  # of all parameters, in the model's order
     alike: list[tuple[str, str]]  # pairs of parameters whose initial values are the same random numbers
-    scalars: dict[Key, float]
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
 
-    def part(self, key: Key, offset: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
-        """The part of a tensor that begins at ``offset`` and has this shape, float64, on the CPU."""
-        file = _opened(self.file)
-        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        return file.get_slice(str(key))[slices] if shape else file.get_tensor(str(key))
-
 
 @cache
-def _opened(file: Path) -> Any:
-    return safe_open(file, framework="pt")
+def _opened(file: Path) -> dict[Key, torch.Tensor]:
+    return torch.load(file, mmap=True, weights_only=False)
 
 
 @dataclass
@@ -169,19 +158,23 @@ class Report:
         if self.shared.setdefault(key, value) != value:
             self.exact(key, "two copies on one process differ")
 
-    def scalar(self, reference: Reference, dtype: str, key: Key, value: float) -> None:
-        """Compare a number with the reference's, within the rounding of ``dtype``."""
-        expected = reference.scalars[key]
-        self.share(Key(key.step, Row.EQUAL, key.row), repr(value))
-        relative_to, allowed = reference.sizes[key], reference.allowed[dtype][key]
-        self.add(key, abs(value - expected) / relative_to, allowed, f"{value:.9g}, not {expected:.9g}")
+    def compare(self, reference: Reference, dtype: str, key: Key, value: torch.Tensor | float) -> None:
+        """Compare a number or this process's part of a tensor, if the reference allows it a difference in this type.
 
-    def tensor(self, reference: Reference, dtype: str, key: Key, tensor: torch.Tensor) -> None:
-        """Compare this process's part of a tensor, if the reference has it; relative to the whole tensor's norm."""
-        part, offset = local_part(tensor)
-        if key in reference.sizes and part.numel():
-            expected = reference.part(key, offset, part.shape).to(part.device)
-            self.add(key, distance(part, expected) / reference.sizes[key], reference.allowed[dtype][key])
+        The difference is relative to the whole tensor's norm. A number must be the same on all processes as well.
+        """
+        if key not in reference.allowed[dtype]:
+            return
+        if not isinstance(value, torch.Tensor):
+            self.share(Key(key.step, Row.EQUAL, key.row), repr(value))
+            value = torch.tensor(value, dtype=torch.float64)
+        part, offset = local_part(value)
+        if part.numel():
+            where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
+            expected = _opened(reference.file)[key][where].to(part.device)
+            told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
+            difference = distance(part, expected) / reference.sizes[key]
+            self.add(key, difference, reference.allowed[dtype][key], told)
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:

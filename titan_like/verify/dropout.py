@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_like.config.change import edit
 from titan_like.data.lengths import sample_length
@@ -33,7 +32,7 @@ from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.masks import described, take_definitions
-from titan_like.verify.places import joined
+from titan_like.verify.places import joined, local
 from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
 from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small
@@ -42,6 +41,7 @@ from titan_like.verify.watch import WatchedTrainer, digest
 _RATE = 0.1  # for a model whose own rate is 0
 _TELLING = 128  # elements of a mask that is hardly ever drawn twice
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
+_ATTENTION = F.scaled_dot_product_attention
 _GRADIENT_ROUNDING = 64 * FLOOR[EXACT]
 
 Gradients = tuple[float, dict[str, torch.Tensor]]  # loss, gradient of each parameter
@@ -91,39 +91,48 @@ class Recorder:
         dropout, attention = F.dropout, F.scaled_dot_product_attention
 
         def watched_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            return self._watch(dropout, False, (x, *args), (torch.ones_like(x), *args), options)
+            ones = torch.ones_like(x)
+            return self._watch(False, lambda x: dropout(x, *args, **options), x, ones, ones)
 
-        def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
-            # With unit vectors as values the result is the matrix of probabilities, where the dropped ones are zero.
-            units = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
-            return self._watch(attention, True, (q, k, v, *args), (q, k, units, *args), options)
+        def watched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: Any, **options: Any) -> Any:
+            everything = probabilities(q, k, v, *mask, **options)
+            return self._watch(True, lambda v: attention(q, k, v, *mask, **options), v, _unit_vectors(v), everything)
 
         watched = patch.object(F, "scaled_dot_product_attention", watched_attention)
         with patch.object(F, "dropout", watched_dropout), watched:
             yield
 
-    def _watch(self, function: Any, is_attention: bool, inputs: Any, again: Any, options: Any) -> torch.Tensor:
-        generator = generator_of(inputs[0].device)
+    def _watch(
+        self, is_attention: bool, draw: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor,
+        ones: torch.Tensor, everything: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Draw for ``inputs``, and again for ``ones``, which shows what is kept of ``everything``."""
+        generator = generator_of(inputs.device)
         before = generator.get_state()
-        result: torch.Tensor = function(*inputs, **options)
+        result = draw(inputs)
         after = generator.get_state()
         if torch.equal(before, after):  # nothing is drawn in validation
             return result
         generator.set_state(before)
         with torch.no_grad():
-            kept = function(*again, **options)
+            kept = draw(ones)
         generator.set_state(after)
         place = (self.site, is_attention, is_in_backward_pass(), self.step)
         where = Where(self.site, is_attention, self.step, self.data_rank, self._counts[place])
         self._counts[place] += 1
-        kept = ((kept.to_local() if isinstance(kept, DTensor) else kept) != 0).cpu()
-        drawn_from = torch.ones_like(kept)
-        if is_attention:
-            mask = options.get("attn_mask")
-            drawn_from = drawn_from.tril() if options.get("is_causal") else drawn_from
-            drawn_from = drawn_from if mask is None else drawn_from & _seen(mask).cpu()
-        self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), kept, drawn_from))
+        parts = [(local(tensor) != 0).cpu() for tensor in (kept, everything)]
+        self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), *parts))
         return result
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: Any, **options: Any) -> torch.Tensor:
+    """What attention multiplies the values with, before any is dropped: [batch, heads, queries, keys]."""
+    return _ATTENTION(q, k, _unit_vectors(v), *mask, **options | {"dropout_p": 0.0})
+
+
+def _unit_vectors(values: torch.Tensor) -> torch.Tensor:
+    """Values with which the result of attention is the matrix of its probabilities."""
+    return torch.eye(values.shape[2], dtype=values.dtype, device=values.device).expand(*values.shape[:2], -1, -1)
 
 
 def observe_dropout(run: Run, report: Report, small: Small) -> None:
@@ -218,34 +227,15 @@ def _replay(
     def dropout(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return x * mask(False, x.shape)
 
-    def attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        everything = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-        seen = (everything.tril() if is_causal else everything) if attn_mask is None else _seen(attn_mask)
-        scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            scores = scores + attn_mask
-        scores = scores.masked_fill(~seen, -math.inf)
-        return (scores.softmax(3) * mask(True, scores.shape)) @ v
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: Any, **options: Any) -> torch.Tensor:
+        everything = probabilities(q, k, v, *seen, **options)
+        return (everything * mask(True, everything.shape)) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     counts, loss = num_labels(model, pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
             loss += add_gradients(model, (piece,), counts, torch.float64)
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    """Which keys an attention mask shows, if it is one of bool or one that is added to the scores."""
-    return mask > -math.inf if mask.is_floating_point() else mask
 
 
 def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
@@ -267,19 +257,14 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
 
     Masks that should be equal are not checked here: if they differ, so do the loss and gradients of `_replay`.
     """
-    sites: dict[str, set[tuple[str, bool]]] = {f"layers.{number}": set() for number in range(run.model.num_layers)}
+    kinds = {f"layers.{number}": kind for number, kind in enumerate(kinds_of_layers(run.model))} | {"embedding": -1}
+    sites: dict[str, set[tuple[str, bool]]] = {layer: set() for layer in kinds}
     for where in draws:
         layer = ".".join(where.site.split(".")[:2])
-        if layer in sites:
-            sites[layer].add((where.site.removeprefix(layer), where.is_attention))
-    is_outside = any(not where.site.startswith("layers.") for where in draws)
-    told = None if is_outside else "no dropout is drawn outside the layers"
-    report.exact(Key(1, Row.MASKS_EVERYWHERE, "embedding"), told)
-    everywhere: dict[int, set[tuple[str, bool]]] = defaultdict(set)
-    for (_, drawn), kind in zip(sites.items(), kinds_of_layers(run.model), strict=True):
-        everywhere[kind] |= drawn
-    for (layer, drawn), kind in zip(sites.items(), kinds_of_layers(run.model), strict=True):
-        told = None if drawn and drawn == everywhere[kind] else "it does not draw dropout where the other layers do"
+        sites[layer if layer in sites else "embedding"].add((where.site.removeprefix(layer), where.is_attention))
+    for layer, drawn in sites.items():
+        wanted = set[tuple[str, bool]]().union(*(sites[other] for other in kinds if kinds[other] == kinds[layer]))
+        told = None if drawn and drawn == wanted else "it does not draw dropout, or not where others of its kind do"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, layer), told)
     known: dict[tuple[object, ...], Where] = {}
     section = run.config.parallelism
@@ -300,11 +285,12 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
 
 def _check_recomputed(report: Report, draws: list[Draw]) -> None:
     """Check that recomputation draws what a forward pass on the same process drew, in any order of microbatches."""
-    forward: set[tuple[object, ...]] = set()
-    for draw in sorted(draws, key=lambda draw: draw.is_recomputed):
-        mask = (draw.where._replace(microbatch=0), draw.tensor_rank, digest(draw.kept))
-        if not draw.is_recomputed:
-            forward.add(mask)
-            continue
-        told = None if mask in forward else "a mask that no forward pass drew"
-        report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), told)
+
+    def mask(draw: Draw) -> tuple[object, ...]:
+        return draw.where._replace(microbatch=0), draw.tensor_rank, digest(draw.kept)
+
+    forward = {mask(draw) for draw in draws if not draw.is_recomputed}
+    for draw in draws:
+        if draw.is_recomputed:
+            told = None if mask(draw) in forward else "a mask that no forward pass drew"
+            report.exact(Key(1, Row.MASKS_AGAIN, draw.where.site), told)

@@ -59,11 +59,22 @@ def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...
 
 def take_definitions(model: Transformer, config: JobConfig) -> None:
     """Let a model mask its attention and bias it by definition, with code that shares nothing with its own."""
-    if has_masks(config.data) or masks_of_run(config).pair_tokens is not None:
-        take_dense_masks(model)
+    takes_pairs = has_masks(config.data) or masks_of_run(config).pair_tokens is not None
     for module in model.modules():
         if isinstance(module, RelativeBias):
             replace_forward(module, partial(_bias_by_pairs, module))
+        if isinstance(module, AttentionCore) and takes_pairs:
+            replace_forward(module, partial(_attend_to_pairs, module))
+
+
+def _attend_to_pairs(
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, bias: None = None
+) -> torch.Tensor:
+    """Attention with a mask of all pairs in place of intervals."""
+    rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
+    )
 
 
 def _bias_by_pairs(module: RelativeBias, seq_len: int) -> torch.Tensor:
@@ -93,25 +104,6 @@ def _bucket(distance: int, buckets: int, farthest: int, sees_later: bool) -> int
     others = buckets - single
     begun = [b for b in range(others) if distance >= (1 - 1e-9) * single * (farthest / single) ** (b / others)]
     return later + single + begun[-1]
-
-
-def take_dense_masks(model: Transformer) -> None:
-    """Let a model's attention take a mask of all pairs in place of intervals."""
-
-    def attend_with(core: AttentionCore) -> None:
-        def attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, bias: None = None
-        ) -> torch.Tensor:
-            rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
-            )
-
-        core.forward = attend  # type: ignore
-
-    for module in model.modules():
-        if isinstance(module, AttentionCore):
-            attend_with(module)
 
 
 def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, seed: int) -> torch.Tensor:

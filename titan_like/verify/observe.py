@@ -49,16 +49,11 @@ class ObservedTrainer(WatchedTrainer):
         small = reference.small
         super().__init__(run, known_samples=(small.num_steps + 2) * run.config.training.global_batch_size)
         self.reference, self.report, self.dtype = reference, report, run.config.training.dtype
-        self.small, self.bad_steps, self.num_steps, self.last_step = (
-            small,
-            small.bad_steps,
-            small.num_steps,
-            last_step or small.num_steps,
-        )
+        self.small, self.bad_steps, self.num_steps = small, small.bad_steps, small.num_steps
+        self.last_step = last_step or small.num_steps
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
-        self._compare_scalar = partial(report.scalar, reference, self.dtype)
-        self._compare_tensor = partial(report.tensor, reference, self.dtype)
+        self._compare = partial(report.compare, reference, self.dtype)
         report.data_rank = tuple(self.mesh[name].get_local_rank() for name in ("dp_replicate", "dp_shard"))
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
@@ -80,15 +75,14 @@ class ObservedTrainer(WatchedTrainer):
         """Compare what the step reports, and what it did to the weights."""
         found, step = super().read_step(issued), issued.step
         if step > self.num_steps:
-            self._compare_scalar(Key(step, Row.LARGE_LOSS), found.loss)
-            self._compare_scalar(Key(step, Row.LARGE_NORM), found.grad_norm)
+            self._compare(Key(step, Row.LARGE_LOSS), found.loss)
+            self._compare(Key(step, Row.LARGE_NORM), found.grad_norm)
             return found
         self.report.samples[step] = self.drawn
         self._compare_record(step, found)
         self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
-        if self.dtype not in HALF:
-            for name, parameter in self.model.named_parameters():
-                self._compare_tensor(Key(step, Row.WEIGHT, name), parameter)
+        for name, parameter in self.model.named_parameters():
+            self._compare(Key(step, Row.WEIGHT, name), parameter)
         return found
 
     def _compare_record(self, step: int, found: StepRecord) -> None:
@@ -100,16 +94,14 @@ class ObservedTrainer(WatchedTrainer):
         rate = learning_rate(config, step, self.run.total_steps)
         told = f"{found.lr:.9g}, not {rate:.9g}"
         self.report.add(Key(step, Row.RATE), abs(found.lr - rate) / config.optimizer.lr, 1e-9, told)
-        self._compare_scalar(Key(step, Row.LOSS), found.loss)
+        self._compare(Key(step, Row.LOSS), found.loss)
         bad_so_far = [bad for bad in self.bad_steps if bad <= step]
         skipped = {"overflow": found.skipped, "not finite": found.nan, "skipped so far": self.skipped_steps}
         wanted = (int(not is_good and overflows), int(not is_good and not overflows), len(bad_so_far))
         equal(Key(step, Row.SKIPPED), skipped, dict(zip(skipped, wanted, strict=True)))
         self.report.share(Key(step, Row.EQUAL, Row.NORM), repr(found.grad_norm))
-        if is_good:
-            self._compare_scalar(Key(step, Row.NORM), found.grad_norm)
-        if is_good and self.dtype == EXACT:
-            self._compare_scalar(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
+        self._compare(Key(step, Row.NORM), found.grad_norm)
+        self._compare(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
         if overflows:
             scale = FLOAT16_SCALE / 2 ** len([bad for bad in bad_so_far if bad < step])
             equal(Key(step, Row.LOSS_SCALE), found.loss_scale, scale)
@@ -126,9 +118,9 @@ class ObservedTrainer(WatchedTrainer):
             self.report.exact(Key(step, Row.MISSING, name), None if name in held else "it has no gradient")
         row = Row.GRADIENT if step <= self.num_steps else Row.LARGE_GRADIENT
         for name, gradient in self.gradients:
-            self._compare_tensor(Key(step, row, name), gradient)
-            if step == 1 and self.dtype in HALF and self._rounds_as_one_process(name):
-                self._compare_tensor(Key(1, Row.SAME_TYPE, name), gradient)
+            self._compare(Key(step, row, name), gradient)
+            if self._rounds_as_one_process(name):
+                self._compare(Key(step, Row.SAME_TYPE, name), gradient)
 
     @torch.no_grad()
     def _spoil(self) -> None:
@@ -163,19 +155,15 @@ class ObservedTrainer(WatchedTrainer):
     def validate(self) -> float:
         """Validate and compare the loss."""
         loss = super().validate()
-        if (key := Key(self.step, Row.VALIDATION)) in self.reference.scalars:
-            self._compare_scalar(key, loss)
+        self._compare(Key(self.step, Row.VALIDATION), loss)
         return loss
 
     def compare_initial_weights(self) -> None:
         """Compare the initial weights: every element must equal the reference's."""
         for name, parameter in self.model.named_parameters():
-            (local, offset), key = local_part(parameter), Key(0, Row.INITIAL, name)
-            if key not in self.reference.sizes:
-                self.report.exact(key, "the reference has no such parameter")
-                continue
-            differ = int((local.double().cpu() != self.reference.part(key, offset, local.shape)).sum())
-            self.report.exact(key, f"{differ} of {local.numel()} elements differ" if differ else None)
+            key = Key(0, Row.INITIAL, name)
+            self.report.exact(key, None if key in self.reference.sizes else "the reference has no such parameter")
+            self._compare(key, parameter)
 
     def note_copies(self, step: int) -> None:
         """Share digests of the weights, to be compared with those of processes that hold the same weights."""
@@ -192,7 +180,7 @@ class ObservedTrainer(WatchedTrainer):
         self.train()
         self.note_copies(self.num_steps)
         self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
-        self._compare_scalar(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
+        self._compare(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
         if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives
             for stage in self.model.stages:
                 for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
@@ -200,33 +188,32 @@ class ObservedTrainer(WatchedTrainer):
             self.steps_alone(1)
 
 
-def observe(member: Member, reference: Reference, config: JobConfig, kinds: list[str]) -> Iterator[Report]:
-    """Run the kinds (types, or dropout) one after the other, and compare each with the reference."""
-    for kind in kinds:
-        report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
-        run = prepare_run(member, reference, config, dtype, member.folder / kind)
-        if kind == DROPOUT:
-            observe_dropout(run, report, reference.small)
-        else:
-            ObservedTrainer(run, reference, report).compare_run()
-        yield report
+def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
+    """Run one kind (a type, or dropout) and compare it with the reference."""
+    report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
+    run = prepare_run(member, reference, config, dtype, member.folder)
+    if kind == DROPOUT:
+        observe_dropout(run, report, reference.small)
+    else:
+        ObservedTrainer(run, reference, report).compare_run()
     dist.barrier()
+    return report
 
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, last_step: int, folder: Path
-) -> Iterator[Report]:
-    """One leg of a relay: resume from ``load_step``, if given, and save after every good step up to ``last_step``."""
+) -> Report:
+    """One leg of a relay: resume from ``load_step``, if given, and save after every step up to ``last_step``."""
     saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
     report = Report(RESUME, member.rank)
     run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
     ObservedTrainer(run, reference, report, last_step).train()
-    yield report
+    return report
 
 
 def compare_places(
     member: Member, reference: Reference, config: JobConfig, step: int
-) -> Iterator[tuple[list[str], dict[Place, float]]]:
+) -> tuple[list[str], dict[Place, float]]:
     """The modules in forward order, and those of this process whose output or gradient is wrong in a step."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
@@ -240,7 +227,7 @@ def compare_places(
     trainer.steps_alone(1)
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
-    yield expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
+    return expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

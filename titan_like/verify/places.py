@@ -94,25 +94,22 @@ def _shard_like(value: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh, leng
     """The part of ``whole`` that this tensor-parallel rank holds if ``value`` is split, or all of it."""
     for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
         if value.shape[dim] != whole.shape[dim]:
-            whole = _part_of(whole, dim, mesh, lengths)
+            spans = _spans(whole.shape[dim], lengths) if dim == 1 else [whole.shape[dim]]
+            pieces = [span.chunk(mesh.size(), dim) for span in whole.split(spans, dim)]
+            whole = torch.cat([parts[min(mesh.get_local_rank(), len(parts) - 1)] for parts in pieces], dim)
     return whole
-
-
-def _part_of(whole: torch.Tensor, dim: int, mesh: DeviceMesh, lengths: SampleLength) -> torch.Tensor:
-    if lengths.decoder and dim == 1 and whole.shape[dim] == lengths.positions:  # a share of each of the two parts
-        both = whole.split([lengths.encoder, lengths.decoder], dim)
-        return torch.cat([part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in both], dim)
-    pieces = whole.chunk(mesh.size(), dim)
-    return pieces[min(mesh.get_local_rank(), len(pieces) - 1)]
 
 
 def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
     """The whole of a tensor [batch, seq, …] of which each rank has a part by sequence parallelism."""
-    if lengths.decoder and len(parts) * parts[0].shape[1] == lengths.positions:
-        sizes = [lengths.encoder // len(parts), lengths.decoder // len(parts)]
-        both = zip(*(part.split(sizes, 1) for part in parts), strict=True)
-        return torch.cat([torch.cat(same, 1) for same in both], 1)
-    return torch.cat(parts, 1)
+    spans = _spans(len(parts) * parts[0].shape[1], lengths)
+    by_span = zip(*(part.split([span // len(parts) for span in spans], 1) for part in parts), strict=True)
+    return torch.cat([torch.cat(pieces, 1) for pieces in by_span], 1)
+
+
+def _spans(length: int, lengths: SampleLength) -> list[int]:
+    """Lengths of the spans of a sequence of which each rank has its share: those of encoder and decoder, if both."""
+    return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
 
 
 def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) -> str | None:

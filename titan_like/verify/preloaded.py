@@ -7,7 +7,6 @@ import gc
 
 
 def _preload() -> None:
-    import numpy.ctypeslib  # noqa: F401  safetensors imports it when it saves
     import torch.distributed.checkpoint
     import torch.utils.serialization  # noqa: F401  torch.load imports it
 

@@ -7,16 +7,16 @@ the process that started them.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver, get_context
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, get_context, parent_process
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,16 +47,16 @@ class Member:
     device: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """How one process ended."""
 
     rank: int
-    results: list[Any] = field(default_factory=list)  # what it yielded
-    ending: str = STOPPED  # done, failed or stopped
-    reason: str = BY_OTHERS  # why it was stopped, or the last line of a failed one's error
-    printed: str = ""  # stdout and stderr
-    exit_code: int | None = None  # None: it was stopped by this module
+    ending: str  # done, failed or stopped
+    reason: str  # why it was stopped, or the last line of a failed one's error
+    result: Any  # what its function returned, even if the process failed after that
+    printed: str  # stdout and stderr
+    exit_code: int | None  # None: it was stopped by this module
 
     @property
     def is_undecided(self) -> bool:
@@ -80,28 +80,33 @@ def start_fork_server(on_gpus: bool = False) -> None:
 
 
 class Group:
-    """Runs the generator ``function(member, *arguments)`` on every rank of a new process group, from construction on.
+    """Runs ``function(member, *arguments)`` on every rank of a new process group, from construction on.
 
     With ``on_gpus`` each process gets a GPU, else all use the CPU. ``prepare`` makes a context manager in which every
     process works.
     """
 
     def __init__(
-        self, function: Callable[..., Iterator[Any]], world_size: int, *arguments: Any,
-        on_gpus: bool = False, prepare: Prepare | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable,
+        world_size: int,
+        *arguments: Any,
+        on_gpus: bool = False,
+        prepare: Prepare | None = None,
+    ) -> None:
         import torch.distributed as dist
 
         start_fork_server(on_gpus)
         self._temporary = tempfile.TemporaryDirectory(prefix="processes-")
-        folder = Path(self._temporary.name)
         # The store is opened here because a port that is only probed may be taken before the group meets at it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._running = []
+        self._processes = []
         for rank in range(world_size):
             device = f"cuda:{rank}" if on_gpus else "cpu"
-            member = Member(rank, world_size, folder, self._store.port, device)
-            self._running.append(_Running(member, function, arguments, prepare))
+            member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
+            process = _FORK_SERVER.Process(target=_work, args=(member, function, arguments, prepare), daemon=False)
+            process.start()
+            self._processes.append(process)
 
     def wait(self, seconds: float, patience: float | None = None, seconds_to_follow: float = 2.0) -> list[Outcome]:
         """Wait for all processes and return how each ended, by rank. No process outlives this call.
@@ -109,81 +114,58 @@ class Group:
         They are stopped after ``seconds``, or once none of them has computed for ``patience`` seconds. When one has
         failed, the others get ``seconds_to_follow`` to report failures of their own.
         """
-        deadline, reason, idle_since, active_then = time.monotonic() + seconds, TOO_LONG, time.monotonic(), 0.0
-        if not Path("/proc/self/stat").exists():
-            patience = None
-        try:
-            while unfinished := [running for running in self._running if not running.is_over]:
-                watched = [thing for running in unfinished for thing in (running.process.sentinel, running.pipe)]
-                connection.wait(watched, timeout=max(0.0, min(deadline - time.monotonic(), 0.5)))
-                for running in unfinished:
-                    running.read()
-                now, unfinished = time.monotonic(), [running for running in unfinished if not running.is_over]
-                if reason == TOO_LONG and any(r.is_over and r.outcome.ending != DONE for r in self._running):
-                    reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
-                if patience is not None:
-                    active = active_seconds({running.process.pid for running in unfinished})
-                    if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
-                        idle_since, active_then = now, active
-                    if now - idle_since > patience:
-                        reason, deadline = WAITING if reason == TOO_LONG else reason, now
-                if now >= deadline:
-                    for running in unfinished:
-                        running.outcome.reason = reason
-                    break
-        finally:
-            self.kill()
-            for running in self._running:
-                running.close()
-            self._temporary.cleanup()
-        return [running.outcome for running in self._running]
+        with self._temporary as folder:
+            try:
+                reason = self._wait(seconds, patience, seconds_to_follow)
+                exit_codes = [process.exitcode for process in self._processes]
+            finally:
+                self.kill()
+            return [_outcome(Path(folder), rank, code, reason) for rank, code in enumerate(exit_codes)]
+
+    def _wait(self, seconds: float, patience: float | None, seconds_to_follow: float) -> str:
+        """Wait, and return why those processes that are left then are to be stopped."""
+        patience = patience if Path("/proc/self/stat").exists() else None
+        idle_since, active_then = time.monotonic(), 0.0
+        deadline, reason = idle_since + seconds, TOO_LONG
+        while unfinished := [process for process in self._processes if process.exitcode is None]:
+            now = time.monotonic()
+            if reason == TOO_LONG and any(process.exitcode for process in self._processes):
+                reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
+            if patience is not None:
+                active = active_seconds({process.pid for process in unfinished})
+                if abs(active - active_then) > _IDLE_SHARE * (now - idle_since) * len(unfinished) + 0.01:
+                    idle_since, active_then = now, active
+                if now - idle_since > patience:
+                    return WAITING if reason == TOO_LONG else reason
+            if now >= deadline:
+                break
+            connection.wait([process.sentinel for process in unfinished], timeout=min(deadline - now, 0.5))
+        return reason
 
     def kill(self) -> None:
         """Kill all processes and their children."""
-        for running in self._running:
-            if running.process.pid is not None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.kill()
+        for process in self._processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        for process in self._processes:
+            process.join()
 
 
-class _Running:
-    """A process, and what it has reported so far."""
-
-    def __init__(self, member: Member, function: Any, arguments: Any, prepare: Prepare | None) -> None:
-        self.outcome, self.is_over = Outcome(member.rank), False
-        self.log = member.folder / f"log-{member.rank}.txt"
-        self.pipe, theirs = _FORK_SERVER.Pipe()
-        arguments = (theirs, member, self.log, function, arguments, prepare)
-        self.process = _FORK_SERVER.Process(target=_work, args=arguments, daemon=False)
-        self.process.start()
-        theirs.close()
-
-    def read(self) -> None:
-        """Read what is in the pipe, and record whether the process has ended."""
-        outcome, exit_code = self.outcome, self.process.exitcode  # read first: all reports are in the pipe by its end
-        with suppress(EOFError, OSError):
-            while self.pipe.poll():
-                what, value = self.pipe.recv()
-                if what == "result":
-                    outcome.results.append(value)
-                else:
-                    outcome.ending, outcome.reason = what, value
-        self.is_over, outcome.exit_code = exit_code is not None, exit_code
-        if exit_code == -signal.SIGKILL and outcome.ending == STOPPED:
-            outcome.reason = KILLED
-        elif self.is_over and outcome.ending == STOPPED:  # it ended without a report
-            lines = self._read_log().strip().splitlines()
-            outcome.ending, outcome.reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
-
-    def _read_log(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-
-    def close(self) -> None:
-        """Wait for the end and keep what the process printed."""
-        self.process.join()
-        self.pipe.close()
-        self.outcome.printed = self._read_log()
+def _outcome(folder: Path, rank: int, exit_code: int | None, reason: str) -> Outcome:
+    """How a process ended, given what it has left in its group's folder and the ``reason`` to stop it."""
+    log, file = folder / f"log-{rank}.txt", folder / f"result-{rank}"
+    printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    result = pickle.loads(file.read_bytes()) if file.exists() else None
+    if exit_code == 0 and file.exists():
+        ending, reason = DONE, ""
+    elif exit_code in (None, -signal.SIGKILL):
+        ending, reason = STOPPED, reason if exit_code is None else KILLED
+    else:
+        lines = printed.strip().splitlines() if exit_code else []  # the last is that of a traceback
+        ending, reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
+    return Outcome(rank, ending, reason, result, printed, exit_code)
 
 
 def active_seconds(groups: set[int | None]) -> float:
@@ -201,33 +183,23 @@ def active_seconds(groups: set[int | None]) -> float:
     return total
 
 
-def _work(
-    results: connection.Connection, member: Member, log: Path, function: Any, arguments: Any, prepare: Prepare | None
-) -> None:
-    """The body of one process: send each result, then how it ended."""
+def _work(member: Member, function: Callable, arguments: Any, prepare: Prepare | None) -> None:
+    """The body of one process. An exception ends it with a traceback."""
     os.setpgid(0, 0)  # it can be killed with its children, and Ctrl-C in the terminal does not reach it
-    threading.Thread(target=_end_with, args=(results,), daemon=True).start()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    try:
-        with nullcontext() if prepare is None else prepare(), _joined(member):
-            for result in function(member, *arguments):
-                results.send(("result", result))
-        results.send((DONE, ""))
-    except BaseException as error:
-        traceback.print_exc()
-        text = "".join(traceback.format_exception_only(error)).strip().splitlines()
-        results.send((FAILED, text[-1] if text else type(error).__name__))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log = os.open(member.folder / f"log-{member.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with nullcontext() if prepare is None else prepare(), _joined(member):
+        written = member.folder / f"unfinished-{member.rank}"
+        written.write_bytes(pickle.dumps(function(member, *arguments)))
+        written.rename(member.folder / f"result-{member.rank}")
 
 
-def _end_with(pipe: connection.Connection) -> None:
-    """End this process when the other end of the pipe, which never sends anything, is closed."""
-    with suppress(EOFError, OSError):
-        pipe.recv()
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

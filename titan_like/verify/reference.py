@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from titan_like.config.change import edit
 from titan_like.config.entry_points import load_entry
@@ -64,31 +63,35 @@ _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 @dataclass
 class Trace:
-    """What one run computed. Tensors are float64."""
+    """What one run computed."""
 
     names: list[str]
-    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[Key, float] = field(default_factory=dict)
+    values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
 
-    def keep(self, step: int, row: Row, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a row's tensors to the CPU."""
-        for name, tensor in tensors.items():
-            self.tensors[Key(step, row, name)] = tensor.detach().to("cpu", torch.float64, copy=True)
+    def keep(self, step: int, row: Row, values: Mapping[str, torch.Tensor] | float) -> None:
+        """Copy a number, or the tensors of a row by name, to the CPU."""
+        if not isinstance(values, Mapping):
+            values = {"": torch.tensor(values, dtype=torch.float64)}
+        for name, value in values.items():
+            self.values[Key(step, row, name)] = value.detach().to("cpu", torch.float64, copy=True)
+
+    def number(self, step: int, row: Row) -> float:
+        """A number that was kept."""
+        return self.values[Key(step, row)].item()
 
 
-def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Iterator[Reference]:
+def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Reference:
     """Train in float64, then in each other type among ``kinds`` to measure how far its rounding leads away."""
     init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     batch, piece = config.training.global_batch_size, config.training.micro_batch_size
     if config.training.max_norm:
-        whole_norm = train(replace(small, steps=1), EXACT, batch, device).scalars[Key(1, Row.NORM)]
+        whole_norm = train(replace(small, num_steps=1), EXACT, batch, device).number(1, Row.NORM)
         config = edit(config, {"training.max_norm": float(f"{_CLIPPED_SHARE * whole_norm:.3g}")})
         small = replace(small, config=config)
     exact = train(small, EXACT, batch, device)
-    scalars, sizes, allowed = exact.scalars, sizes_of(exact), dict[str, dict[Key, float]]()
-    stored = {str(key): tensor for key, tensor in exact.tensors.items()}
+    sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # The same samples in smaller pieces and in reverse order. Half types keep the layout's order: they round the
         # gradients of each piece, which matters more than the order of the sum.
@@ -97,18 +100,18 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
             traces.append(train(small, dtype, batch, device))
         allowed[dtype] = allowances(small, dtype, sizes, exact, traces)
         if dtype == EXACT:
-            for step in [key.step for key in scalars if key.row == Row.NORM]:
-                key = Key(step, Row.ZEROS)
-                scalars[key], allowed[dtype][key] = count_zeros(exact, traces[0], step)
-                sizes[key] = 1.0
+            for step in [key.step for key in sizes if key.row == Row.NORM]:
+                key, (zeros, uncertain) = Key(step, Row.ZEROS), count_zeros(exact, traces[0], step)
+                exact.keep(step, Row.ZEROS, zeros)
+                sizes[key], allowed[dtype][key] = 1.0, uncertain
         if dtype in HALF:
             for name in exact.names:
                 key, gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
-                stored[str(key)], sizes[key] = traces[0].tensors[gradient], sizes[gradient]
+                exact.values[key], sizes[key] = traces[0].values[gradient], sizes[gradient]
                 is_tied = name == "embedding.weight" and model_config(config.model).tied_embeddings
                 allowed[dtype][key] = (TIED_TABLE_SHARE if is_tied else SAME_TYPE_SHARE) * EPS[dtype]
-    save_file(stored, file)
-    yield Reference(small, file, exact.names, alike(exact), scalars, sizes, allowed)
+    torch.save(exact.values, file)
+    return Reference(small, file, exact.names, alike(exact), sizes, allowed)
 
 
 def train(
@@ -148,11 +151,11 @@ def train(
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
         if outputs is not None and step == outputs[0]:
             return trace
-        trace.scalars[Key(step, rows[0])] = loss
+        trace.keep(step, rows[0], loss)
         if step in small.bad_steps:
             scale = scale / 2 if dtype == "float16" else scale
         else:
-            trace.scalars[Key(step, rows[2])] = grad_norm
+            trace.keep(step, rows[2], grad_norm)
             trace.keep(step, rows[1], gradients)
             factor = clip_factor(small.max_norm(step), grad_norm)
             for gradient in gradients.values():
@@ -165,9 +168,9 @@ def train(
         trace.keep(step, Row.WEIGHT, parameters)
         if step % config.evaluation.interval == 0:
             size = config.evaluation.steps * config.training.global_batch_size
-            trace.scalars[Key(step, Row.VALIDATION)] = mean_loss(model, held_out[:size], compute_type, piece)
+            trace.keep(step, Row.VALIDATION, mean_loss(model, held_out[:size], compute_type, piece))
         if step == last:
-            trace.scalars[Key(last, Row.WHOLE_VALIDATION)] = mean_loss(model, held_out, compute_type, piece)
+            trace.keep(last, Row.WHOLE_VALIDATION, mean_loss(model, held_out, compute_type, piece))
     return trace
 
 
@@ -280,7 +283,7 @@ def learning_rate(config: JobConfig, step: int, total: int) -> float:
 
 def alike(trace: Trace) -> list[tuple[str, str]]:
     """Pairs of matrices whose initial values are the same random numbers, up to their scale."""
-    initial = {name: trace.tensors[Key(0, Row.INITIAL, name)] for name in trace.names}
+    initial = {name: trace.values[Key(0, Row.INITIAL, name)] for name in trace.names}
     names = [name for name, tensor in initial.items() if tensor.ndim > 1 and tensor.numel() >= _COMPARED]
     starts = torch.stack([initial[name].flatten()[:_COMPARED] for name in names])
     starts /= starts.norm(dim=1, keepdim=True).clamp_min(1e-30)
@@ -295,7 +298,7 @@ def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
     """
     zeros = uncertain = 0
     for name in exact.names:
-        gradient, second = (trace.tensors[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
+        gradient, second = (trace.values[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
         small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
         zeros += int((gradient == 0).sum())
         uncertain += int((small & ((gradient != 0) | (second != 0))).sum())
@@ -304,11 +307,10 @@ def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
 
 def sizes_of(exact: Trace) -> dict[Key, float]:
     """What the difference of each number or tensor is relative to."""
-    sizes = {key: abs(value) or 1.0 for key, value in exact.scalars.items()}
-    norms = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}
-    for key, tensor in exact.tensors.items():
-        least = NEGLIGIBLE * exact.scalars[Key(key.step, norms[key.row])] if key.row in norms else 0.0
-        sizes[key] = max(norm(tensor), least) or 1.0
+    norms, sizes = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}, dict[Key, float]()
+    for key, value in exact.values.items():
+        least = NEGLIGIBLE * exact.number(key.step, norms[key.row]) if key.row in norms else 0.0
+        sizes[key] = max(norm(value), least) or 1.0
     return sizes
 
 
@@ -317,20 +319,15 @@ def allowances(
 ) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
     allowed, tips = {}, tipped(small, traces[0], exact)
-    for key in traces[0].scalars:
-        error = max(abs(trace.scalars[key] - exact.scalars[key]) for trace in traces) / sizes[key]
-        allowed[key] = max(MARGIN * error, _floor(key, dtype), REPORTED if key.row in _LOSSES else 0.0)
-    for key in traces[0].tensors:
-        if key.row == Row.WEIGHT and dtype in HALF:
-            continue  # rounding moves AdamW's steps too far; the updates are compared instead
-        error = max(distance(trace.tensors[key], exact.tensors[key]) for trace in traces) / sizes[key]
-        allowed[key] = max(MARGIN * error, _floor(key, dtype), tips.get(key, 0.0) / sizes[key])
+    for key in traces[0].values:
+        if key.row == Row.INITIAL:
+            allowed[key] = 0.0
+        elif key.row != Row.WEIGHT or dtype not in HALF:  # there rounding moves AdamW's steps too far
+            error = max(distance(trace.values[key], exact.values[key]) for trace in traces)
+            # The step with large logits uses the weights as they are after the last update.
+            least = max(FLOOR[dtype], WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES))
+            allowed[key] = max(MARGIN * error / sizes[key], least, tips.get(key, 0.0) / sizes[key])
     return allowed
-
-
-def _floor(key: Key, dtype: str) -> float:
-    """The least tolerance of a row. The step with large logits uses the weights as they are after the last update."""
-    return max(FLOOR[dtype], WEIGHTS_FLOOR if key.row in _AS_WEIGHTS else 0.0)
 
 
 def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
@@ -344,13 +341,13 @@ def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
     eps = 1e-15 if section.name == "adafactor" else section.eps  # the root of what Adafactor adds to squares
     rate_share = 1e-2 / section.lr if section.relative_step else 1.0
     for name in exact.names if config.optimizer.name != "sgd" else []:
-        share, moved = torch.zeros_like(exact.tensors[Key(0, Row.INITIAL, name)]), 0.0
-        for step in sorted(key.step for key in exact.tensors if key.row == Row.WEIGHT and key.name == name):
+        share, moved = torch.zeros_like(exact.values[Key(0, Row.INITIAL, name)]), 0.0
+        for step in sorted(key.step for key in exact.values if key.row == Row.WEIGHT and key.name == name):
             key = Key(step, Row.GRADIENT, name)
-            if key in exact.tensors:
-                wanted, seen = exact.tensors[key], trace.tensors[key]
+            if key in exact.values:
+                wanted, seen = exact.values[key], trace.values[key]
                 rounding = MARGIN * distance(seen, wanted) / math.sqrt(wanted.numel())
-                clipping = clip_factor(small.max_norm(step), exact.scalars[Key(step, Row.NORM)])
+                clipping = clip_factor(small.max_norm(step), exact.number(step, Row.NORM))
                 of_size = rounding * clipping / (wanted.abs() * clipping + eps)
                 share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
                 moved += 2 * rate_share * learning_rate(config, step, small.total)

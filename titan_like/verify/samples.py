@@ -6,20 +6,18 @@ On such samples a mean of means is not the mean over all tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig, Training
-from titan_like.data.lengths import sample_length, span_counts
-from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import Masks
-from titan_like.data.objective import NEXT_TOKENS, Objective
+from titan_like.data.lengths import sample_length
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.packed import token_fingerprint
-from titan_like.data.sentence_pairs import PairTokens, SentencePairs
-from titan_like.data.span_corruption import SpanCorruption
+from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 
@@ -78,7 +76,7 @@ class Samples(Dataset[torch.Tensor]):
     @property
     def fingerprint(self) -> str:
         """Identifies this data in checkpoints."""
-        return token_fingerprint(self.first(4).flatten().numpy())
+        return token_fingerprint(torch.stack([self[index] for index in range(4)]).flatten().numpy())
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Nothing: these samples are not a blend."""
@@ -86,10 +84,6 @@ class Samples(Dataset[torch.Tensor]):
 
     def described(self, micro_batch_size: int, num_ranks: int) -> None:
         """Nothing: there is nothing to say of them."""
-
-    def first(self, count: int, start: int = 0) -> torch.Tensor:
-        """Samples ``start`` to ``start + count``, int64 [count, 2, seq]."""
-        return torch.stack([self[index] for index in range(start, start + count)])
 
 
 def batches(config: JobConfig, last: int) -> dict[int, range]:
@@ -137,37 +131,24 @@ def _kind_of(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def objective_of(config: JobConfig) -> Objective:
-    """The model's objective, with tokens from this module. Where words are masked, a third of the tokens are in none.
+def masks_of_run(config: JobConfig) -> Masks:
+    """What the trainer adds to these samples, with tokens from this module. A third of the tokens are in no word.
 
     The last tokens of the vocabulary are the sentinels, from the end, as in T5's.
     """
     model = model_config(config.model)
-    if model.objective == "span_corruption":
-        length = sample_length(config, model)
-        noise, spans = span_counts(length.raw, config.data)
-        sentinels = range(model.vocab_size - 1, model.vocab_size - 1 - spans, -1)
-        return SpanCorruption(length, noise, tuple(sentinels), END_OF_DOCUMENT, PAD)
-    if model.objective != "mlm" or "tokens" not in model.predictions:
-        return NEXT_TOKENS
-    ordinary = np.setdiff1d(np.arange(model.vocab_size), (END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING))
     joins = np.arange(model.vocab_size) % 3 > 0
-    return MaskedTokens(config.data, MASK, ordinary, np.stack((joins, joins)) if config.data.mlm_whole_words else None)
-
-
-def masks_of_run(config: JobConfig) -> Masks:
-    """What the trainer adds to these samples."""
-    model, around, pairs = model_config(config.model), PairTokens(FIRST, SEPARATOR, PADDING), None
-    if "pair" in model.predictions:
-        pairs = SentencePairs(config.data.sentence_objective, around, END_OF_DOCUMENT)
-    return Masks(
-        config.data,
-        END_OF_DOCUMENT if has_masks(config.data) else None,
-        config.job.seed,
-        objective_of(config),
-        pairs,
-        around if pairs is not None or "choice" in model.predictions else None,
+    tokenizer = SimpleNamespace(
+        vocab_size=model.vocab_size,
+        eod_id=END_OF_DOCUMENT,
+        mask_id=MASK,
+        pad_id=PAD,
+        pair_ids=(FIRST, SEPARATOR, PADDING),
+        sentinel_ids=range(model.vocab_size - 1, PADDING, -1),
+        special_ids={END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING},
+        word_joins=lambda: np.stack((joins, joins)),
     )
+    return masks_of(config, model, cast(Tokenizer, tokenizer))
 
 
 def has_masks(section: Data) -> bool:

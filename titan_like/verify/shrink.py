@@ -41,42 +41,23 @@ ONE_STAGE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Small:
-    """A run to verify. One reference serves all its layouts."""
+    """A run to verify.
+
+    The gradients of bad steps, each between two good ones, are not finite. True: the last element of the model's last
+    matrix is infinite. False: the first element of its first is NaN. One stage or shard alone sees it, and all must
+    skip the step.
+    """
 
     original: JobConfig
-    config: JobConfig  # in the first of the layouts
-    layouts: list[Layout]  # `parts` of the layout to verify
-    steps: int  # number of good steps
+    config: JobConfig
+    num_steps: int  # bad ones included
+    bad_steps: dict[int, bool]
     total: int  # steps of the whole run, which ends earlier
     dropout: float | None  # rate in the dropout run; None: the family has no dropout
-
-    @property
-    def bad_steps(self) -> dict[int, bool]:
-        """Steps whose gradients are not finite, each between two good ones.
-
-        True: the last element of the model's last matrix is infinite. False: the first element of its first is NaN.
-        One stage or shard alone sees it, and all must skip the step.
-        """
-        return bad_steps(self.steps)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps, bad ones included."""
-        return num_steps(self.steps)
 
     def max_norm(self, step: int) -> float:
         """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
         return self.config.training.max_norm * (NOT_CLIPPED if step >= self.num_steps else 1)
-
-
-def bad_steps(steps: int) -> dict[int, bool]:
-    """See `Small.bad_steps`."""
-    return {2: True} if steps < 3 else {2: True, 4: False}
-
-
-def num_steps(steps: int) -> int:
-    """Number of steps among which ``steps`` are good."""
-    return steps + len(bad_steps(steps))
 
 
 def resolve(config: JobConfig, processes: int | None) -> Layout:
@@ -131,6 +112,8 @@ def shrink(
     dropout = fields.get("dropout")
     if dropout is not None:
         fields["dropout"] = 0.0
+    bad_steps = {2: True} if steps < 3 else {2: True, 4: False}
+    num_steps = steps + len(bad_steps)
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
     total = steps + 4  # a signal ends the run before its last step
     warmup, decay_steps = min(config.lr_scheduler.warmup_steps, 2), config.lr_scheduler.decay_steps
@@ -139,7 +122,7 @@ def shrink(
     elif decay_steps is not None:
         decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
     ramps = training.batch_size_rampup is not None
-    ramping = num_steps(steps) - 1  # steps with half a batch, so that resumed runs still have some before them
+    ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
     samples = (2 * total - ramping if ramps else total) * batch
     learning_rate = _LEARNING_RATES.get(config.optimizer.name, _LEARNING_RATE)
     matrix_lr = config.optimizer.matrix_lr
@@ -177,9 +160,8 @@ def shrink(
         "profiling": Profiling(),
         "cluster": Cluster(),
     }
-    layouts = [degrees] if keep_layout else parts(degrees)
-    small = edit(config.model_copy(update=sections), values)
-    return Small(config, in_layout(small, layouts[0]), layouts, steps, total, dropout)
+    small = in_layout(edit(config.model_copy(update=sections), values), degrees)
+    return Small(config, small, num_steps, bad_steps, total, dropout)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
@@ -208,41 +190,18 @@ def shrink_degrees(layout: Layout) -> Layout:
     """Smaller degrees; each that is above 1 stays above 1.
 
     A degree becomes its largest divisor up to 4, or 2 if it has none. While the layout needs more than
-    `MOST_PROCESSES`, degrees become their smallest divisor instead: replicate first, then shard, tensor and pipeline.
-    Pipeline is last because a pipeline of 2 has no middle stage, while groups of 2 show most bugs of the other axes.
-    Four degrees above 1 still need too many processes; see `parts`.
+    `MOST_PROCESSES`, degrees become 2: replicate first, then shard, tensor and pipeline. Pipeline is last because a
+    pipeline of 2 has no middle stage, while groups of 2 show most bugs of the other axes. Four degrees above 1 still
+    need twice as many.
     """
-    divisors = {name: [d for d in (2, 3, 4) if getattr(layout, name) % d == 0] or [2] for name in _DEGREES}
-    degrees = {name: divisors[name][-1] if getattr(layout, name) > 1 else 1 for name in _DEGREES}
+    degrees = {}
+    for name in _DEGREES:
+        degree = getattr(layout, name)
+        degrees[name] = max((d for d in (2, 3, 4) if degree % d == 0), default=2) if degree > 1 else 1
     for name in reversed(_DEGREES):
-        if math.prod(degrees.values()) > MOST_PROCESSES and degrees[name] > 1:
-            degrees[name] = divisors[name][0]
+        if math.prod(degrees.values()) > MOST_PROCESSES:
+            degrees[name] = min(degrees[name], 2)
     return Layout(**degrees, context=1)
-
-
-def parts(layout: Layout) -> list[Layout]:
-    """The layout itself if `MOST_PROCESSES` suffice, else layouts in which every pair of its axes occurs together.
-
-    The degrees that a part leaves out are 1.
-    """
-    axes = [name for name in _DEGREES if getattr(layout, name) > 1]
-    if layout.num_processes <= MOST_PROCESSES or len(axes) < 2:
-        return [layout]
-    choices = [
-        Layout(**{name: getattr(layout, name) if name in kept else 1 for name in _DEGREES}, context=1)
-        for size in range(len(axes) - 1, 0, -1)
-        for kept in itertools.combinations(axes, size)
-    ]
-    choices = [choice for choice in choices if choice.num_processes <= MOST_PROCESSES]
-    pairs, found = set(itertools.combinations(axes, 2)), []
-    while pairs:
-        found.append(max(choices, key=lambda choice: len(pairs & _pairs(choice))))
-        pairs -= _pairs(found[-1])
-    return found
-
-
-def _pairs(layout: Layout) -> set[tuple[str, str]]:
-    return set(itertools.combinations([name for name in _DEGREES if getattr(layout, name) > 1], 2))
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
@@ -340,7 +299,12 @@ def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, vir
         wanted = pipeline + 1
     if had < original.pipeline:
         wanted = min(wanted, pipeline)
-    microbatches = max(2, min(had, wanted))
-    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, microbatches) is not None:
-        microbatches += 1
-    return microbatches
+    return fewest_microbatches(config, pipeline, virtual, max(2, min(had, wanted)))
+
+
+def fewest_microbatches(config: JobConfig, pipeline: int, virtual: int, at_least: int) -> int:
+    """The smallest number of microbatches that the schedule takes, from ``at_least`` on."""
+    schedule = config.parallelism.pipeline_schedule
+    while pipeline > 1 and check_schedule(schedule, pipeline, virtual, at_least) is not None:
+        at_least += 1
+    return at_least

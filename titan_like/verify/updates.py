@@ -33,18 +33,16 @@ class UpdateCheck:
     def __init__(self, trainer: Trainer, report: Report) -> None:
         self.trainer, self.report = trainer, report
         self.master = torch.promote_types(getattr(torch, trainer.config.training.dtype), torch.float32)
-        self.parameters = list(trainer.model.named_parameters())
         self.is_gathered = trainer.config.optimizer.name not in _ELEMENTWISE
-        self.copies = [nn.Parameter(self._double(parameter)) for _, parameter in self.parameters]
-        names = [name for name, _ in self.parameters]
-        self.optimizer = build_optimizer(list(zip(names, self.copies, strict=True)), trainer.config)
-        for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
+        self.parameters = [(name, p, nn.Parameter(self._double(p))) for name, p in trainer.model.named_parameters()]
+        self.optimizer = build_optimizer([(name, copy) for name, _, copy in self.parameters], trainer.config)
+        for _, parameter, copy in self.parameters:
             for what, value in trainer.optimizer.state.get(parameter, {}).items():  # of a resumed run
                 self.optimizer.state[copy][what] = self._double(value) if value.ndim else value.cpu().clone()
         trainer.optimizer.register_step_pre_hook(self._keep_gradients)
 
     def _keep_gradients(self, *hooked: Any) -> None:
-        for (_, parameter), copy in zip(self.parameters, self.copies, strict=True):
+        for _, parameter, copy in self.parameters:
             copy.grad = None if parameter.grad is None else self._double(parameter.grad)
 
     @torch.no_grad()
@@ -53,12 +51,12 @@ class UpdateCheck:
 
         ``gradients`` are those before clipping. Clipping must go by ``grad_norm``, the norm that the step reports.
         """
-        unclipped, before = iter(gradients), [copy.detach().clone() for copy in self.copies]
+        unclipped, before = iter(gradients), [copy.detach().clone() for _, _, copy in self.parameters]
         if is_good:
             set_learning_rate(self.optimizer, self.trainer.config, step, self.trainer.run.total_steps)
             self.optimizer.step()
         factor = clip_factor(self.trainer.config.training.max_norm, grad_norm)
-        for (name, parameter), copy, old in zip(self.parameters, self.copies, before, strict=True):
+        for (name, parameter, copy), old in zip(self.parameters, before, strict=True):
             new = self._double(parameter)
             if not is_good:
                 self.report.exact(Key(step, Row.SKIPPED, name), None if torch.equal(new, old) else "it is updated")

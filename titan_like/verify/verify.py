@@ -1,4 +1,4 @@
-"""From a small run to a verdict: compute the reference, run the layouts, compare, and locate what differs."""
+"""From a small run to a verdict: compute the reference, run the layout, compare, and locate what differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import Small, in_layout, layout_of
+from titan_like.verify.shrink import Small, layout_of
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
@@ -32,8 +32,8 @@ class Verdict:
     """What a verification found."""
 
     outcome: str  # same, different or undecided
-    layouts: list[Layout]
-    checks: list[Check]  # of all layouts, in the order in which things happen
+    layout: Layout
+    checks: list[Check]  # in the order in which things happen
     blame: Blame | None = None  # if something differs
     place: str | None = None  # the module at fault, if it was found
     reason: str = ""  # if undecided
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass
 class Verifier:
-    """Verifies the layouts of one small run."""
+    """Verifies one small run."""
 
     small: Small
     timeout: float = 120.0  # seconds that one run may take
@@ -63,35 +63,34 @@ class Verifier:
         self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
 
     def verify(self) -> Verdict:
-        """Run all kinds in all layouts and compare them with one reference, up to the first layout that differs."""
+        """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
-        verdict = Verdict(SAME, self.small.layouts, [], not_applicable=missing)
+        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
                 self._compute_reference(verdict)
-                for layout in verdict.layouts:
-                    if verdict.outcome == SAME:
-                        self._verify_layout(layout, verdict)
+                if verdict.outcome == SAME:
+                    self._verify_layout(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
 
     def _compute_reference(self, verdict: Verdict) -> None:
         self.progress("one process, plainly: the reference")
-        file = self.folder / "reference.safetensors"
+        file = self.folder / "reference.pt"
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
         if made.is_undecided:
             raise UndecidedError(f"the reference, on one process: {made.reason}")
-        if made.results:
-            self.reference: Reference = made.results[0]
+        if made.result is not None:
+            self.reference: Reference = made.result
             return
-        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", [])
+        verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
         verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {made.reason}"))
 
-    def _verify_layout(self, layout: Layout, verdict: Verdict) -> None:
+    def _verify_layout(self, verdict: Verdict) -> None:
+        config, layout = self.small.config, verdict.layout
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        config = in_layout(self.small.config, layout)
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
         if first is None:
@@ -104,44 +103,41 @@ class Verifier:
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first run that does not finish.
 
+        Only a layout that is right so far is resumed.
+
         Raises:
             UndecidedError: a run was stopped from outside, and nothing differs so far.
         """
-        at_once = [kind for kind in kinds if kind != RESUME]
-        if at_once:
-            outcomes = self._run_layout(observe, config, at_once)
-            for number, kind in enumerate(at_once):
-                reports = [outcome.results[number] for outcome in outcomes if len(outcome.results) > number]
-                if len(reports) < len(outcomes):
-                    return self._add_unfinished(kind, Row.RUNS, outcomes, checks)
-                checks += combine(self.reference, [reports])
-            if any(outcome.ending != DONE for outcome in outcomes):  # after its last result
-                return self._add_unfinished(at_once[-1], Row.ENDS, outcomes, checks)
-        if RESUME in kinds and all(check.ok for check in checks):
-            self._check_resumed(config, checks)
-        return None
+        for kind in kinds:
+            if kind == RESUME and not all(check.ok for check in checks):
+                break
+            legs = self._relay(config) if kind == RESUME else [(observe, config, kind)]
+            groups: list[list[Report]] = []
+            for leg in legs:
+                outcomes = self._run_layout(*leg)
+                groups.append([outcome.result for outcome in outcomes if outcome.result is not None])
+                if any(outcome.ending != DONE for outcome in outcomes):
+                    break
+            is_complete = len(groups) == len(legs) and len(groups[-1]) == len(outcomes)
+            if is_complete:
+                checks += combine(self.reference, groups)
+            if any(outcome.ending != DONE for outcome in outcomes):
+                self._add_unfinished(kind, Row.ENDS if is_complete else Row.RUNS, outcomes, checks)
+                break
 
-    def _check_resumed(self, config: JobConfig, checks: list[Check]) -> None:
-        """A relay: the layout, one process, and the layout again resume from each other's checkpoints.
+    def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
+        """The layout, one process, and the layout again resume from each other's checkpoints.
 
         The first leg trains on after the checkpoint that the second resumes from, which is not the first that it saves.
         The second leg repeats a step whose update is skipped.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        groups: list[list[Report]] = []
         skipped = max(self.small.bad_steps)
-        legs = (
-            (config, None, skipped + 1),
-            (on_one_process(config), skipped - 1, skipped),
-            (config, skipped, self.small.num_steps),
-        )
-        for leg, start, end in legs:
-            outcomes = self._run_layout(observe_leg, leg, start, end, folder)
-            if any(outcome.ending != DONE for outcome in outcomes):
-                return self._add_unfinished(RESUME, Row.RUNS, outcomes, checks)
-            groups.append([outcome.results[0] for outcome in outcomes])
-        checks += combine(self.reference, groups)
-        return None
+        return [
+            (observe_leg, config, None, skipped + 1, folder),
+            (observe_leg, on_one_process(config), skipped - 1, skipped, folder),
+            (observe_leg, config, skipped, self.small.num_steps, folder),
+        ]
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Group:
         return Group(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
@@ -171,9 +167,9 @@ class Verifier:
         if first.kind not in (EXACT, SINGLE) or first.row not in _LOCATED or first.step == 0:
             return None
         outcomes = self._run_layout(compare_places, config, first.step)
-        if not all(outcome.results for outcome in outcomes):
+        if any(outcome.result is None for outcome in outcomes):
             return None
-        order, wrong = outcomes[0].results[0][0], [outcome.results[0][1] for outcome in outcomes]
+        order, wrong = outcomes[0].result[0], [outcome.result[1] for outcome in outcomes]
         place = first_place(order, wrong, first.step)
         right = f"all modules compute the right thing in step {first.step}"
         if place is None and first.row == Row.LOSS:

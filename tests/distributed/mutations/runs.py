@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,6 +157,13 @@ def computes_for_ever() -> Iterator[None]:
             time.sleep(0.1)
 
     with patch.object(Trainer, "train_step", train_step):
+        yield
+
+
+@contextmanager
+def ends_before_its_first_step() -> Iterator[None]:
+    """The process ends as if all were well."""
+    with patch.object(Trainer, "train", lambda self: sys.exit(0)):
         yield
 
 
