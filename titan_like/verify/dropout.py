@@ -33,7 +33,17 @@ from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
-from titan_like.verify.reference import FLOOR, NEGLIGIBLE, REPORTED, add_gradients, mean_loss, norm, num_labels
+from titan_like.verify.reference import (
+    CANCELLED,
+    FLOOR,
+    NEGLIGIBLE,
+    REPORTED,
+    add_gradients,
+    is_cancelled,
+    mean_loss,
+    norm,
+    num_labels,
+)
 from titan_like.verify.samples import Samples
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
@@ -186,7 +196,8 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
         local, offset = local_part(gradient)
         part = wanted[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
         difference = distance(local.cpu(), part) / max(norm(wanted[name]), NEGLIGIBLE * whole)
-        report.add(Key(1, Row.DROPOUT_GRADIENT, name), difference, _GRADIENT_ROUNDING)
+        allowed = CANCELLED[EXACT] if is_cancelled(wanted[name], whole) else _GRADIENT_ROUNDING
+        report.add(Key(1, Row.DROPOUT_GRADIENT, name), difference, allowed)
 
 
 def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:

@@ -6,17 +6,29 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from titan_like.config.schema import Data, JobConfig
+from titan_like.data.draws import sample_generator
 from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import MaskedSamples, prefix_length
+from titan_like.data.masks import prefix_length
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.relative_bias import RelativeBias
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.verify.samples import END_OF_DOCUMENT, IGNORED, PAD, SEPARATOR, Samples, has_masks, masks_of_run
+from titan_like.verify.samples import (
+    END_OF_DOCUMENT,
+    FIRST,
+    IGNORED,
+    PAD,
+    PADDING,
+    SEPARATOR,
+    Samples,
+    has_masks,
+    masks_of_run,
+)
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
@@ -26,17 +38,17 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
     [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If samples are pairs of
     sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions.
     """
-    masks = masks_of_run(config)
-    objective, seed, made = masks.objective, config.job.seed, MaskedSamples(samples, masks)
+    masks, seed = masks_of_run(config), config.job.seed
+    objective = masks.objective
 
     def describe(index: int) -> torch.Tensor:
-        if masks.pair_tokens is not None:
-            return _with_types(made[index])
-        sample = samples[index]
+        sample = samples[index] if masks.pairs is None else _pair(samples, index, masks.pairs.objective, seed)
         if isinstance(objective, SpanCorruption):
             return _without_spans(sample, index, objective, seed)
         if isinstance(objective, MaskedTokens):
-            return objective.apply(sample, seed, index)
+            sample = _with_masked_tokens(sample, index, objective, seed, keeps_class=masks.pairs is not None)
+        if masks.pair_tokens is not None:
+            return _with_types(sample)
         return _with_masks(sample, index, config.data, seed) if has_masks(config.data) else sample
 
     return torch.stack([describe(index) for index in indices])
@@ -133,6 +145,55 @@ def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, 
     decoder_inputs = [PAD, *targets[:-1]]
     in_encoder = [1] * len(inputs) + [0] * len(targets)
     return torch.tensor([inputs + decoder_inputs, [IGNORED] * len(inputs) + labels, in_encoder])
+
+
+def _with_masked_tokens(
+    sample: torch.Tensor, index: int, objective: MaskedTokens, seed: int, keeps_class: bool
+) -> torch.Tensor:
+    """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label."""
+    made = objective.apply(sample, seed, index)  # which tokens are chosen, and what replaces them
+    chosen = made[1] != IGNORED
+    labels = torch.where(chosen, sample[0], IGNORED)
+    if keeps_class:
+        labels[0] = sample[1, 0]
+    return torch.stack((torch.where(chosen, made[0], sample[0]), labels))
+
+
+def _pair(samples: Samples, index: int, objective: str, seed: int) -> torch.Tensor:
+    """A pair of sentences, int64 [2, seq], from the draws of `SentencePairs`. The first label is the class."""
+    random = sample_generator(b"sentence pairs", seed, index)
+    given, size = samples[index], samples.seq_len
+    text = _text_of(given, size - 3, random)
+    cut = 1 + int(random.random() * (len(text) - 1))
+    one, two, is_other = text[:cut], text[cut:], random.random() < 0.5
+    if is_other and objective == "sentence_order":
+        one, two = two, one
+    elif is_other:
+        drawn = int(random.random() * len(samples))
+        others = [samples[(drawn + more) % len(samples)] for more in (0, 1)]
+        other = _text_of(others[torch.equal(others[0][0], given[0])], size - 3, random)
+        two = other[max(len(other) - len(two), int(len(other) > 1)) :]  # never a whole text of several tokens
+    row = [(FIRST, False), *one, (SEPARATOR, False), *two, (SEPARATOR, False)]
+    row += [(PADDING, False)] * (size - len(row))
+    is_held_out = bool((given[1] == IGNORED).all())
+    labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
+    if len(text) > 1 and not is_held_out:
+        labels[0] = int(is_other)
+    return torch.tensor([[token for token, _ in row], labels])
+
+
+def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator) -> list[tuple[int, bool]]:
+    """Tokens around a random one of a sample, int64 [2, seq], up to the ends of its document, and who has a label."""
+    inputs, labels = sample.tolist()
+    ends = [at for at, token in enumerate(inputs) if token in (END_OF_DOCUMENT, FIRST, SEPARATOR)]
+    places = [at for at in range(len(inputs)) if at not in ends]
+    if not places:
+        return []
+    token = places[int(random.random() * len(places))]
+    begin = max((at + 1 for at in ends if at < token), default=0)
+    end = min((at for at in ends if at > token), default=len(inputs))
+    begin += int(random.random() * (max(0, end - begin - most) + 1))
+    return [(inputs[at], labels[at] != IGNORED) for at in range(begin, min(end, begin + most))]
 
 
 def _with_types(sample: torch.Tensor) -> torch.Tensor:

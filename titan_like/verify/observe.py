@@ -83,6 +83,7 @@ class ObservedTrainer(WatchedTrainer):
         self.updates.check(step, step not in self.bad_steps, found.grad_norm, self.gradients)
         for name, parameter in self.model.named_parameters():
             self._compare(Key(step, Row.WEIGHT, name), parameter)
+        self.note_copies(step)
         return found
 
     def _compare_record(self, step: int, found: StepRecord) -> None:
@@ -178,7 +179,6 @@ class ObservedTrainer(WatchedTrainer):
         if self.dtype == EXACT:
             self.report.exact(Key(0, Row.SCHEDULE), schedule_problem(self.reference.small.original))
         self.train()
-        self.note_copies(self.num_steps)
         self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
         self._compare(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
         if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives

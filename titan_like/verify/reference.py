@@ -49,6 +49,9 @@ SAME_TYPE_SHARE = 1 / 32
 # trainer's FSDP2 adds them in the type of the reduction (`titan_like.torch_private.sum_uses_in_full`).
 TIED_TABLE_SHARE = 1 / 2 if torch.__version__ >= "2.15" else SAME_TYPE_SHARE
 NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is measured against that share instead
+# Such a gradient may be zero but for the rounding of the numbers that cancel in it, as that of a bias before a softmax
+# is. One process may even compute exactly zero, so its own distance from the exact result says nothing.
+CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 FLOAT16_SCALE = 1024.0  # of the loss: raises small gradients without any overflow
 LARGE = 1e4  # multiplies the final norm's weights; the exponential of a logit then exceeds the range of float64
 BLOCK_ELEMENTS = 64  # of initial weights per generator: small matrices then have many blocks, as large ones do
@@ -58,6 +61,7 @@ _LARGE_MODEL = 1_000_000  # parameters
 _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+_GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
 _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
@@ -206,8 +210,9 @@ def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.d
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
     found = torch.func.functional_call(model, weights, model_arguments(batch))
     outputs = list(found) if isinstance(found, tuple) else [found]
-    # A decoder's logits are of its positions alone, which come last.
-    kind, labels = model.config.predictions, labels_of(model, batch[:, :, -outputs[0].shape[1] :])
+    if model.config.objective == "span_corruption":
+        batch = batch[:, :, -outputs[0].shape[1] :]  # the logits are of the decoder's positions, which come last
+    kind, labels = model.config.predictions, labels_of(model, batch)
     if "tokens" in kind:
         outputs[0] = outputs[0][..., : model.config.vocab_size]  # whatever the model does to the padding
     if "pair" in kind:
@@ -296,20 +301,25 @@ def count_zeros(exact: Trace, other: Trace, step: int) -> tuple[float, float]:
 
     ``other`` is the same run in another order of summation. An element that only rounding makes nonzero is uncertain.
     """
-    zeros = uncertain = 0
+    zeros, uncertain, whole = 0, 0, exact.number(step, Row.NORM)
     for name in exact.names:
         gradient, second = (trace.values[Key(step, Row.GRADIENT, name)] for trace in (exact, other))
         small = torch.maximum(gradient.abs(), second.abs()) < _ROUNDING * gradient.abs().max()
         zeros += int((gradient == 0).sum())
-        uncertain += int((small & ((gradient != 0) | (second != 0))).sum())
+        uncertain += int((small & ((gradient != 0) | (second != 0)) | is_cancelled(gradient, whole)).sum())
     return float(zeros), 2.0 * uncertain
+
+
+def is_cancelled(gradient: torch.Tensor, whole: float) -> bool:
+    """Whether a gradient may be nothing but rounding, given the norm of all gradients."""
+    return norm(gradient) < NEGLIGIBLE * whole
 
 
 def sizes_of(exact: Trace) -> dict[Key, float]:
     """What the difference of each number or tensor is relative to."""
-    norms, sizes = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}, dict[Key, float]()
+    sizes: dict[Key, float] = {}
     for key, value in exact.values.items():
-        least = NEGLIGIBLE * exact.number(key.step, norms[key.row]) if key.row in norms else 0.0
+        least = NEGLIGIBLE * exact.number(key.step, _GRADIENTS[key.row]) if key.row in _GRADIENTS else 0.0
         sizes[key] = max(norm(value), least) or 1.0
     return sizes
 
@@ -318,7 +328,7 @@ def allowances(
     small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
 ) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
-    allowed, tips = {}, tipped(small, traces[0], exact)
+    allowed, tips = {}, tipped(small, dtype, traces[0], exact)
     for key in traces[0].values:
         if key.row == Row.INITIAL:
             allowed[key] = 0.0
@@ -326,11 +336,13 @@ def allowances(
             error = max(distance(trace.values[key], exact.values[key]) for trace in traces)
             # The step with large logits uses the weights as they are after the last update.
             least = max(FLOOR[dtype], WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES))
+            if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
+                least = max(least, CANCELLED[dtype])
             allowed[key] = max(MARGIN * error / sizes[key], least, tips.get(key, 0.0) / sizes[key])
     return allowed
 
 
-def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
+def tipped(small: Small, dtype: str, trace: Trace, exact: Trace) -> dict[Key, float]:
     """How far rounding may move each parameter's weights apart under AdamW and the like, after each step.
 
     AdamW divides each element of a gradient by about its own magnitude plus eps. A rounding error that is a share x of
@@ -345,11 +357,12 @@ def tipped(small: Small, trace: Trace, exact: Trace) -> dict[Key, float]:
         for step in sorted(key.step for key in exact.values if key.row == Row.WEIGHT and key.name == name):
             key = Key(step, Row.GRADIENT, name)
             if key in exact.values:
-                wanted, seen = exact.values[key], trace.values[key]
-                rounding = MARGIN * distance(seen, wanted) / math.sqrt(wanted.numel())
-                clipping = clip_factor(small.max_norm(step), exact.number(step, Row.NORM))
-                of_size = rounding * clipping / (wanted.abs() * clipping + eps)
-                share = torch.maximum(share, (seen != 0) * of_size.clamp(max=1))
+                wanted, seen, whole = exact.values[key], trace.values[key], exact.number(step, Row.NORM)
+                cancelled = is_cancelled(wanted, whole)
+                error = max(distance(seen, wanted), cancelled * EPS[dtype] * whole)
+                clipping = clip_factor(small.max_norm(step), whole)
+                of_size = MARGIN * error / math.sqrt(wanted.numel()) * clipping / (wanted.abs() * clipping + eps)
+                share = torch.maximum(share, ((seen != 0) | cancelled) * of_size.clamp(max=1))
                 moved += 2 * rate_share * learning_rate(config, step, small.total)
             distances[Key(step, Row.WEIGHT, name)] = moved * norm(share)
     return distances

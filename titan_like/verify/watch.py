@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from titan_like.checkpoint.saver import Tensors
 from titan_like.data.loader import BackgroundLoader
 from titan_like.data.masks import MaskedSamples
 from titan_like.metrics.record import StepRecord
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
+
+_COPY_SECONDS = 0.3  # that a save in the background waits before it copies
 
 
 class WatchedTrainer(Trainer):
@@ -23,10 +27,17 @@ class WatchedTrainer(Trainer):
     def __init__(self, run: Run, known_samples: int = 0) -> None:
         """The first ``known_samples`` of the run are recognized; every other sample has the index -1."""
         super().__init__(run)
+        if run.config.checkpoint.async_:
+            self._copy, self.saver._copy = self.saver._copy, self._copy_late  # type: ignore
         masked = MaskedSamples(run.datasets["train"], run.masks)
         self.known = {digest(masked[index]): index for index in range(known_samples)}
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
+
+    def _copy_late(self, *arguments: Any) -> Tensors:
+        """A small model's tensors would always be copied before their next update, whether or not that waits."""
+        time.sleep(_COPY_SECONDS)
+        return self._copy(*arguments)
 
     def _load_data(self) -> BackgroundLoader:
         return cast(BackgroundLoader, self._watched(super()._load_data()))

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from titan_like.data import masks
+from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.masks import MaskedSamples, Masks
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
@@ -208,6 +210,19 @@ def prefixes_drawn_from_the_start_when_resumed() -> Iterator[None]:
         return original(self)
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def replaced_tokens_are_their_own_labels() -> Iterator[None]:
+    """A masked token is to be predicted as the mask."""
+    original = MaskedTokens.apply
+
+    def apply(self: MaskedTokens, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+        inputs, labels = original(self, sample, seed, index)
+        return torch.stack((inputs, torch.where(labels == IGNORED_LABEL, labels, inputs)))
+
+    with patch.object(MaskedTokens, "apply", apply):
         yield
 
 

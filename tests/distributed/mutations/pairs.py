@@ -82,6 +82,20 @@ def classes_swapped_on_one_process() -> Iterator[None]:
 
 
 @contextmanager
+def classes_swapped() -> Iterator[None]:
+    """Every process labels pairs in order as those that are not."""
+
+    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
+        pair = original(self, samples, index, seed)
+        if pair[1, 0] >= 0:
+            pair[1, 0] = 1 - pair[1, 0]
+        return pair
+
+    with _pairs_made(change):
+        yield
+
+
+@contextmanager
 def pairs_drawn_by_each_process() -> Iterator[None]:
     """Each process makes other pairs of the same samples."""
 

@@ -213,6 +213,13 @@ def replicas_draw_the_same_samples() -> Iterator[None]:
 
 
 @contextmanager
+def updates_do_not_wait_for_copies() -> Iterator[None]:
+    """The next update does not wait until an asynchronous save has copied the weights."""
+    with patch.object(Saver, "before_update", lambda self: None):
+        yield
+
+
+@contextmanager
 def later_saves_hold_the_first_one_s_values() -> Iterator[None]:
     """Asynchronous saves after a process's first do not copy tensors into their buffers again."""
     original = Saver._copy_one
