@@ -10,9 +10,10 @@ from enum import StrEnum
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from titan_like.models.layers.init import local_part
 from titan_like.verify.samples import batches
@@ -124,8 +125,8 @@ class Reference:
 
 
 @cache
-def _opened(file: Path) -> dict[Key, torch.Tensor]:
-    return torch.load(file, mmap=True, weights_only=False)
+def _opened(file: Path) -> Any:
+    return safe_open(file, framework="pt")
 
 
 @dataclass
@@ -171,7 +172,9 @@ class Report:
         part, offset = local_part(value)
         if part.numel():
             where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
-            expected = _opened(reference.file)[key][where].to(part.device)
+            file = _opened(reference.file)
+            expected = file.get_slice(str(key))[where] if where else file.get_tensor(str(key))
+            expected = expected.to(part.device)
             told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
             self.add(key, difference, reference.allowed[dtype][key], told)

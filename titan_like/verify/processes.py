@@ -7,7 +7,6 @@ the process that started them.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -100,13 +99,17 @@ class Group:
         self._temporary = tempfile.TemporaryDirectory(prefix="processes-")
         # The store is opened here because a port that is only probed may be taken before the group meets at it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = []
+        self._processes, self._readers, self._results = [], dict[connection.Connection, int](), dict[int, Any]()
         for rank in range(world_size):
             device = f"cuda:{rank}" if on_gpus else "cpu"
             member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
-            process = _FORK_SERVER.Process(target=_work, args=(member, function, arguments, prepare), daemon=False)
+            reader, writer = _FORK_SERVER.Pipe(duplex=False)
+            work = (writer, member, function, arguments, prepare)
+            process = _FORK_SERVER.Process(target=_work, args=work, daemon=False)
             process.start()
+            writer.close()
             self._processes.append(process)
+            self._readers[reader] = rank
 
     def wait(self, seconds: float, patience: float | None = None, seconds_to_follow: float = 2.0) -> list[Outcome]:
         """Wait for all processes and return how each ended, by rank. No process outlives this call.
@@ -118,9 +121,10 @@ class Group:
             try:
                 reason = self._wait(seconds, patience, seconds_to_follow)
                 exit_codes = [process.exitcode for process in self._processes]
+                self._receive([reader for reader in self._readers if reader.poll()])
             finally:
                 self.kill()
-            return [_outcome(Path(folder), rank, code, reason) for rank, code in enumerate(exit_codes)]
+            return [self._outcome(Path(folder), rank, code, reason) for rank, code in enumerate(exit_codes)]
 
     def _wait(self, seconds: float, patience: float | None, seconds_to_follow: float) -> str:
         """Wait, and return why those processes that are left then are to be stopped."""
@@ -139,8 +143,30 @@ class Group:
                     return WAITING if reason == TOO_LONG else reason
             if now >= deadline:
                 break
-            connection.wait([process.sentinel for process in unfinished], timeout=min(deadline - now, 0.5))
+            ends = [process.sentinel for process in unfinished]
+            self._receive(connection.wait([*ends, *self._readers], timeout=min(deadline - now, 0.5)))
         return reason
+
+    def _receive(self, ready: list[Any]) -> None:
+        """Take the results of processes whose pipes are ready: they have sent one, or have ended without."""
+        for reader in self._readers.keys() & set(ready):
+            with suppress(EOFError, OSError):
+                self._results[self._readers[reader]] = reader.recv()
+            del self._readers[reader]
+            reader.close()
+
+    def _outcome(self, folder: Path, rank: int, exit_code: int | None, reason: str) -> Outcome:
+        """How a process ended, given the ``reason`` to stop it if it was stopped."""
+        log = folder / f"log-{rank}.txt"
+        printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if exit_code == 0 and rank in self._results:
+            ending, reason = DONE, ""
+        elif exit_code in (None, -signal.SIGKILL):
+            ending, reason = STOPPED, reason if exit_code is None else KILLED
+        else:
+            lines = printed.strip().splitlines() if exit_code else []  # the last is that of a traceback
+            ending, reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
+        return Outcome(rank, ending, reason, self._results.get(rank), printed, exit_code)
 
     def kill(self) -> None:
         """Kill all processes and their children."""
@@ -151,21 +177,6 @@ class Group:
             process.kill()
         for process in self._processes:
             process.join()
-
-
-def _outcome(folder: Path, rank: int, exit_code: int | None, reason: str) -> Outcome:
-    """How a process ended, given what it has left in its group's folder and the ``reason`` to stop it."""
-    log, file = folder / f"log-{rank}.txt", folder / f"result-{rank}"
-    printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    result = pickle.loads(file.read_bytes()) if file.exists() else None
-    if exit_code == 0 and file.exists():
-        ending, reason = DONE, ""
-    elif exit_code in (None, -signal.SIGKILL):
-        ending, reason = STOPPED, reason if exit_code is None else KILLED
-    else:
-        lines = printed.strip().splitlines() if exit_code else []  # the last is that of a traceback
-        ending, reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
-    return Outcome(rank, ending, reason, result, printed, exit_code)
 
 
 def active_seconds(groups: set[int | None]) -> float:
@@ -183,7 +194,9 @@ def active_seconds(groups: set[int | None]) -> float:
     return total
 
 
-def _work(member: Member, function: Callable, arguments: Any, prepare: Prepare | None) -> None:
+def _work(
+    results: connection.Connection, member: Member, function: Callable, arguments: Any, prepare: Prepare | None
+) -> None:
     """The body of one process. An exception ends it with a traceback."""
     os.setpgid(0, 0)  # it can be killed with its children, and Ctrl-C in the terminal does not reach it
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -191,9 +204,7 @@ def _work(member: Member, function: Callable, arguments: Any, prepare: Prepare |
     os.dup2(log, 1)
     os.dup2(log, 2)
     with nullcontext() if prepare is None else prepare(), _joined(member):
-        written = member.folder / f"unfinished-{member.rank}"
-        written.write_bytes(pickle.dumps(function(member, *arguments)))
-        written.rename(member.folder / f"result-{member.rank}")
+        results.send(function(member, *arguments))
 
 
 def _end_with_parent() -> None:

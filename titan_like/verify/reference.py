@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from titan_like.config.change import edit
 from titan_like.config.entry_points import load_entry
@@ -114,7 +115,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
                 exact.values[key], sizes[key] = traces[0].values[gradient], sizes[gradient]
                 is_tied = name == "embedding.weight" and model_config(config.model).tied_embeddings
                 allowed[dtype][key] = (TIED_TABLE_SHARE if is_tied else SAME_TYPE_SHARE) * EPS[dtype]
-    torch.save(exact.values, file)
+    save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
     return Reference(small, file, exact.names, alike(exact), sizes, allowed)
 
 

@@ -78,7 +78,7 @@ class Verifier:
 
     def _compute_reference(self, verdict: Verdict) -> None:
         self.progress("one process, plainly: the reference")
-        file = self.folder / "reference.pt"
+        file = self.folder / "reference.safetensors"
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
         if made.is_undecided:
             raise UndecidedError(f"the reference, on one process: {made.reason}")
