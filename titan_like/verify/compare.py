@@ -27,7 +27,6 @@ class Row(StrEnum):
     """Rows of the table, in the order in which things happen within a step."""
 
     INITIAL = "initial weights"
-    REPLICAS = "copies equal on all ranks"
     SCHEDULE = "length and learning rates of the whole run"
     SAMPLES = "samples, each exactly once"
     BATCH = "batch size, samples and tokens"
@@ -45,6 +44,7 @@ class Row(StrEnum):
     TYPES = "types of weights and optimizer state"
     UPDATE = "updates from these gradients"
     WEIGHT = "weights"
+    REPLICAS = "copies equal on all ranks"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
     LARGE_LOSS = "loss with large logits"
