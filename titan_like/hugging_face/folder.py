@@ -7,6 +7,7 @@ caches of transformers consist of them. A folder that is inconsistent is refused
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -94,7 +95,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
+    return os.path.isfile(path / CONFIG_FILE)
 
 
 class TensorSlices:
