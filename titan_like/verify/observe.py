@@ -16,6 +16,7 @@ from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length
+from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import init, interval_attention
@@ -185,7 +186,14 @@ class ObservedTrainer(WatchedTrainer):
             for stage in self.model.stages:
                 for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
                     local_part(parameter)[0].mul_(LARGE)
-            self.steps_alone(1)
+            self.read_step(self.train_step(self._microbatches(self.num_steps + 1)))
+
+    def _microbatches(self, step: int) -> Iterator[torch.Tensor]:
+        """This process's microbatches of a step, without a second loader, which would begin in mid-run."""
+        masked, size = MaskedSamples(self.run.datasets["train"], self.run.masks), self.config.training.micro_batch_size
+        batch = batches(self.small.config, step)[step]
+        for start in range(batch.start + self.dp_rank * size, batch.stop, self.dp_size * size):
+            yield torch.stack([masked[index] for index in range(start, start + size)])
 
 
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
@@ -213,8 +221,8 @@ def observe_leg(
 
 def compare_places(
     member: Member, reference: Reference, config: JobConfig, step: int
-) -> tuple[list[str], dict[Place, float]]:
-    """The modules in forward order, and those of this process whose output or gradient is wrong in a step."""
+) -> tuple[list[str], set[str], dict[Place, float]]:
+    """The modules in forward order, those that feed the loss, and those that are wrong here in a step's two passes."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
     run = prepare_run(member, reference, config, EXACT, member.folder)
@@ -227,7 +235,7 @@ def compare_places(
     trainer.steps_alone(1)
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
-    return expected.order, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
+    return expected.order, expected.predictions, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

@@ -26,21 +26,30 @@ class Outputs:
     def __init__(self) -> None:
         self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
         self.order: list[str] = []  # modules in the order of the forward pass
+        self.predictions: set[str] = set()  # modules whose outputs the model returns
+        self._latest: dict[str, object] = {}
 
     def follow(self, model: nn.Module) -> None:
         """Record every forward pass from now on, except recomputed ones."""
         for name, module in model.named_modules():
             if name:
                 module.register_forward_hook(lambda module, _, output, name=name: self._note(module, name, output))
+        model.register_forward_hook(lambda model, _, output: self._note_predictions(output))
 
     def _note(self, module: nn.Module, name: str, output: object) -> None:
         if not module.training or not isinstance(output, torch.Tensor) or is_in_backward_pass():
             return
         self.order += [name] if name not in self.order else []
+        self._latest[name] = output
         microbatch = len(self.tensors[FORWARD, name])
         self.tensors[FORWARD, name][microbatch] = local(output)
         if output.requires_grad:
             output.register_hook(lambda gradient: self._note_gradient(name, microbatch, gradient))
+
+    def _note_predictions(self, output: object) -> None:
+        returned = output if isinstance(output, tuple) else (output,)
+        self.predictions |= {name for name, latest in self._latest.items() if any(latest is one for one in returned)}
+        self._latest.clear()
 
     def _note_gradient(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
         self.tensors[BACKWARD, name][microbatch] = local(gradient)
@@ -112,8 +121,11 @@ def _spans(length: int, lengths: SampleLength) -> list[int]:
     return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
 
 
-def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) -> str | None:
-    """Describe the module at fault, given what each rank found wrong. None if every module is right."""
+def first_place(order: list[str], predictions: set[str], wrong: list[dict[Place, float]], step: int) -> str | None:
+    """Describe the module at fault, given what each rank found wrong. None if every module is right.
+
+    ``order`` has the modules in the order of the forward pass; ``predictions`` are those whose outputs go to the loss.
+    """
 
     def told(phase: str, name: str) -> str | None:
         found = [(one[phase, name], rank) for rank, one in enumerate(wrong) if (phase, name) in one]
@@ -122,7 +134,8 @@ def first_place(order: list[str], wrong: list[dict[Place, float]], step: int) ->
     for name in order:
         if how := told(FORWARD, name):
             return f"{name}: its output is the first of the forward pass that differs, {how}"
-    for name, taker in zip(order[::-1], ["the loss", *order[:0:-1]], strict=True):
+    for name, later in zip(order[::-1], ["the loss", *order[:0:-1]], strict=True):
         if how := told(BACKWARD, name):
+            taker = "the loss" if name in predictions else later
             return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
     return None

@@ -169,8 +169,8 @@ class Verifier:
         outcomes = self._run_layout(compare_places, config, first.step)
         if any(outcome.result is None for outcome in outcomes):
             return None
-        order, wrong = outcomes[0].result[0], [outcome.result[1] for outcome in outcomes]
-        place = first_place(order, wrong, first.step)
+        order, predictions, _ = outcomes[0].result
+        place = first_place(order, predictions, [outcome.result[2] for outcome in outcomes], first.step)
         right = f"all modules compute the right thing in step {first.step}"
         if place is None and first.row == Row.LOSS:
             return f"the loss: {right}"

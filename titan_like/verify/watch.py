@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 
-_COPY_SECONDS = 0.3  # that a save in the background waits before it copies
+_COPY_SECONDS = 0.3  # that a save in the background waits for an update that waits for it
 
 
 class WatchedTrainer(Trainer):
@@ -27,17 +28,42 @@ class WatchedTrainer(Trainer):
     def __init__(self, run: Run, known_samples: int = 0) -> None:
         """The first ``known_samples`` of the run are recognized; every other sample has the index -1."""
         super().__init__(run)
+        self._may_copy, self._steps_since_save = threading.Event(), 0
         if run.config.checkpoint.async_:
-            self._copy, self.saver._copy = self.saver._copy, self._copy_late  # type: ignore
+            self._delay_copies()
         masked = MaskedSamples(run.datasets["train"], run.masks)
         self.known = {digest(masked[index]): index for index in range(known_samples)}
         self.drawn: list[list[int]] = []  # sample indices of each microbatch of this process
         self.gradients: list[tuple[str, torch.Tensor]] = []  # of this process, by parameter; DTensors if sharded
 
-    def _copy_late(self, *arguments: Any) -> Tensors:
-        """A small model's tensors would always be copied before their next update, whether or not that waits."""
-        time.sleep(_COPY_SECONDS)
-        return self._copy(*arguments)
+    def _delay_copies(self) -> None:
+        """Let saves in the background copy late: when the next update has waited for them for a while, or has happened.
+
+        A small model's tensors would otherwise be copied before their next update, whether or not that waits for it.
+        """
+        saver, may_copy = self.saver, self._may_copy
+        save, before_update, finish, copy = saver.save, saver.before_update, saver.finish, saver._copy
+
+        def save_late(*arguments: Any) -> None:
+            may_copy.clear()
+            self._steps_since_save = 0
+            save(*arguments)
+
+        def wait_for_copies() -> None:
+            timer = threading.Timer(_COPY_SECONDS, may_copy.set)
+            timer.start()
+            before_update()
+            timer.cancel()
+
+        def finish_at_once() -> Path | None:
+            may_copy.set()
+            return finish()
+
+        def copy_late(*arguments: Any) -> Tensors:
+            may_copy.wait()
+            return copy(*arguments)
+
+        vars(saver).update(save=save_late, before_update=wait_for_copies, finish=finish_at_once, _copy=copy_late)
 
     def _load_data(self) -> BackgroundLoader:
         return cast(BackgroundLoader, self._watched(super()._load_data()))
@@ -51,7 +77,11 @@ class WatchedTrainer(Trainer):
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
         """Take one step and record its samples."""
         self.drawn = []
-        return super().train_step(data)
+        issued = super().train_step(data)
+        self._steps_since_save += 1
+        if self._steps_since_save == 2:  # one of them may have been skipped
+            self._may_copy.set()
+        return issued
 
     def _complete_gradients(self) -> None:
         super()._complete_gradients()

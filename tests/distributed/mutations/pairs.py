@@ -115,6 +115,20 @@ def pairs_divided_by_tokens() -> Iterator[None]:
 
 
 @contextmanager
+def pairs_weigh_as_much_as_tokens() -> Iterator[None]:
+    """Only the gradient of the loss of tokens is halved, so the loss is right."""
+    original = trainer.summed_losses
+
+    def losses(*arguments: Any) -> torch.Tensor:
+        found = original(*arguments)
+        halved = found[:1] / 2
+        return torch.cat((halved + halved.detach(), found[1:]))
+
+    with patch.object(trainer, "summed_losses", losses):
+        yield
+
+
+@contextmanager
 def each_rank_takes_its_own_first_token() -> Iterator[None]:
     """Under sequence parallelism each rank takes the first token of its part of the sequence."""
     with patch.object(FirstTokenOfAll, "forward", lambda self, module, group, x: x[:, :1]):

@@ -213,6 +213,21 @@ def replicas_draw_the_same_samples() -> Iterator[None]:
 
 
 @contextmanager
+def cursor_of_full_batches() -> Iterator[None]:
+    """A resumed run takes all batches before it for full ones, also those of the ramp-up."""
+    original = Trainer._load_data
+
+    def load_data(self: Trainer) -> Any:
+        consumed, self.consumed_samples = self.consumed_samples, self.step * self.config.training.global_batch_size
+        data = original(self)
+        self.consumed_samples = consumed
+        return data
+
+    with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
 def updates_do_not_wait_for_copies() -> Iterator[None]:
     """The next update does not wait until an asynchronous save has copied the weights."""
     with patch.object(Saver, "before_update", lambda self: None):
