@@ -156,6 +156,7 @@ BUGS = [
     (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
     (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
     (gradients.gradients_summed_in_bfloat16, BFLOAT16, "one_process", Row.SAME_TYPE, "norm.bias"),
+    (dropout.validation_seeds_dropout_anew, ONE, "one_process", Row.MASKS_DIFFER, ""),
     (dropout.validation_in_training_mode, ONE, "one_process", Row.DROPOUT_VALIDATION, ""),
     (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
     (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),

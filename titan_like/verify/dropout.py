@@ -165,6 +165,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     with recorder.installed():
         loss = trainer.read_step(trainer.train_step(data)).loss
         drawn, gradients = trainer.drawn, trainer.gradients
+        trainer.validate()  # which must leave the random numbers of the next step alone
         trainer.save()
         recorder.step = 2
         trainer.train_step(data)

@@ -17,6 +17,8 @@ from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
+from titan_like.train.random_streams import dropout_stream, seed_everything
+from titan_like.train.trainer import Trainer
 
 
 @contextmanager
@@ -90,6 +92,20 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
         return kept * (1 - p) if is_split[0] and training else kept
 
     with patch.object(apply, "apply_tensor_parallel", note), patch.object(F, "dropout", without_scale):
+        yield
+
+
+@contextmanager
+def validation_seeds_dropout_anew() -> Iterator[None]:
+    """After each validation dropout draws what it drew at the start."""
+    original = Trainer.validate
+
+    def validate(self: Trainer) -> float:
+        loss = original(self)
+        seed_everything(self.config.job.seed, dropout_stream(self.mesh, self.config.parallelism), False)
+        return loss
+
+    with patch.object(Trainer, "validate", validate):
         yield
 
 
