@@ -149,6 +149,7 @@ BUGS = [
     (encoder_decoder.encoder_s_bias_in_the_first_stage_alone, [*T5, *PIPELINE], "pipeline_parallel", Row.RUNS, ""),
     (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
     (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
+    (runs.loop_ends_a_step_early, ONE, "one_process", Row.SCHEDULE, ""),
     (runs.cursor_of_full_batches, RAMPUP, "resume", Row.SAMPLES, ""),
     (runs.resumed_one_sample_late, DATA, "resume", Row.SAMPLES, ""),
     (gradients.last_unit_not_all_reduced, ZERO_0, "data_parallel", Row.GRADIENT, "norm.bias"),

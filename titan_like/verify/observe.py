@@ -187,6 +187,14 @@ class ObservedTrainer(WatchedTrainer):
                 for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
                     local_part(parameter)[0].mul_(LARGE)
             self.read_step(self.train_step(self._microbatches(self.num_steps + 1)))
+            self._check_end()
+
+    def _check_end(self) -> None:
+        """Let the loop end by itself, which a signal has done so far, and check that it takes the run's last step."""
+        total = self.run.total_steps
+        self.writers, self.step, self.stop_signal, self.signals.received = [], total - 1, 0, 0
+        self.train()
+        self.report.equal(Key(0, Row.SCHEDULE), f"it ends after step {self.step}", f"it ends after step {total}")
 
     def _microbatches(self, step: int) -> Iterator[torch.Tensor]:
         """This process's microbatches of a step, without a second loader, which would begin in mid-run."""

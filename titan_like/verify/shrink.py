@@ -99,7 +99,7 @@ def shrink(
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
-        micro_batch = min(micro_batch, NUM_OPTIONS if "choice" in model.predictions else 2)
+        micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 2)
         seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         if per_stage is None and stages > 1 and model.has_decoder:

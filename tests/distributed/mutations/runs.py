@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -209,6 +210,21 @@ def replicas_draw_the_same_samples() -> Iterator[None]:
         return data
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def loop_ends_a_step_early() -> Iterator[None]:
+    """A run that no signal ends leaves out its last step."""
+    original = Trainer.train
+
+    def train(self: Trainer) -> None:
+        run, self.run = self.run, replace(self.run)
+        vars(self.run)["total_steps"] = run.total_steps - 1
+        original(self)
+        self.run = run
+
+    with patch.object(Trainer, "train", train):
         yield
 
 
