@@ -7,7 +7,7 @@ python scripts/convert.py from-hf --input my_model --output outputs/imported
 from __future__ import annotations
 
 import argparse
-import errno
+import math
 import os
 import sys
 from pathlib import Path
@@ -71,8 +71,8 @@ def to_hf(options: argparse.Namespace) -> int:
         ConfigError: an option is wrong.
         RunError: the checkpoint is damaged, or the folder cannot be written.
     """
-    if not 0 < options.max_shard_size <= 1e9:
-        raise ConfigError("--max_shard_size", options.max_shard_size, "must be a number of GB above 0, at most 1e9")
+    if not (options.max_shard_size > 0 and math.isfinite(options.max_shard_size)):
+        raise ConfigError("--max_shard_size", options.max_shard_size, "must be a number of GB above 0")
     output = Path(options.output)
     check_new(output)
 
@@ -86,7 +86,7 @@ def to_hf(options: argparse.Namespace) -> int:
     try:
         files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
     except OSError as error:
-        raise not_written(output, error) from error
+        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
     return 0
 
@@ -109,18 +109,10 @@ def from_hf(options: argparse.Namespace) -> int:
     try:
         path = from_hugging_face(source, output)
     except OSError as error:
-        raise not_written(output, error) from error
+        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
     print(settings_to_train(source, path))
     return 0
-
-
-def not_written(output: Path, error: OSError) -> ConfigError | RunError:
-    """The error of a folder that could not be written: its name is wrong, or something failed on the way."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS):
-        return ConfigError("--output", str(output), f"cannot be written ({reason}); name another folder")
-    return RunError(f"{output} cannot be written ({reason})")
 
 
 def check_new(output: Path) -> None:

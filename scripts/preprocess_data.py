@@ -22,7 +22,6 @@ from titan_like.config.paths import file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
 from titan_like.data.raw_text import KNOWN_ENDINGS, files_below
-from titan_like.data.text import json_problem
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -134,8 +133,6 @@ def input_files(patterns: list[str]) -> list[Path]:
             raise ConfigError("--input", str(path), f"{problem}; name files of text")
         if path.stat().st_size == 0:
             raise ConfigError("--input", str(path), "the file is empty; remove it or give one with text")
-        if (problem := json_problem(path)) is not None:
-            raise ConfigError("--input", str(path), problem)
     return list(files)
 
 

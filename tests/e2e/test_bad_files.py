@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import socket
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,22 +11,12 @@ import torch
 
 import titan_like.train.job
 import titan_like.train.setup
-from scripts import convert, generate, preprocess_data
+from scripts import convert, generate
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
-from titan_like.checkpoint.lock import hold
-from titan_like.checkpoint.step_folders import complete_steps
-from titan_like.checkpoint.weight_reader import is_checkpoint
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
-from titan_like.config.paths import file_problem, write_problem
-from titan_like.data.indexed import FormatError, IndexedDataset
+from titan_like.config.paths import file_problem
 from titan_like.data.text import corpus_files
-from titan_like.data.tokenizer import build_tokenizer
-from titan_like.evaluate.files import read_text
-from titan_like.evaluate.task import TaskError
-from titan_like.hugging_face.folder import is_hugging_face
-from titan_like.metrics.timeline_trace import read_trace
-from titan_like.planner.measured_rows import read_rows
 from titan_like.planner.profile import load_profile
 from titan_like.train.job import meeting_place
 from titan_like.train.out_of_memory import out_of_memory_names
@@ -72,73 +60,6 @@ def test_what_is_no_file_is_named_as_what_it_is(monkeypatch, capfd, folder):
     assert sorted(path.name for path in files) == ["run.toml", "text.txt"]  # a pattern passes over what is no file
 
 
-@pytest.mark.timeout(60)
-def test_planner_names_what_is_no_file(folder):
-    for name, words in KINDS.items():
-        with pytest.raises(ConfigError, match=re.escape(f'--points = "{folder}/{name}": {words}; give a CSV file')):
-            read_rows(folder / name)
-        with pytest.raises(ValueError, match=re.escape(words)):
-            read_trace(folder / name)
-
-
-@pytest.fixture
-def nobody():
-    """This process without a superuser's rights."""
-    if os.geteuid() == 0:
-        os.setresuid(65534, 65534, 0)
-        yield
-        os.setresuid(0, 0, 0)
-    else:
-        yield
-
-
-@pytest.fixture
-def closed(tmp_path):
-    """A folder that others than the superuser cannot look into, and whose files they cannot write."""
-    (tmp_path / "inside").mkdir()
-    for name in ("tokenizer.json", "vocab.json", "data.idx", "data.bin"):
-        (tmp_path / "inside" / name).write_text("{}")
-    (tmp_path / "run").mkdir()
-    for name in ("run.lock", "metrics.jsonl"):
-        (tmp_path / "run" / name).touch(mode=0o444)
-    (tmp_path / "inside").chmod(0)
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.getuid() and not path.stat().st_mode & 0o011 and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o011)
-    (tmp_path / "run").chmod(0o777)
-    yield tmp_path
-    (tmp_path / "inside").chmod(0o755)
-
-
-def test_what_may_not_be_looked_at_is_named(closed, nobody):
-    for spec in (f"{closed}/inside/tokenizer.json", f"gpt2:{closed}/inside/vocab.json,{closed}/inside/merges.txt"):
-        with pytest.raises(ConfigError, match="Permission denied"):
-            build_tokenizer(spec)
-    with pytest.raises(FormatError, match="Permission denied"):
-        IndexedDataset(closed / "inside" / "data")
-    for paths in ([f"{closed}/inside/a.txt"], [f"{closed}/inside/tokenizer.json"]):
-        with pytest.raises(ConfigError, match="Permission denied"):
-            corpus_files(load_config(["--data.dataset=text", f"--data.paths={paths}"]).data)
-    assert not is_checkpoint(closed / "inside") and not is_hugging_face(closed / "inside")
-
-
-def test_what_may_not_be_written_is_named(closed, nobody):
-    for name in ("run.lock", "metrics.jsonl"):
-        assert write_problem(closed / "run" / name) == "cannot be written (Permission denied)"
-    refusal = hold(closed / "run" / "run", 0) or ""
-    assert "run.lock cannot be written (Permission denied), and runs lock it; remove it" in refusal
-    assert "inside/run.lock cannot be " in (hold(closed / "inside" / "run", 0) or "")
-
-
-def test_links_to_nowhere_are_named(monkeypatch, capfd, folder):
-    (folder / "out").mkdir()
-    for name in ("metrics.jsonl", "run.lock"):
-        (folder / "out" / name).symlink_to("/nowhere/file")
-        words = ["job.dump_folder", f"{name} is a link into a folder that does not exist"]
-        check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words)
-        (folder / "out" / name).unlink()
-
-
 def test_unreadable_files_are_named(monkeypatch, capfd, folder):
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(".txt"))
     assert file_problem(folder / "text.txt") == "cannot be read (Permission denied)"
@@ -147,30 +68,6 @@ def test_unreadable_files_are_named(monkeypatch, capfd, folder):
         arguments(folder, [STEPS, f"--data.paths={folder}/text.txt"]),
     ):
         check_refusal(run_here(monkeypatch, capfd, argv), ["text.txt", "cannot be read (Permission denied)"])
-
-
-def test_a_name_that_is_not_utf8_is_read(folder):
-    (folder / os.fsdecode(b"a\xff.txt")).write_text("text")
-    files = corpus_files(load_config(["--data.dataset=text", f"--data.paths={folder}/a*.txt"]).data)
-    assert [os.fsencode(path.name) for path in files] == [b"a\xff.txt"]
-
-
-def test_a_cache_that_is_a_file_is_told_as_what_it_is(monkeypatch, capfd, folder):
-    (folder / "out").mkdir()
-    (folder / "out" / "data_cache").write_text("")
-    check_refusal(
-        run_here(monkeypatch, capfd, arguments(folder, [STEPS])), ["File exists", "remove it, or name another"]
-    )
-
-
-def test_json_is_no_text_anywhere_and_sizes_have_limits(folder):
-    (folder / "a.json").write_text('[{"text": "a"}]')
-    with pytest.raises(ConfigError, match="holds JSON, not text"):
-        preprocess_data.input_files([str(folder / "a.json")])
-    with pytest.raises(TaskError, match="holds JSON, not text"):
-        read_text(folder / "a.json")
-    with pytest.raises(ConfigError, match=r"max_shard_size = 1e.308: must be a number of GB above 0, at most 1e9"):
-        convert.main(["to-hf", "--checkpoint=x", f"--output={folder}/hf", "--max_shard_size=1e308"])
 
 
 DATA = {  # name of the file, its content, words
@@ -233,19 +130,6 @@ def test_one_readable_checkpoint_is_enough(folder, monkeypatch, capfd):
     numbers |= {"loss_scale": 1.0, "loss_scale_good_steps": 0, "model": {}, "config": {}}
     (path.with_name("step-1") / "run.json").write_text(json.dumps(numbers))
     assert run_here(monkeypatch, capfd, argv)[0] == 0
-
-
-def test_a_run_json_of_another_step_is_refused(folder, monkeypatch, capfd):
-    path = folder / "out" / "checkpoint" / "step-2"
-    path.mkdir(parents=True)
-    numbers = dict.fromkeys(("step", "consumed_samples", "consumed_tokens", "skipped_steps"), 1)
-    numbers |= {"loss_scale": 1.0, "loss_scale_good_steps": 0, "model": {}, "config": {}}
-    (path / "run.json").write_text(json.dumps(numbers))
-    with pytest.raises(RunError, match=r"step-2 cannot be loaded \(run.json is of step 1\)"):
-        generate.main(arguments(folder, [STEPS, "--checkpoint.enable"]))
-    for name in ("step-007", "step-\u0663", "step-"):
-        path.with_name(name).mkdir()
-    assert complete_steps(path.parent) == [2]
 
 
 def test_lock_that_is_a_folder(monkeypatch, capfd, folder):

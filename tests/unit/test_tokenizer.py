@@ -120,43 +120,6 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
             assert word in str(error.value)
 
 
-UNUSABLE = {
-    "word pieces": models.WordPiece({"a": 0, "</s>": 1}),
-    "unigram": models.Unigram([("a", 0.0), ("</s>", 0.0)]),
-}
-
-
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_a_tokenizer_that_fails_when_it_is_used_is_named(name, tmp_path):
-    path = str(tmp_path / "tokenizer.json")
-    Tokenizer(UNUSABLE[name]).save(path)
-    tokenizer = build_tokenizer(path, "--tokenizer")
-    for use in (lambda: tokenizer.encode("xyz"), lambda: tokenizer.encode_all(["xyz"])):
-        with pytest.raises(ConfigError, match="cannot encode a text") as error:
-            use()
-        assert str(error.value).startswith(f'--tokenizer = "{path}"') and "\n" not in str(error.value)
-
-
-def test_token_ids_that_datasets_cannot_store_are_refused(tokenizer_json):
-    path = tokenizer_json(["?", "</s>", "x"])
-    tree = json.loads(Path(path).read_text())
-    tree["model"]["vocab"]["x"] = 2**32 - 1
-    Path(path).write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match="token ids up to 4294967295; datasets store at most 2147483647"):
-        build_tokenizer(path)
-
-
-def test_a_panic_of_the_library_is_one_sentence(tokenizer_json, tmp_path):
-    path = tokenizer_json(["?", "</s>"])
-    tree = json.loads(Path(path).read_text())
-    template = [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
-    tree["post_processor"] = {"type": "TemplateProcessing", "single": template, "pair": [], "special_tokens": {}}
-    Path(path).write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer") as error:
-        build_tokenizer(path).encode("x")
-    assert "\n" not in str(error.value)
-
-
 def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monkeypatch):
     import huggingface_hub
 

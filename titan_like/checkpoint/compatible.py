@@ -61,9 +61,7 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     """(setting, value, value in the checkpoint) of all that describes the model."""
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
-    # An older checkpoint may lack a newer field, which has a default.
-    defaults = {key: None if fields[key].is_required() else fields[key].default for key in shape}
-    saved = {key: state.model.get(key, defaults[key]) for key in shape}
+    saved = {key: state.model.get(key, fields[key].default) for key in shape}  # an older one may lack a newer field
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from titan_like.config.paths import write_problem
+from titan_like.config.paths import file_problem
 
 _PATIENCE = 30.0  # seconds to wait for a run that is being stopped
 _held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
@@ -21,8 +21,10 @@ def lock_path(folder: Path) -> Path:
 
 def lock_problem(folder: Path) -> str | None:
     """Why the lock file is unusable and what to do, as the predicate of a sentence; None if it is usable."""
-    problem = write_problem(lock_path(folder))
-    return None if problem is None else f"{problem}, and runs lock it; remove it"
+    problem = file_problem(lock_path(folder))
+    if problem is None or problem == "does not exist":
+        return None
+    return f"{problem}, and runs lock it; remove it"
 
 
 def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
@@ -35,11 +37,8 @@ def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
     problem = lock_problem(folder)
     if problem is not None:
         return f"{path} {problem}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        return f"{path} cannot be opened ({error.strerror}), and runs lock it; name a folder that you may write to"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + patience
     while True:
         try:

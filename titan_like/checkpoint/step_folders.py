@@ -27,7 +27,6 @@ from titan_like.config.schema import JobConfig
 RUN_FILE = "run.json"
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
-_STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
 _DESCRIPTION = ".metadata"  # torch's name for it
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -75,7 +74,7 @@ def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    matches = (_STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -84,10 +83,10 @@ def read_run_state(path: Path) -> RunState:
 
     Raises:
         UnreadableError: the file is not readable JSON.
-        ValueError: this file or the tensors' metadata does not match its checksum, or it is of another step.
+        ValueError: this file or the tensors' metadata does not match its checksum.
         OSError: a file is missing.
     """
-    if not os.path.isfile(path / RUN_FILE):  # reading a pipe or a device may never end
+    if not (path / RUN_FILE).is_file():  # reading a pipe or a device may never end
         raise FileNotFoundError(f"there is no file {path / RUN_FILE}")
     try:
         return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
@@ -111,14 +110,10 @@ def _checked(numbers: Any, path: Path) -> RunState:
         if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
             raise ValueError(f"{_DESCRIPTION} does not match its checksum")
     try:
-        state = TypeAdapter(RunState).validate_python(numbers)
+        return TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
         place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         raise ValueError(f"{RUN_FILE} is not a run's: {place or 'it'}: {first_problem(error)}") from None
-    name = _STEP_FOLDER.fullmatch(path.name)
-    if name is not None and int(name[1]) != state.step:
-        raise ValueError(f"{RUN_FILE} is of step {state.step}")
-    return state
 
 
 def write_run_state(path: Path, run: RunState) -> None:

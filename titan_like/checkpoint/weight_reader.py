@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from titan_like.models.registry import config_class
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return os.path.isfile(path / RUN_FILE)
+    return (path / RUN_FILE).is_file()
 
 
 def one_checkpoint(path: Path, key: str) -> Path:

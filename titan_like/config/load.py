@@ -108,8 +108,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     except (ConfigError, RunError) as error:
         if not error.of_this_process and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
-        with suppress(OSError, ValueError):  # a full disk, or a stream that is closed
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         _end_process_group(2 if isinstance(error, ConfigError) else 1)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)

@@ -61,18 +61,6 @@ def file_problem(path: Path) -> str | None:
     return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
 
 
-def write_problem(path: Path) -> str | None:
-    """Why a file cannot be written, as the predicate of a sentence; None if it can, or can be created in its folder."""
-    if not os.path.lexists(path):
-        return None
-    if path.is_symlink() and not os.path.exists(path) and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
-        return "is a link into a folder that does not exist"
-    problem = file_problem(path)
-    if problem is None and not os.access(path, os.W_OK):
-        return "cannot be written (Permission denied)"
-    return None if problem == "does not exist" else problem
-
-
 def read_settings(path: str, key: str) -> str:
     """The text of a settings file, without a byte-order mark.
 

@@ -7,7 +7,6 @@ processes read it.
 from __future__ import annotations
 
 import codecs
-import errno
 import glob
 import hashlib
 import os
@@ -23,8 +22,6 @@ from titan_like.config.schema import Data
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tell, tokenize_files
 from titan_like.data.unfinished import removed_unless_renamed
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
@@ -44,8 +41,9 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
                     _build(job, unfinished)
                     os.replace(unfinished, folder)
     except OSError as error:
-        cure = "make room, or name another folder" if error.errno in _FULL else "remove it, or name another folder"
-        problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure}"
+        problem = (
+            f"the tokens cannot be written to {cache_folder} ({error.strerror}); make room, or name another folder"
+        )
         raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
     return IndexedDataset(folder / "tokens")
 
@@ -93,7 +91,7 @@ def corpus_files(section: Data) -> list[Path]:
     else:
         files = _match_paths(section.paths)
         names = {path: path.as_posix() for path in files}
-    return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())
+    return sorted(files, key=lambda path: hashlib.sha256(names[path].encode()).digest())
 
 
 def _match_paths(patterns: list[str]) -> list[Path]:
@@ -102,18 +100,20 @@ def _match_paths(patterns: list[str]) -> list[Path]:
         raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
     found: dict[Path, None] = {}
     for pattern in patterns:
-        is_one = os.path.lexists(pattern) or not any(mark in pattern for mark in "*?[")
-        matches = [Path(pattern)] if is_one else _matches(pattern)
+        matches = [Path(pattern)] if os.path.lexists(pattern) else _matches(pattern)
         found |= dict.fromkeys(matches)
     for path in found:
         problem = file_problem(path)
         if problem is not None:
-            cure = "name the files in it, such as *.txt" if problem.startswith("is a folder") else "name files of text"
-            problem = "no such file" if problem == "does not exist" else problem
-            raise ConfigError("data.paths", str(path), f"{problem}; {cure}")
+            cure = "; name the files in it, such as *.txt" if problem.startswith("is a folder") else ""
+            raise ConfigError("data.paths", str(path), f"{problem}{cure or '; name files of text'}")
         if path.stat().st_size == 0:
             raise ConfigError("data.paths", str(path), "the file is empty; remove it or give one with text")
-        if (problem := json_problem(path)) is not None:
+        if path.suffix == ".json" and _begins_as_json(path):
+            problem = (
+                "holds JSON, not text; write one document per line as .jsonl (for an array: jq -c '.[]'), or name the "
+                "file .txt to train on it as it is"
+            )
             raise ConfigError("data.paths", str(path), problem)
     return list(found)
 
@@ -130,18 +130,6 @@ def _matches(pattern: str) -> list[Path]:
     return [path for path in everything if path.is_file()] or everything[:1]
 
 
-def json_problem(path: Path) -> str | None:
-    """Why a file of text whose name ends in .json cannot be one, as the predicate of a sentence; None if it can.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if path.suffix != ".json":
-        return None
+def _begins_as_json(path: Path) -> bool:
     with open(path, "rb") as file:
-        if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] not in (b"[", b"{"):
-            return None
-    return (
-        "holds JSON, not text; write one document per line as .jsonl (for an array: jq -c '.[]'), or name the file "
-        ".txt to take it as it is"
-    )
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,6 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 
 _KEY = "data.tokenizer"
-_MOST_TOKENS = 2**31  # datasets store token ids in at most 32 bits, with a sign
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _MASKS = ("[MASK]", "<mask>")
@@ -100,9 +98,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the `tokenizers` library."""
 
-    def __init__(self, spec: str, key: str, tokenizer: HFTokenizer, eod_id: int) -> None:
-        """``spec`` is the tokenizer's name, and ``key`` the setting that it comes from, for errors."""
-        self._tokenizer, self._blamed = tokenizer, (spec, key, "cannot encode a text")
+    def __init__(self, tokenizer: HFTokenizer, eod_id: int) -> None:
+        self._tokenizer = tokenizer
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id = eod_id
         self.first_ids = tokenizer.encode("").ids
@@ -114,22 +111,12 @@ class HuggingFaceTokenizer:
         self.special_ids = frozenset({*added, *named})
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
-
-        Raises:
-            ConfigError: the tokenizer has no token for a part of the text, not even an unknown one.
-        """
-        with _told(*self._blamed):
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of several texts, each int64 [tokens]; faster than one by one.
-
-        Raises:
-            ConfigError: as `encode`.
-        """
-        with _told(*self._blamed):
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Token ids of several texts, each int64 [tokens]; faster than one by one."""
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
 
     def decode(self, ids: list[int]) -> str:
@@ -151,19 +138,6 @@ class HuggingFaceTokenizer:
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
-
-
-@contextmanager
-def _told(spec: str, key: str, problem: str) -> Iterator[None]:
-    """Turn what the `tokenizers` library raises, panics included, into a ConfigError about ``key``."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(key, spec, f"{problem} ({first_line(error)}); correct it, or {_CHOICES}") from None
 
 
 def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:
@@ -197,19 +171,12 @@ def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
         ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
     files = tuple(tokenizer_files(spec, key))
-    return _build(spec, key, files, tuple(os.stat(path).st_mtime_ns for path in files if os.path.isfile(path)))
+    return _build(spec, key, files, tuple(path.stat().st_mtime_ns for path in files if path.is_file()))
 
 
 @lru_cache(maxsize=1)
 def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
-    if spec == "byte":
-        return ByteTokenizer()
-    with _told(spec, key, "cannot encode text"):
-        tokenizer = HuggingFaceTokenizer(spec, key, *_read(spec, key, files))
-    if tokenizer.vocab_size > _MOST_TOKENS:
-        problem = f"has token ids up to {tokenizer.vocab_size - 1}; datasets store at most {_MOST_TOKENS - 1}"
-        raise ConfigError(key, spec, problem)
-    return tokenizer
+    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files))
 
 
 def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
@@ -226,8 +193,10 @@ def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]
         tokenizer = _read_gpt2(spec, files, key)
     else:
         _require_file(files[0], spec, key, _CHOICES)
-        with _told(spec, key, "not a Hugging Face tokenizer.json"):
+        try:
             tokenizer = HFTokenizer.from_file(str(files[0]))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({first_line(error)})") from None
     for token in _END_OF_DOCUMENT:
         eod_id = tokenizer.token_to_id(token)
         if eod_id is not None:
@@ -251,7 +220,7 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def is_on_hub(spec: str) -> bool:
     """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
-    return bool(_HUB_NAME.fullmatch(spec)) and not spec.endswith(".json") and not os.path.exists(spec)
+    return bool(_HUB_NAME.fullmatch(spec)) and not spec.endswith(".json") and not Path(spec).exists()
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
@@ -286,8 +255,10 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
         raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
         _require_file(path, spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
-    with _told(spec, key, "not GPT-2's vocab.json and merges.txt"):
+    try:
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(key, spec, f"not GPT-2's vocab.json and merges.txt ({first_line(error)})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])

@@ -50,7 +50,6 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
         probabilities = ordered.softmax(-1)
         # A token stays while the more probable ones sum to less than top_p; the first always stays.
         dropped = probabilities.cumsum(-1) - probabilities >= top_p
-        dropped[..., 0] = False  # whatever is left of a tiny top_p in this type
         logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
     return logits
 

@@ -7,7 +7,6 @@ caches of transformers consist of them. A folder that is inconsistent is refused
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -95,7 +94,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return os.path.isfile(path / CONFIG_FILE)
+    return (path / CONFIG_FILE).is_file()
 
 
 class TensorSlices:

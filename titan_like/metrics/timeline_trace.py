@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.paths import file_problem
 from titan_like.metrics.step_timeline import KINDS, Phase, StepTimeline
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.simulate import Event
@@ -75,9 +74,6 @@ def read_trace(path: Path) -> StepTimeline:
         OSError: the file cannot be read.
         ValueError: it contains something else.
     """
-    problem = file_problem(path)  # reading a pipe or a device may never end
-    if problem not in (None, "does not exist"):
-        raise ValueError(problem)
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         about = trace["otherData"]

@@ -142,6 +142,5 @@ class TrainingState:
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
         """The settings of [data] that differ from those of a checkpoint's run, with their values in that run."""
-        then, now = state.config.get("data"), self.config.data.model_dump(mode="json")
-        then = then if isinstance(then, dict) else {}  # a file edited by hand
+        then, now = state.config["data"], self.config.data.model_dump(mode="json")
         return [(key, json.dumps(then[key])) for key, value in now.items() if key in then and then[key] != value]

@@ -17,7 +17,7 @@ from titan_like.planner.search import search
 from titan_like.planner.search_space import set_keys
 from titan_like.train.rules import CHECKS
 
-_SMALLEST, _LARGEST = 1e-6, 1e18
+_LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
 
 
@@ -71,15 +71,15 @@ def chosen_profile(options: argparse.Namespace) -> Profile | None:
 
 
 def above_zero(options: argparse.Namespace, *names: str) -> None:
-    """Check that these options are above 0, and neither absurdly small nor absurdly large.
+    """Check that these options are above 0 and not absurdly large.
 
     Raises:
         ConfigError: about the first that is not.
     """
     for name in names:
         value = getattr(options, name)
-        if value is not None and not _SMALLEST <= value <= _LARGEST:
-            raise ConfigError(f"--{name}", value, f"must be at least {_SMALLEST:.0e} and at most {_LARGEST:.0e}")
+        if value is not None and not 0 < value <= _LARGEST:
+            raise ConfigError(f"--{name}", value, f"must be above 0 and at most {_LARGEST:.0e}")
 
 
 def check_toml(path: str | None) -> None:
