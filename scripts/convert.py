@@ -7,15 +7,16 @@ python scripts/convert.py from-hf --input my_model --output outputs/imported
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import RunError
+from titan_like.config.errors import cure_of_writing
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, path_option, tokenizer_option
+
+_LARGEST_SHARD = 1e6  # GB
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,11 +69,12 @@ def to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder.
 
     Raises:
-        ConfigError: an option is wrong.
-        RunError: the checkpoint is damaged, or the folder cannot be written.
+        ConfigError: an option is wrong, or the folder cannot be written.
+        RunError: the checkpoint is damaged.
     """
-    if not (options.max_shard_size > 0 and math.isfinite(options.max_shard_size)):
-        raise ConfigError("--max_shard_size", options.max_shard_size, "must be a number of GB above 0")
+    if not 0 < options.max_shard_size <= _LARGEST_SHARD:
+        problem = f"must be a number of GB above 0 and at most {_LARGEST_SHARD:,.0f}"
+        raise ConfigError("--max_shard_size", options.max_shard_size, problem)
     output = Path(options.output)
     check_new(output)
 
@@ -86,7 +88,7 @@ def to_hf(options: argparse.Namespace) -> int:
     try:
         files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)
     except OSError as error:
-        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
+        raise unwritable(output, error) from None
     print(f"wrote {weights.path} as {output}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
     return 0
 
@@ -95,8 +97,8 @@ def from_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint, and print the settings for a run that starts from it.
 
     Raises:
-        ConfigError: an option is wrong.
-        RunError: the input is damaged, or the checkpoint cannot be written.
+        ConfigError: an option is wrong, or the checkpoint cannot be written.
+        RunError: the input is damaged.
     """
     output = Path(options.output)
     check_new(output / "step-0")
@@ -109,7 +111,7 @@ def from_hf(options: argparse.Namespace) -> int:
     try:
         path = from_hugging_face(source, output)
     except OSError as error:
-        raise RunError(f"{output} cannot be written ({error.strerror or error})") from error
+        raise unwritable(output, error) from None
     print(f"wrote {source.path} as {path}; settings to train from it:\n", file=sys.stderr)
     print(settings_to_train(source, path))
     return 0
@@ -121,11 +123,17 @@ def check_new(output: Path) -> None:
     Raises:
         ConfigError: it exists and is not empty, or is in a folder that is not writable.
     """
-    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+    if os.path.islink(output) or (os.path.exists(output) and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError("--output", str(output), "already exists; name a new folder")
-    there = next(path for path in output.absolute().parents if path.exists())
+    there = next(path for path in output.absolute().parents if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError("--output", str(output), f"{there} is not a folder that you may write to; name another place")
+
+
+def unwritable(output: Path, error: OSError) -> ConfigError:
+    """The error of a folder that could not be written."""
+    problem = f"cannot be written ({error.strerror or error}); {cure_of_writing(error)}"
+    return ConfigError("--output", str(output), problem)
 
 
 if __name__ == "__main__":

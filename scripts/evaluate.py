@@ -83,7 +83,7 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name}", value, f"must be at least {least}")
-    if options.lm_eval_folder is not None and not Path(options.lm_eval_folder).is_dir():
+    if options.lm_eval_folder is not None and not os.path.isdir(options.lm_eval_folder):
         raise ConfigError("--lm_eval_folder", options.lm_eval_folder, "is not a folder; name one with YAML files")
     for name in ("num_fewshot", "limit", "lm_eval_folder"):
         if getattr(options, name) is not None and not options.lm_eval:

@@ -10,18 +10,18 @@ result.
 from __future__ import annotations
 
 import argparse
-import glob
 import json
+import os
 import time
 from pathlib import Path
 
 from titan_like.config import ConfigError
+from titan_like.config.errors import cure_of_writing
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, path_option, tokenizer_option, write_output_file
-from titan_like.config.paths import file_problem
 from titan_like.data.indexed import prefix_of
 from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import KNOWN_ENDINGS, files_below
+from titan_like.data.raw_text import KNOWN_ENDINGS, files_below, named_paths, text_problem
 from titan_like.data.tokenizer import build_tokenizer
 
 
@@ -60,7 +60,7 @@ def check_options(options: argparse.Namespace) -> None:
     """
     if not 1 <= options.workers <= 1024:
         raise ConfigError("--workers", options.workers, "must be from 1 to 1024")
-    if options.output.endswith("/") or prefix_of(options.output).is_dir():
+    if options.output.endswith("/") or os.path.isdir(prefix_of(options.output)):
         cure = f"name the dataset in it, such as {Path(options.output, 'corpus')}"
         raise ConfigError("--output", options.output, f"is a folder; {cure}")
     check_output_file("--json", options.json, options)
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
     check_options(options)
     prefix = prefix_of(options.output)
     unfinished = Path(f"{prefix}.unfinished")
-    is_interrupted = unfinished.exists()  # perhaps after .bin was moved to its place
+    is_interrupted = os.path.exists(unfinished)  # perhaps after .bin was moved to its place
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
-        if path.exists() and not (is_interrupted and path.suffix == ".bin"):
+        if os.path.exists(path) and not (is_interrupted and path.suffix == ".bin"):
             raise ConfigError("--output", str(prefix), f"{path} exists; remove it or name another place")
     build_tokenizer(options.tokenizer, "--tokenizer")
     files = input_files(options.input)
@@ -89,6 +89,7 @@ def main(argv: list[str]) -> int:
         ends_documents=options.append_eod == "true",
         skips_bad_records=options.bad_records == "skip",
         key="--input",
+        tokenizer_key="--tokenizer",
         cure="correct it, set --text_key, or leave such records out with --bad_records skip",
     )
     began = time.monotonic()
@@ -100,8 +101,8 @@ def main(argv: list[str]) -> int:
             error.args = (f"{error}; delete {unfinished}, {kept}",)
         raise
     except OSError as error:
-        problem = f"cannot be written ({error.strerror}); make room, and the same command goes on where it was"
-        raise ConfigError("--output", str(prefix), problem) from None
+        cure = cure_of_writing(error, "and the same command goes on where it was")
+        raise ConfigError("--output", str(prefix), f"cannot be written ({error.strerror}); {cure}") from None
     seconds = time.monotonic() - began
     skipped = f", {done.bad_records:,} bad records skipped" if done.bad_records else ""
     print(f"{done.documents:,} documents, {done.tokens:,} tokens in {prefix}.bin and .idx{skipped} ({seconds:.1f} s)")
@@ -115,24 +116,22 @@ def input_files(patterns: list[str]) -> list[Path]:
     """The files that --input names. A folder stands for all files in it whose endings say that they hold text.
 
     Raises:
-        ConfigError: a path does not exist, cannot be read or is empty, or a folder has no such files.
+        ConfigError: a path does not exist, cannot be read, is empty or is JSON, or a folder has no such files.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
-        found = [Path(pattern)] if Path(pattern).exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        found = named_paths(pattern)
         if not found:
             raise ConfigError("--input", pattern, "no such file, and no file matches it as a glob pattern")
         for path in found:
-            inside = files_below(path, KNOWN_ENDINGS, "--input") if path.is_dir() else [path]
+            inside = files_below(path, KNOWN_ENDINGS, "--input") if os.path.isdir(path) else [path]
             if not inside:
                 raise ConfigError("--input", str(path), f"no file in the folder ends with {', '.join(KNOWN_ENDINGS)}")
             files |= dict.fromkeys(inside)
     for path in files:
-        problem = file_problem(path)
+        problem = text_problem(path)
         if problem is not None:
-            raise ConfigError("--input", str(path), f"{problem}; name files of text")
-        if path.stat().st_size == 0:
-            raise ConfigError("--input", str(path), "the file is empty; remove it or give one with text")
+            raise ConfigError("--input", str(path), problem)
     return list(files)
 
 

@@ -13,6 +13,7 @@ import titan_like.train.job
 import titan_like.train.setup
 from scripts import convert, generate
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
+from titan_like.checkpoint.lock import hold
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
@@ -136,6 +137,70 @@ def test_lock_that_is_a_folder(monkeypatch, capfd, folder):
     (folder / "out" / "checkpoint.lock").mkdir(parents=True)
     argv = arguments(folder, [STEPS, "--checkpoint.enable"])
     check_refusal(run_here(monkeypatch, capfd, argv), ["checkpoint.folder", "checkpoint.lock is a folder", "remove it"])
+
+
+LOCKS = {"run.lock": "job.dump_folder", "metrics.jsonl": "job.dump_folder", "checkpoint.lock": "checkpoint.folder"}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_files_that_a_run_could_not_write(monkeypatch, capfd, folder, name):
+    path, argv = folder / "out" / name, arguments(folder, [STEPS, "--checkpoint.enable"])
+    path.parent.mkdir()
+    path.symlink_to(folder / "nowhere" / name)
+    words = [LOCKS[name], f"{path} is a link into {folder}/nowhere, where no file can be created", "remove it"]
+    check_refusal(run_here(monkeypatch, capfd, argv), words)
+    path.unlink()
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: not (str(path).endswith(name) and mode & os.W_OK))
+    words = [LOCKS[name], f"{path} cannot be written (Permission denied)", "remove it"]
+    check_refusal(run_here(monkeypatch, capfd, argv), words)
+
+
+def test_lock_that_cannot_be_opened_says_so(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    problem = hold(tmp_path / "checkpoint", "another run writes to it", 0.0)
+    assert problem.startswith(f"{tmp_path}/checkpoint.lock cannot be written (Permission denied), and runs lock it")
+
+
+LOCKED = {  # settings that name something in a folder without permission, words
+    "text": (["--data.paths={tmp}/locked/a.txt"], ["data.paths", "a.txt", "cannot be read"]),
+    "pattern": (["--data.paths={tmp}/locked/*.txt"], ["data.paths", "*.txt", "cannot be read"]),
+    "stream": (["--data.dataset=hf", "--data.paths={tmp}/locked/a.jsonl"], ["data.paths", "a.jsonl", "cannot be read"]),
+    "indexed": (["--data.dataset=indexed", "--data.paths={tmp}/locked/a"], ["data.paths", "a.idx", "cannot be read"]),
+    "tokenizer": (["--data.tokenizer={tmp}/locked/a.json"], ["data.tokenizer", "a.json cannot be read"]),
+    "tokenizer like a name of the hub": (["--data.tokenizer=locked/a"], ["data.tokenizer", "locked/a cannot be read"]),
+    "tokenizer of GPT-2": (
+        ["--data.tokenizer=gpt2:{tmp}/locked/a,{tmp}/locked/b"],
+        ["data.tokenizer", "a cannot be read"],
+    ),
+    "profile": (["--cluster.profile={tmp}/locked/a.toml"], ["cluster.profile", "a.toml", "cannot be read"]),
+    "weights": (
+        ["--checkpoint.initial_load_path={tmp}/locked/step-1"],
+        ["checkpoint.initial_load_path", "step-1/run.json cannot be read"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOCKED)
+def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case):
+    def refusing(real):
+        def call(path, *args, **options):
+            if not isinstance(path, int) and os.path.abspath(path).startswith(f"{folder}/locked/"):
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, *args, **options)
+
+        return call
+
+    monkeypatch.chdir(folder)
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    settings, words = LOCKED[case]
+    argv = arguments(folder, [STEPS, *settings])
+    for dry_run in ([], ["--job.dry_run"]):
+        check_refusal(run_here(monkeypatch, capfd, [*argv, *dry_run]), [*words, "(Permission denied)"], folder)
 
 
 OPTIONS = {

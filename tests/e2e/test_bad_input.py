@@ -366,6 +366,12 @@ def test_bad_setting_in_a_process_of_its_own(folder, case):
     check_refusal(run_there(arguments(folder, settings)), words, folder)
 
 
+def test_exit_code_is_the_same_where_the_sentence_cannot_be_written(folder):
+    argv = [sys.executable, "train.py", *arguments(folder, ["--training.steps=x"])]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(argv, cwd=REPO, stderr=full, timeout=120, check=False).returncode == 2
+
+
 def test_bad_toml_and_world_size_in_a_process_of_its_own(folder):
     content, words = TOMLS["not TOML"]
     (folder / "bad.toml").write_bytes(content)

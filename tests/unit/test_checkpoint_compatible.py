@@ -40,6 +40,18 @@ def test_the_optimizer_keeps_what_its_state_holds(tmp_path):
         check_same_run(saved, config({"name": "adafactor", "beta1": 0.9}), model)
 
 
+def test_a_shape_that_is_not_written_down_is_no_other_shape(tmp_path):
+    path = saved_at(tmp_path, step=1) / "run.json"
+    numbers = json.loads(path.read_text())
+    del numbers["model"]["norm_eps"]  # a newer field has its default
+    path.write_text(json.dumps(numbers))
+    check_same_run(tmp_path, config(), model_config(config().model))
+    del numbers["model"]["num_layers"]
+    path.write_text(json.dumps(numbers))
+    with pytest.raises(ConfigError, match=r"num_layers = .*run\.json does not say what it was saved with; restore"):
+        check_same_run(tmp_path, config(), model_config(config().model))
+
+
 def test_converted_weights_may_begin_any_run(tmp_path):
     model = model_config(config().model)
     check_same_run(saved_at(tmp_path, step=0), config(seq_len=128), model)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from titan_like.checkpoint import direct_files as files
 from titan_like.checkpoint.direct_files import DirectFile, DirectFiles
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.step_folders import RunState, read_run_state, write_run_state
+from titan_like.config.schema import JobConfig
 
-RUN = RunState(3, 24, 3072, 0, 1.0, 0, {"num_layers": 2}, {"job": {}}, recent_losses=[1 / 3, 1e-30, 2e22])
+CONFIG = JobConfig().model_dump(mode="json")
+RUN = RunState(3, 24, 3072, 0, 1.0, 0, {"num_layers": 2}, CONFIG, recent_losses=[1 / 3, 1e-30, 2e22])
 
 
 @pytest.fixture
@@ -185,3 +188,26 @@ def test_run_file_written_by_hand_needs_no_checksum(tmp_path):
     del numbers["crc32"]
     (tmp_path / "run.json").write_text(json.dumps(numbers))
     assert read_run_state(tmp_path).step == 4
+
+
+BY_HAND = {
+    "no section": ({"config": {}}, "config: should have the key model"),
+    "no section of data": ({"config": {k: v for k, v in CONFIG.items() if k != "data"}}, "should have the key data"),
+    "null for a section": ({"config": CONFIG | {"data": None}}, "config.data: should be a valid dictionary"),
+    "no family": ({"config": CONFIG | {"model": {}}}, "config: should have the key model.family"),
+    "another step": ({"step": 4}, "is of step 4, and its folder is step-3"),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_run_file_that_is_not_of_its_folder_or_of_no_run_is_refused(tmp_path, case):
+    changed, words = case
+    for name in ("step-3", "copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(asdict(RUN)))
+        assert read_run_state(tmp_path / name) == RUN
+        (tmp_path / name / "run.json").write_text(json.dumps(asdict(RUN) | changed))
+    with pytest.raises(ValueError, match=f"run.json .*{words}"):
+        read_run_state(tmp_path / "step-3")
+    if "step" in changed:  # a copy may have any name
+        assert read_run_state(tmp_path / "copy").step == 4

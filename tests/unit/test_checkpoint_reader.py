@@ -161,6 +161,12 @@ def test_sweep_removes_whatever_bears_the_name(tmp_path: Path, kind: str) -> Non
     assert not path.is_symlink() and not path.exists() and (elsewhere / "mine").exists()
 
 
+def test_only_names_that_a_save_gives_are_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-0", "step-10", "step-007", "step-00", "step-٣", "step--1", "step-", "step-4.old"):
+        (tmp_path / name).mkdir()
+    assert complete_steps(tmp_path) == [0, 10]
+
+
 def test_what_a_sweep_will_remove_counts_as_room(tmp_path: Path) -> None:
     assert leftover_bytes(tmp_path / "absent") == leftover_bytes(tmp_path) == 0
     for name, size in (("step-1", 5), (f"step-2{UNFINISHED}", 70), (f"step-1{REPLACED}", 300)):

@@ -88,6 +88,11 @@ def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):
         corpus_of(tmp_path, {"b.jsonl": b'{"text": ""}\n\xef\xbb\xbf{"text": ""}\n'})
 
 
+def test_names_of_files_need_not_be_utf8(tmp_path):
+    content = b"some text"
+    assert documents_of(corpus_of(tmp_path, {os.fsdecode(b"a\xff.txt"): content})) == [[*content, EOD]]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -178,6 +183,14 @@ def test_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
         open_corpus(section, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
     assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere/cache")])
+def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path, make):
+    (tmp_path / "text.txt").write_text("earth")
+    make(tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"dump_folder.*/cache \(File exists\); name a place that you may write to"):
+        open_corpus(Data(dataset="text", paths=[str(tmp_path / "text.txt")]), tmp_path / "cache")
 
 
 def test_windows_tile_the_stream_and_labels_are_inputs_shifted():

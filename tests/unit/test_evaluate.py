@@ -177,6 +177,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
         r"because of line 2 \(.* half a surrogate pair\); correct",
     ),
     "lambada=.///FILE": ('{"text": "a b"}\n{"text": 3}', r'because of line 2 \(the line has no text under "text"\)'),
+    "text=./array.json": ('[{"text": "a b"}]', "array.json holds JSON, not text; write one document per line"),
     "wikitext103=./FILE": ('{"txt": "a b"}', "because of line 1"),
 }
 
@@ -186,7 +187,8 @@ def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pyte
     content, problem = BAD[spec]
     monkeypatch.chdir(tmp_path)
     if content is not None:
-        (tmp_path / "FILE").write_bytes(content if isinstance(content, bytes) else content.encode())
+        name = Path(spec.partition("=")[2]).name
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem):
         open_tasks("--task", [spec], ByteTokenizer(), TextSettings(8, 4))
 

@@ -150,6 +150,8 @@ def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),
         (["calibrate", "--profile", "selene_2021"], "--points"),
         (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
+        (["calibrate", "--profile", "selene_2021", "--points", "/dev/zero"], "is a character device, not a file"),
+        (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tflops", "1e-300"], "at least 1e-06"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, named):

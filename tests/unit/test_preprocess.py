@@ -325,6 +325,8 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "array.json").write_text('[{"text": "a"}]')
+    (tmp_path / "file").touch()
     (tmp_path / "pp").mkdir()
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
@@ -335,6 +337,8 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--json", "pp"): "not a file in a folder that you may write to",
         ("--input", "empty.txt"): "the file is empty; remove it",
         ("--input", "."): "the file is empty; remove it",
+        ("--input", "array.json"): "holds JSON, not text; write one document per line as .jsonl",
+        ("--output", "file/out"): "cannot be written (Not a directory); name a place that you may write to",
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--input", ""): "is empty; name a path",
         ("--tokenizer", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
@@ -346,6 +350,29 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         assert str(error.value).startswith((f"{unfit[0]} = ", f'command line = "{unfit[0]}": '))
         assert words in str(error.value) and "\n" not in str(error.value)
         assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("pp*.*"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_tokenizer_that_lacks_a_token_is_one_sentence(num_workers: int, tmp_path: Path) -> None:
+    model = models.WordLevel({"the": 0, "</s>": 1}, unk_token="[UNK]")
+    Tokenizer(model).save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("the quick")
+    job = Job([tmp_path / "a.txt"], str(tmp_path / "words.json"), tokenizer_key="--tokenizer")
+    with pytest.raises(ConfigError, match=r"--tokenizer = .*words.json\": cannot be used .*Missing \[UNK\]"):
+        tokenize_files(job, tmp_path / "out", num_workers)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
+    paths = [tmp_path / os.fsdecode(b"a\xff" + ending) for ending in (b".jsonl", b".parquet", b".arrow")]
+    paths[0].write_bytes(jsonl(["one"]))
+    write_parquet(tmp_path / "b.parquet", ["two"])
+    (tmp_path / "b.parquet").rename(paths[1])
+    table = pyarrow.table({"text": ["three"]})
+    with open(paths[2], "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    tokenize_files(Job(paths, "byte"), tmp_path / "out")
+    assert documents(tmp_path / "out") == tokenized(["one", "two", "three"])
 
 
 def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_top_k_keeps_the_k_most_probable(logits, k):
     assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
 
 
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("p", [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_keeps_the_fewest_that_reach_p(logits, p):
     filtered = filter_logits(logits, 0, p)
     expected = [kept_by_top_p(row, p) for row in logits.tolist()]

@@ -120,6 +120,58 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
             assert word in str(error.value)
 
 
+def as_json(model, **parts):
+    end = {"id": 2, "content": "</s>", "special": True, "normalized": False}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    words = {"vocab": {"to": 0, "be": 1, "</s>": 2}}
+    return {"version": "1.0", "added_tokens": [end], **dict.fromkeys(names), "model": words | model} | parts
+
+
+KNOWN = {"type": "WordLevel", "unk_token": "to"}
+PIECES = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+UNUSABLE = {  # contents of tokenizer.json, the words of the message
+    "word pieces without [UNK]": (as_json({"type": "WordPiece", "unk_token": "[UNK]"} | PIECES), "Missing [UNK] token"),
+    "words without [UNK]": (as_json({"type": "WordLevel", "unk_token": "[UNK]"}), "Missing [UNK] token"),
+    "unigrams without unk_id": (
+        as_json({"type": "Unigram", "unk_id": None, "vocab": [["to", 0.0], ["be", -1.0], ["</s>", 0.0]]}),
+        "`unk_id` is missing",
+    ),
+    "pairs without unk_token": (as_json({"type": "BPE", "unk_token": "<unk>", "merges": []}), "Unk token `<unk>` not"),
+    "template of unknown tokens": (
+        as_json(KNOWN, post_processor=TEMPLATE | {"single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]}),
+        "cannot be used (no entry found for key)",
+    ),
+    "normalizer that cannot be read": (
+        as_json(KNOWN, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "not a Hugging Face tokenizer.json (Precompiled: Error",
+    ),
+    "normalizer that points nowhere": (
+        as_json(KNOWN, normalizer={"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}),
+        "cannot be used (index out of bounds",
+    ),
+    "a large id": (
+        as_json(KNOWN | {"vocab": {"to": 0, "be": 2**32 - 1, "</s>": 2}}),
+        "has the token id 4294967295; ids must be below 2^31",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE.values(), ids=UNUSABLE)
+def test_whatever_the_library_raises_is_one_sentence(case, tmp_path, capfd):
+    content, words = case
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    for encode in (lambda tokenizer: tokenizer.encode("not to be"), lambda tokenizer: tokenizer.encode_all(["or not"])):
+        with pytest.raises(ConfigError) as error:
+            encode(build_tokenizer(str(path), "--tokenizer"))
+        assert str(error.value).startswith(f'--tokenizer = "{path}": ') and "\n" not in str(error.value)
+        assert words in str(error.value)
+    if "out of bounds" not in words:  # a panic at the first use prints lines of its own
+        assert capfd.readouterr().err == ""
+
+
 def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monkeypatch):
     import huggingface_hub
 

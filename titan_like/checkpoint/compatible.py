@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_like.checkpoint.step_folders import RunState, UnreadableError, checkpoint_path, read_run_state
+from pydantic_core import PydanticUndefined
+
+from titan_like.checkpoint.step_folders import RUN_FILE, RunState, UnreadableError, checkpoint_path, read_run_state
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -61,7 +63,8 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
     """(setting, value, value in the checkpoint) of all that describes the model."""
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
-    saved = {key: state.model.get(key, fields[key].default) for key in shape}  # an older one may lack a newer field
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
+    saved = defaults | state.model  # an older one may lack a newer field
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 
@@ -89,18 +92,16 @@ def check_readable(folder: Path, steps: list[int], cure: str) -> None:
 
 def _readable_state(path: Path) -> RunState | None:
     try:
-        state = read_run_state(path)
-        tables = [
-            state.model,
-            *(state.config[section] for section in ("model", "job", "data", "training", "optimizer")),
-        ]
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_run_state(path)
+    except (OSError, ValueError):
         return None
-    return state if all(isinstance(table, dict) for table in tables) and "family" in state.config["model"] else None
 
 
 def _compare(path: Path, compared: list[tuple[str, Any, Any]]) -> None:
     for key, value, saved in compared:
+        if saved is PydanticUndefined:
+            problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
+            raise ConfigError(key, value, problem)
         if value != saved:
             then = "none" if saved is None else saved
             raise ConfigError(key, value, f"{path} was saved with {then}; keep that, or name another folder")

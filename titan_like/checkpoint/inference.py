@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def _other_checkpoints(folder: Path, step: int) -> str:
 
 def _problem_without_checkpoints(folder: Path) -> str:
     """What is wrong with a folder that holds no checkpoint, as the predicate of a sentence."""
-    if (folder / RUN_FILE).is_file():
+    if os.path.isfile(folder / RUN_FILE):
         return f"is a checkpoint itself; name the folder that it is in, {folder.parent}, and its checkpoint.load_step"
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         return "is a Hugging Face folder; convert it by scripts/convert.py from-hf and name what that writes"
     return "holds no checkpoint; train with checkpoint.enable first, or set checkpoint.folder or job.dump_folder"
 

@@ -37,7 +37,8 @@ def resume(
         RunError: there are usable checkpoints but none of them loads, or another run writes to the folder.
     """
     found: list[list[int]] = [[]]
-    refusal: list[str | None] = [hold(folder) if dist.get_rank() == 0 else None]
+    taken = f"another run writes to {folder}; stop it, or set checkpoint.folder to another one"
+    refusal: list[str | None] = [hold(folder, taken) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
         raise RunError(refusal[0])

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import writing_problem
 
 _PATIENCE = 30.0  # seconds to wait for a run that is being stopped
 _held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
@@ -21,24 +21,25 @@ def lock_path(folder: Path) -> Path:
 
 def lock_problem(folder: Path) -> str | None:
     """Why the lock file is unusable and what to do, as the predicate of a sentence; None if it is usable."""
-    problem = file_problem(lock_path(folder))
-    if problem is None or problem == "does not exist":
-        return None
-    return f"{problem}, and runs lock it; remove it"
+    problem = writing_problem(lock_path(folder))
+    return None if problem is None else f"{problem}, and runs lock it; remove it"
 
 
-def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
+def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
     """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
 
-    Returns a sentence that says why that is not possible, or None if the lock is held. On a file system without locks
-    it also returns None, and nobody is kept out.
+    Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
+    cannot be used. On a file system without locks it also returns None, and nobody is kept out.
     """
     path = lock_path(folder)
     problem = lock_problem(folder)
     if problem is not None:
         return f"{path} {problem}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}), and runs lock it; name another folder"
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -49,7 +50,7 @@ def hold(folder: Path, patience: float = _PATIENCE) -> str | None:
                     time.sleep(0.2)
                     continue
                 os.close(descriptor)
-                return f"another run writes to {folder}; stop it, or set checkpoint.folder to another one"
+                return taken
         _held.append(descriptor)
         return None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from zlib import crc32
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_problem
 from titan_like.config.schema import JobConfig
@@ -29,7 +29,19 @@ UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 _DESCRIPTION = ".metadata"  # torch's name for it
 
+_STEP = r"step-(0|[1-9][0-9]*)"  # name of a complete checkpoint
+_READ = ("model", "job", "data", "training", "optimizer")  # sections of the configuration that a resumed run looks at
+
+
+def _has_sections(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    missing = [section for section in _READ if section not in config]
+    if missing or "family" not in config["model"]:
+        raise ValueError(f"should have the key {missing[0] if missing else 'model.family'}")
+    return config
+
+
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Sections = Annotated[dict[str, dict[str, Any]], AfterValidator(_has_sections)]
 
 
 class UnreadableError(ValueError):
@@ -47,7 +59,7 @@ class RunState:
     loss_scale: float
     loss_scale_good_steps: int
     model: dict[str, Any]  # the resolved shape
-    config: dict[str, Any]  # the whole configuration
+    config: _Sections  # the whole configuration
     recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
@@ -72,9 +84,9 @@ def unfinished_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
-    matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir() if path.is_dir())
+    matches = (re.fullmatch(_STEP, path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -83,7 +95,8 @@ def read_run_state(path: Path) -> RunState:
 
     Raises:
         UnreadableError: the file is not readable JSON.
-        ValueError: this file or the tensors' metadata does not match its checksum.
+        ValueError: this file or the tensors' metadata does not match its checksum, or this is not the file of a run
+            or of the step that the folder is named after.
         OSError: a file is missing.
     """
     if not (path / RUN_FILE).is_file():  # reading a pipe or a device may never end
@@ -110,10 +123,14 @@ def _checked(numbers: Any, path: Path) -> RunState:
         if of_description is not None and of_description != crc32((path / _DESCRIPTION).read_bytes()):
             raise ValueError(f"{_DESCRIPTION} does not match its checksum")
     try:
-        return TypeAdapter(RunState).validate_python(numbers)
+        run = TypeAdapter(RunState).validate_python(numbers)
     except ValidationError as error:
         place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))
         raise ValueError(f"{RUN_FILE} is not a run's: {place or 'it'}: {first_problem(error)}") from None
+    named = re.fullmatch(_STEP, path.name)
+    if named and int(named[1]) != run.step:
+        raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
+    return run
 
 
 def write_run_state(path: Path, run: RunState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from titan_like.models.registry import config_class
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return (path / RUN_FILE).is_file()
+    return os.path.isfile(path / RUN_FILE)
 
 
 def one_checkpoint(path: Path, key: str) -> Path:

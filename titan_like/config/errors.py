@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,12 @@ def _with_message(key: str, message: str) -> ConfigError:
     told = ConfigError(key, None, "")
     told.args = (message,)
     return told
+
+
+def cure_of_writing(error: OSError, then: str = "or name another folder") -> str:
+    """What to do about a file that could not be written; ``then`` follows the advice to make room."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"make room, {then}" if is_full else "name a place that you may write to"
 
 
 def first_line(error: BaseException) -> str:

@@ -11,8 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from pydantic import BaseModel, ValidationError
 
@@ -94,24 +93,37 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         raise SystemExit(1) from None
     except OSError as error:
         if error.errno != errno.ENOSPC or sys.stdout is None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-        print(f"error: output cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        _discard(sys.stdout)
+        _tell(f"error: output cannot be written ({error.strerror})")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        _tell("interrupted")
         raise SystemExit(130) from None
     except (ConfigError, RunError) as error:
         if not error.of_this_process and os.environ.get("RANK", "0") != "0":
             time.sleep(_SECONDS_FOR_RANK_0)  # rank 0 usually prints the same and ends the job first
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell(f"error: {error}")
         _end_process_group(2 if isinstance(error, ConfigError) else 1)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code or 0)
+
+
+def _tell(text: str) -> None:
+    """Print on stderr. Where that fails, as on a full disk, the exit code has to do."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write; otherwise Python writes it once more at exit, and changes the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _end_process_group(code: int) -> None:
@@ -220,7 +232,7 @@ def _file_settings(path: Any) -> dict[str, Any]:
         found = expanded(path)
     except ValueError as error:
         raise ConfigError("job.config_file", path, str(error)) from None
-    if _lacks_dashes(path) and not Path(found).exists():
+    if _lacks_dashes(path) and not os.path.exists(found):
         raise _without_dashes(path)
     return read_toml(found)
 

@@ -61,6 +61,18 @@ def file_problem(path: Path) -> str | None:
     return None if os.access(path, os.R_OK) else "cannot be read (Permission denied)"
 
 
+def writing_problem(path: Path) -> str | None:
+    """Why a file cannot be written, as the predicate of a sentence; None if it can, or does not exist yet."""
+    problem = file_problem(path)
+    if problem == "does not exist":
+        folder = os.path.dirname(os.path.realpath(path))
+        is_usable = os.access(folder, os.W_OK) or not path.is_symlink()  # a run's own folders may be still to be made
+        return None if is_usable else f"is a link into {folder}, where no file can be created"
+    if problem is None and not os.access(path, os.W_OK):
+        return "cannot be written (Permission denied)"
+    return problem
+
+
 def read_settings(path: str, key: str) -> str:
     """The text of a settings file, without a byte-order mark.
 

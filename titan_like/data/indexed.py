@@ -25,6 +25,7 @@ from types import TracebackType
 
 import numpy as np
 
+from titan_like.config.paths import file_problem
 from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.unfinished import removed_unless_renamed
 
@@ -70,8 +71,9 @@ class IndexedDataset:
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
-            if not path.is_file():
-                raise FormatError(path, "is a folder" if path.is_dir() else "there is no such file")
+            problem = file_problem(path)
+            if problem is not None:
+                raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
         try:
             self.dtype, self._lengths, self._pointers, self._documents, self._modes = _open_index(index)
             self.tokens = StoredTokens(data, self.dtype)

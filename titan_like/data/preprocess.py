@@ -44,15 +44,16 @@ class Job:
     ends_documents: bool = True  # whether the end-of-document token follows each
     skips_bad_records: bool = False  # else the first ends the job
     key: str = "data.paths"  # setting to blame for a file
+    tokenizer_key: str = "data.tokenizer"
     cure: str = "correct it or set data.text_key"  # of a record without text
 
     def fingerprint(self) -> str:
         """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
         parts: list[object] = [self.tokenizer, self.text_key, self.ends_documents]
-        for path in (*self.files, *tokenizer_files(self.tokenizer)):
+        for path in (*self.files, *tokenizer_files(self.tokenizer, self.tokenizer_key)):
             stat = path.stat()
             parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
-        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+        return hashlib.sha256(os.fsencode("\n".join(map(str, parts)))).hexdigest()[:16]
 
 
 @dataclass
@@ -95,7 +96,7 @@ def tokenize_files(
     tokens, index = folder / "tokens.bin", folder / "index"
     if tokens.exists() or not index.exists():  # else an interruption came after the tokens had been moved
         try:
-            with _Output(folder, build_tokenizer(job.tokenizer), progress) as output:
+            with _Output(folder, build_tokenizer(job.tokenizer, job.tokenizer_key), progress) as output:
                 _write_tokens(job, output, num_workers, report or tell)
             if progress.documents == 0:
                 problem = "there is no document in it, nor in another file; give some with text"
@@ -235,7 +236,7 @@ def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
-    settings = job.tokenizer, job.text_key, job.ends_documents, dtype.str
+    settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, dtype.str
     if num_workers == 0:
         tokenize = _Tokenizing(*settings)
         yield from ((number, piece, share, tokenize(piece)) for number, piece, share in _pieces(job, progress))
@@ -274,9 +275,9 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 class _Tokenizing:
     """Tokenizes pieces, in this process or in a worker."""
 
-    def __init__(self, tokenizer: str, text_key: str, ends_documents: bool, dtype: str) -> None:
+    def __init__(self, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-        self._tokenizer, self._text_key = build_tokenizer(tokenizer), text_key
+        self._tokenizer, self._text_key = build_tokenizer(tokenizer, key), text_key
         self._end = [self._tokenizer.eod_id] if ends_documents else []
         self._dtype = np.dtype(dtype)
 

@@ -12,6 +12,7 @@ The first and the last may also end in ``.gz`` or ``.zst`` (the latter needs zst
 from __future__ import annotations
 
 import codecs
+import glob
 import gzip
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import file_problem
 
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow")
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
@@ -100,6 +102,35 @@ def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[
             if ending_of(path) in endings and path.is_file():
                 files.append(path)
     return sorted(files)
+
+
+def named_paths(text: str) -> list[Path]:
+    """What a path or a glob pattern names, sorted. A path that cannot be looked at is taken to be there."""
+    if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
+        return [Path(text)]
+    return sorted(map(Path, glob.glob(text, recursive=True)))
+
+
+def text_problem(path: Path) -> str | None:
+    """Why a file cannot be tokenized, and what to do; None if it may hold text."""
+    problem = file_problem(path)
+    if problem is not None:
+        cure = "name the files in it, such as *.txt" if problem.startswith("is a folder") else "name files of text"
+        return f"{problem}; {cure}"
+    if path.stat().st_size == 0:
+        return "the file is empty; remove it or give one with text"
+    return json_problem(path)
+
+
+def json_problem(path: Path) -> str | None:
+    """What to do about a .json file that begins as JSON, as the predicate of a sentence; None for any other file."""
+    if path.suffix != ".json":
+        return None
+    with open(path, "rb") as file:
+        if file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] not in (b"[", b"{"):
+            return None
+    cure = "write one document per line as .jsonl (for an array: jq -c '.[]')"
+    return f"holds JSON, not text; {cure}, or name the file .txt to take it as it is"
 
 
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
@@ -217,9 +248,11 @@ def _read_rows(path: Path, key: str, start: int) -> Iterator[tuple[Piece, float]
 
 def _parquet_batches(path: Path, key: str, start: int) -> Iterator[tuple[int, Any, float]]:
     """First row, column of text and share of the file read, for each batch from that of row ``start`` on."""
-    import pyarrow.parquet
+    from pyarrow import OSFile
+    from pyarrow.parquet import ParquetFile
 
-    with pyarrow.parquet.ParquetFile(path, buffer_size=_PIECE) as file:  # buffered: a row group may be a gigabyte
+    # Encoded, since pyarrow refuses a name that is not UTF-8; buffered, since a row group may be a gigabyte.
+    with OSFile(os.fsencode(path)) as content, ParquetFile(content, buffer_size=_PIECE) as file:
         _check_column(file.schema_arrow, key)
         groups, at = list(range(file.num_row_groups)), 0
         while groups and at + file.metadata.row_group(groups[0]).num_rows <= start:
@@ -235,7 +268,7 @@ def _arrow_batches(path: Path, key: str) -> Iterator[tuple[int, Any, float]]:
     """
     from pyarrow import ArrowInvalid, OSFile, ipc
 
-    with OSFile(str(path)) as file:
+    with OSFile(os.fsencode(path)) as file:
         size, at = max(1, file.size()), 0
         try:
             reader = ipc.open_file(file)

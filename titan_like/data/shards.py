@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
@@ -22,6 +21,7 @@ from titan_like.data.raw_text import (
     UnreadableError,
     ending_of,
     files_below,
+    named_paths,
     read_pieces,
 )
 
@@ -144,7 +144,7 @@ def _files_of(path: str) -> list[Path] | None:
         if not files:
             raise ConfigError("data.paths", path, f"no file in the folder ends with {', '.join(RECORD_ENDINGS)}")
     else:
-        files = [Path(path)] if os.path.lexists(path) else sorted(map(Path, glob.glob(path, recursive=True)))
+        files = named_paths(path)
     if not files and _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS:
         return None
     if not files:

@@ -6,8 +6,6 @@ processes read it.
 
 from __future__ import annotations
 
-import codecs
-import glob
 import hashlib
 import os
 import sysconfig
@@ -16,11 +14,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from titan_like.config.errors import ConfigError
-from titan_like.config.paths import file_problem
+from titan_like.config.errors import ConfigError, cure_of_writing
 from titan_like.config.schema import Data
 from titan_like.data.indexed import IndexedDataset
 from titan_like.data.preprocess import Job, tell, tokenize_files
+from titan_like.data.raw_text import named_paths, text_problem
 from titan_like.data.unfinished import removed_unless_renamed
 
 
@@ -41,9 +39,7 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
                     _build(job, unfinished)
                     os.replace(unfinished, folder)
     except OSError as error:
-        problem = (
-            f"the tokens cannot be written to {cache_folder} ({error.strerror}); make room, or name another folder"
-        )
+        problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
         raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
     return IndexedDataset(folder / "tokens")
 
@@ -91,7 +87,7 @@ def corpus_files(section: Data) -> list[Path]:
     else:
         files = _match_paths(section.paths)
         names = {path: path.as_posix() for path in files}
-    return sorted(files, key=lambda path: hashlib.sha256(names[path].encode()).digest())
+    return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())
 
 
 def _match_paths(patterns: list[str]) -> list[Path]:
@@ -100,36 +96,13 @@ def _match_paths(patterns: list[str]) -> list[Path]:
         raise ConfigError("data.paths", None, 'dataset "text" needs files; give paths or glob patterns')
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [Path(pattern)] if os.path.lexists(pattern) else _matches(pattern)
-        found |= dict.fromkeys(matches)
+        matches = named_paths(pattern)
+        if not matches:
+            raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
+        # A pattern passes over what is not a file, unless it matches nothing else.
+        found |= dict.fromkeys([path for path in matches if os.path.isfile(path)] or matches[:1])
     for path in found:
-        problem = file_problem(path)
+        problem = text_problem(path)
         if problem is not None:
-            cure = "; name the files in it, such as *.txt" if problem.startswith("is a folder") else ""
-            raise ConfigError("data.paths", str(path), f"{problem}{cure or '; name files of text'}")
-        if path.stat().st_size == 0:
-            raise ConfigError("data.paths", str(path), "the file is empty; remove it or give one with text")
-        if path.suffix == ".json" and _begins_as_json(path):
-            problem = (
-                "holds JSON, not text; write one document per line as .jsonl (for an array: jq -c '.[]'), or name the "
-                "file .txt to train on it as it is"
-            )
             raise ConfigError("data.paths", str(path), problem)
     return list(found)
-
-
-def _matches(pattern: str) -> list[Path]:
-    """The regular files that a glob pattern matches, or the first other match if there are none.
-
-    Raises:
-        ConfigError: nothing matches.
-    """
-    everything = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    if not everything:
-        raise ConfigError("data.paths", pattern, "no such file, and no file matches it as a glob pattern")
-    return [path for path in everything if path.is_file()] or everything[:1]
-
-
-def _begins_as_json(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"[", b"{")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
 
 _KEY = "data.tokenizer"
+_MOST_TOKENS = 2**31  # datasets hold ids as int32
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CHOICES = 'give "byte", the path of a tokenizer.json, "gpt2:vocab.json,merges.txt", or a name of the Hugging Face hub'
 _MASKS = ("[MASK]", "<mask>")
@@ -98,11 +100,21 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: HFTokenizer, eod_id: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: HFTokenizer, eod_id: int, spec: str, key: str = _KEY) -> None:
+        """``spec`` is the value of the setting ``key``, which errors blame.
+
+        Raises:
+            ConfigError: it cannot encode, or has an id that is too large.
+        """
+        self._tokenizer, self._spec, self._key = tokenizer, spec, key
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > _MOST_TOKENS:
+            raise ConfigError(
+                key, spec, f"has the token id {self.vocab_size - 1}; ids must be below 2^31; give another"
+            )
         self.eod_id = eod_id
-        self.first_ids = tokenizer.encode("").ids
+        with _without_panic_messages(), self._in_use():
+            self.first_ids = tokenizer.encode("").ids
         self.mask_id, self.pad_id = (next(iter(_ids(tokenizer, names)), None) for names in (_MASKS, _PADS))
         self.sentinel_ids = list(_ids(tokenizer, map("<extra_id_{}>".format, count()), stops=True))
         self.pair_ids = _pair_ids(tokenizer)
@@ -112,16 +124,23 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        with self._in_use():
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with self._in_use():
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        with self._in_use():
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _in_use(self) -> AbstractContextManager[None]:
+        """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
+        return _blamed(self._key, self._spec, "cannot be used")
 
     def word_joins(self) -> np.ndarray:
         """Words by the pieces of the vocabulary: bool [2, vocab].
@@ -138,6 +157,36 @@ class HuggingFaceTokenizer:
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
+
+
+@contextmanager
+def _blamed(key: str, spec: str, problem: str) -> Iterator[None]:
+    """Turn whatever the tokenizers library raises into a ConfigError: bare Exceptions, and panics of Rust, which are
+    no Exceptions.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
+        raise
+
+
+@contextmanager
+def _without_panic_messages() -> Iterator[None]:
+    """Drop what is written to descriptor 2 while a tokenizer is read: Rust itself reports a panic there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _ids(tokenizer: HFTokenizer, names: Iterable[str], stops: bool = False) -> Iterator[int]:
@@ -171,12 +220,12 @@ def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
         ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
     files = tuple(tokenizer_files(spec, key))
-    return _build(spec, key, files, tuple(path.stat().st_mtime_ns for path in files if path.is_file()))
+    return _build(spec, key, files, tuple(path.stat().st_mtime_ns for path in files if os.path.isfile(path)))
 
 
 @lru_cache(maxsize=1)
 def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
-    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files))
+    return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files), spec, key)
 
 
 def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
@@ -193,10 +242,8 @@ def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]
         tokenizer = _read_gpt2(spec, files, key)
     else:
         _require_file(files[0], spec, key, _CHOICES)
-        try:
+        with _without_panic_messages(), _blamed(key, spec, "not a Hugging Face tokenizer.json"):
             tokenizer = HFTokenizer.from_file(str(files[0]))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(key, spec, f"not a Hugging Face tokenizer.json ({first_line(error)})") from None
     for token in _END_OF_DOCUMENT:
         eod_id = tokenizer.token_to_id(token)
         if eod_id is not None:
@@ -220,7 +267,8 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def is_on_hub(spec: str) -> bool:
     """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
-    return bool(_HUB_NAME.fullmatch(spec)) and not spec.endswith(".json") and not Path(spec).exists()
+    is_name = _HUB_NAME.fullmatch(spec) is not None and not spec.endswith(".json")
+    return is_name and file_problem(Path(spec)) == "does not exist"
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
@@ -255,10 +303,8 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
         raise ConfigError(key, spec, "must name two files, gpt2:vocab.json,merges.txt")
     for path in paths:
         _require_file(path, spec, key, "give the paths of GPT-2's vocab.json and merges.txt")
-    try:
+    with _blamed(key, spec, "not GPT-2's vocab.json and merges.txt"):
         tokenizer = HFTokenizer(models.BPE.from_file(str(paths[0]), str(paths[1])))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(key, spec, f"not GPT-2's vocab.json and merges.txt ({first_line(error)})") from None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])

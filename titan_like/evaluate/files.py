@@ -7,7 +7,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_like.data.raw_text import RECORD_ENDINGS, BadRecord, Piece, UnreadableError, ending_of, read_pieces, texts_of
+from titan_like.data.raw_text import (
+    RECORD_ENDINGS,
+    BadRecord,
+    Piece,
+    UnreadableError,
+    ending_of,
+    json_problem,
+    read_pieces,
+    texts_of,
+)
 from titan_like.evaluate.task import TaskError
 
 _KEY = "text"  # of a record
@@ -26,9 +35,12 @@ def read_text(path: Path) -> str:
     """The text of a file, without a byte-order mark.
 
     Raises:
-        TaskError: the file is not UTF-8.
+        TaskError: the file is not UTF-8, or is JSON.
         OSError: it cannot be read.
     """
+    problem = json_problem(path)
+    if problem is not None:
+        raise TaskError(problem)
     return _decoded(path.read_bytes())
 
 

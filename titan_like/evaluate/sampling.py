@@ -48,8 +48,9 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
     if top_p < 1.0:
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        # A token stays while the more probable ones sum to less than top_p; the first always stays.
+        # A token stays while the more probable ones sum to less than top_p.
         dropped = probabilities.cumsum(-1) - probabilities >= top_p
+        dropped[..., 0] = False  # also if top_p is 0 in float32
         logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
     return logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
         except ValueError as error:
             raise ConfigError(key, spec, f"the path {error}") from None
         if name in _OF_FOLDERS:
-            if not path.is_dir():
+            if not os.path.isdir(path):
                 raise ConfigError(key, spec, f"{path} is not a folder; name one of the data set's")
         elif (problem := file_problem(path)) is not None:
             raise ConfigError(key, spec, f"{path} {problem}; name a readable text file")

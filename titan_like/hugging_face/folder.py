@@ -7,6 +7,7 @@ caches of transformers consist of them. A folder that is inconsistent is refused
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.paths import file_problem
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
@@ -94,7 +96,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return (path / CONFIG_FILE).is_file()
+    return os.path.isfile(path / CONFIG_FILE)
 
 
 class TensorSlices:
@@ -139,8 +141,9 @@ def _printable(text: str) -> str:
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
-    if not (path / name).is_file():
-        raise RefusedError(f"it has no {name}")
+    problem = file_problem(path / name)
+    if problem is not None:
+        raise RefusedError(f"it has no {name}" if problem == "does not exist" else f"its {name} {problem}")
     try:
         if (path / name).stat().st_size > _MOST_JSON_BYTES:
             raise RefusedError(f"its {name} is larger than {_MOST_JSON_BYTES >> 20} MiB")

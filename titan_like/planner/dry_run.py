@@ -6,11 +6,9 @@ torch's fake process group, where tensors have shapes but no memory. `plan_step`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from glob import glob
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples, total_steps
 from titan_like.data.indexed import prefix_of
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_data
 from titan_like.data.packed import split_weights
+from titan_like.data.raw_text import named_paths
 from titan_like.data.registry import DATASETS
 from titan_like.data.text import corpus_files, corpus_folder, corpus_job
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, is_on_hub, tokenizer_files
@@ -264,7 +264,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
     named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         build_tokenizer(section.tokenizer)  # raises ConfigError
-    absent = [str(path) for path in named if not path.exists()]
+    absent = [str(path) for path in named if file_problem(path) == "does not exist"]
     if section.dataset != "stdlib":
         absent += [name for source in sources for name in source.paths if _is_absent(name, section.dataset)]
     if absent:
@@ -285,8 +285,9 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> str:
 
 def _is_absent(name: str, dataset: str) -> bool:
     if dataset == "indexed":
-        return not any(Path(f"{prefix_of(name)}.{ending}").exists() for ending in ("bin", "idx"))
-    return not os.path.lexists(name) and not glob(name, recursive=True)
+        problems = [file_problem(Path(f"{prefix_of(name)}.{ending}")) for ending in ("bin", "idx")]
+        return problems == ["does not exist"] * 2
+    return not named_paths(name)
 
 
 def _counted(config: JobConfig, model: TransformerConfig) -> str:

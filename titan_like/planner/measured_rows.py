@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from titan_like.config.errors import ConfigError, first_problem
+from titan_like.config.paths import file_problem
 from titan_like.metrics.devices import builtin_devices, find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -127,6 +128,9 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     Raises:
         ConfigError: the file cannot be read, or columns are missing or doubled.
     """
+    problem = file_problem(Path(path))
+    if problem is not None:
+        raise ConfigError("--points", str(path), f"{problem}; give a readable CSV file")
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)

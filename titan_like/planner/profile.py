@@ -18,6 +18,7 @@ from typing import Any
 import tomli_w
 
 from titan_like.config.errors import ConfigError
+from titan_like.config.paths import file_problem
 from titan_like.config.toml import read_toml
 from titan_like.metrics.devices import (
     Device,
@@ -301,7 +302,7 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     if name in builtin_profiles():
         return builtin_profiles()[name]
     path = Path(name)
-    if path.suffix == ".toml" and path.exists():
+    if path.suffix == ".toml" and file_problem(path) != "does not exist":
         return profile_from(path.stem, read_toml(name, key))
     known = ", ".join(builtin_profiles())
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")

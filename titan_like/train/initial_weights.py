@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.loader import agree, load_checkpoint, unreadable
-from titan_like.checkpoint.step_folders import complete_steps, read_run_state
+from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_run_state
 from titan_like.checkpoint.tensor_names import model_tensors
 from titan_like.checkpoint.weight_reader import is_checkpoint
 from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
 from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face
 from titan_like.hugging_face.hub import local_folder
@@ -42,6 +43,9 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
         family, shape = source.family, source.model.model_dump(mode="json")
         may_differ |= {"vocab_multiple"}
     else:
+        problem = file_problem(path / RUN_FILE)
+        if problem is not None and problem != "does not exist":
+            raise ConfigError(_KEY, text, f"{path / RUN_FILE} {problem}; name a folder that you may read")
         steps = complete_steps(path)
         cure = f"name {path}/step-{steps[-1]}" if steps else "name one with run.json or with config.json"
         raise ConfigError(_KEY, text, f"neither a checkpoint's step-N folder nor a Hugging Face folder; {cure}")

@@ -62,18 +62,19 @@ def hold_dump_folder(folder: Path, patience: float = _TIME_TO_END) -> None:
     """Lock the folder for this job's files until `release` or the end of rank 0's process. Every rank calls this.
 
     Raises:
-        ConfigError: another job holds the folder and does not end within ``patience`` seconds.
+        ConfigError: another job holds the folder and does not end within ``patience`` seconds, or the lock cannot be
+            used.
     """
+    taken = "another job writes to this folder; stop it, or name another folder"
     refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
-        refusal[0] = hold(folder / "run", 0.0)
-        if refusal[0] is not None and patience:
+        refusal[0] = hold(folder / "run", taken, 0.0)
+        if refusal[0] == taken and patience:
             print(f"another job is writing to {folder}; waiting {patience:.0f} s for it to end", flush=True)
-            refusal[0] = hold(folder / "run", patience)
+            refusal[0] = hold(folder / "run", taken, patience)
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
-        problem = "another job writes to this folder; stop it, or name another folder"
-        raise ConfigError("job.dump_folder", str(folder), problem)
+        raise ConfigError("job.dump_folder", str(folder), refusal[0])
 
 
 @contextmanager

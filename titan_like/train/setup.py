@@ -12,7 +12,7 @@ from titan_like.checkpoint.folder_checks import check_checkpoints, check_room, c
 from titan_like.checkpoint.lock import lock_path
 from titan_like.checkpoint.step_folders import checkpoint_folder
 from titan_like.config.errors import ConfigError
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
 from titan_like.data.masks import Masks, masks_of
@@ -76,8 +76,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     dump_folder = Path(config.job.dump_folder)
     check_writable("job.dump_folder", dump_folder, make)
     for file in (dump_folder / "metrics.jsonl", lock_path(dump_folder / "run")):
-        problem = file_problem(file)
-        if problem is not None and problem != "does not exist":
+        problem = writing_problem(file)
+        if problem is not None:
             raise ConfigError(
                 "job.dump_folder", str(dump_folder), f"{file} {problem}; remove it, or name another folder"
             )

@@ -22,6 +22,8 @@ from titan_like.planner.commands.outcome import (
 from titan_like.planner.duration import duration
 from titan_like.planner.predict import predict
 
+_SLOWEST = 1e-6  # TFLOP/s of a GPU; a day's work would take longer than the universe is old
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
@@ -37,7 +39,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
     """
-    above_zero(options, "tokens", "tflops")
+    above_zero(options, "tokens")
+    if options.tflops is not None and not options.tflops >= _SLOWEST:
+        raise ConfigError("--tflops", options.tflops, f"must be at least {_SLOWEST:.0e}")
     if options.price is not None and not 0 <= options.price <= 1e9:
         raise ConfigError("--price", options.price, "must be at least 0 and at most 1e9")
     profile = chosen_profile(options)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
+from titan_like.config.paths import file_problem
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import TimelineFigures, figures
@@ -93,6 +94,9 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     Raises:
         ConfigError: the file has none, or it has another pipeline.
     """
+    unreadable = file_problem(Path(path))
+    if unreadable is not None:
+        raise ConfigError("--measured", path, f"{unreadable}; give a step-N.json that the trainer wrote")
     try:
         step = read_trace(Path(path))
     except OSError as error:
