@@ -139,6 +139,7 @@ BUGS = [
         "",
     ),
     (runs.resumed_without_moments, DATA, "resume", Row.WEIGHT, "embedding.weight"),
+    (runs.resumed_without_moments_where_the_layout_stays, DATA, "resume", Row.WEIGHT, "embedding.weight"),
     (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
     (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", Row.CLIPPED, ""),
     (updates.loss_scale_begins_at_1, FLOAT16, "one_process", Row.LOSS_SCALE, ""),

@@ -126,17 +126,18 @@ class Verifier:
                 break
 
     def _relay(self, config: JobConfig) -> list[tuple[Any, ...]]:
-        """The layout, one process, and the layout again resume from each other's checkpoints.
+        """The layout, the layout again, one process, and the layout once more resume from each other's checkpoints.
 
-        The first leg trains on after the checkpoint that the second resumes from, which is not the first that it saves.
-        The second leg repeats a step whose update is skipped.
+        The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
+        One process repeats a step whose update is skipped.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        skipped = max(self.small.bad_steps)
+        skipped, last = max(self.small.bad_steps), self.small.num_steps
         return [
             (observe_leg, config, None, skipped + 1, folder),
+            (observe_leg, config, skipped - 1, last, folder),
             (observe_leg, on_one_process(config), skipped - 1, skipped, folder),
-            (observe_leg, config, skipped, self.small.num_steps, folder),
+            (observe_leg, config, skipped, last, folder),
         ]
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Group:

@@ -117,6 +117,22 @@ def resumed_without_moments() -> Iterator[None]:
 
 
 @contextmanager
+def resumed_without_moments_where_the_layout_stays() -> Iterator[None]:
+    """A run that resumes with as many shards as it was saved with begins with an optimizer that remembers nothing."""
+    original = training_state.resume
+
+    def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        state = original(folder, is_usable, model, optimizer)
+        shards = state.config["parallelism"]["data_parallel_shard_degree"] if state is not None else 0
+        for values in optimizer.state.values() if shards == dist.get_world_size() else ():
+            values["exp_avg"].zero_()
+        return state
+
+    with patch.object(training_state, "resume", resume):
+        yield
+
+
+@contextmanager
 def resumed_shards_without_moments() -> Iterator[None]:
     """A resumed run loses the optimizer's state of one shard."""
     original = Trainer._resume
