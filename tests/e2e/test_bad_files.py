@@ -139,7 +139,12 @@ def test_lock_that_is_a_folder(monkeypatch, capfd, folder):
     check_refusal(run_here(monkeypatch, capfd, argv), ["checkpoint.folder", "checkpoint.lock is a folder", "remove it"])
 
 
-LOCKS = {"run.lock": "job.dump_folder", "metrics.jsonl": "job.dump_folder", "checkpoint.lock": "checkpoint.folder"}
+LOCKS = {
+    "run.lock": "job.dump_folder",
+    "metrics.jsonl": "job.dump_folder",
+    "metrics.runs.json": "job.dump_folder",
+    "checkpoint.lock": "checkpoint.folder",
+}
 
 
 @pytest.mark.parametrize("name", LOCKS)

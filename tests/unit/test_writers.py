@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from wandb.proto import wandb_internal_pb2
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.metrics import run_files
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.throughput import Throughput
 from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
@@ -175,6 +177,30 @@ def test_lines_wait_until_a_full_disk_has_room(tmp_path, capsys):
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
 
 
+def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_all(JsonLinesWriter(path, 0, "first"), [record(1), record(2)])
+    first = path.read_text()
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(run_files, "_replace", no_room)
+        writer = JsonLinesWriter(path, 0, "second")
+        writer.write(record(1))
+        assert path.read_text() == first and [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+    assert capsys.readouterr().out == (
+        f"{path} cannot be written (No space left on device); its lines wait until it can\n"
+    )
+    writer.write(record(2))
+    write_all(writer, [record(3)])
+    assert (tmp_path / "metrics.1.jsonl").read_text() == first
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    JsonLinesWriter(path, 2, "first").close()
+    assert path.read_text() == first
+
+
 def test_lines_that_a_full_disk_keeps_out_are_counted_at_the_end(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(path, 0, "ours")
@@ -202,6 +228,24 @@ def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropp
     path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 2}}')
     write_all(JsonLinesWriter(path, 9, "ours"), [record(3)])
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+
+
+def test_a_full_disk_ends_tensorboard_s_files_with_one_line(tmp_path, monkeypatch, capfd):
+    writer, written = TensorBoardWriter(tmp_path, 0), RecordWriter.write
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    writer.write(record(1))
+    monkeypatch.setattr(RecordWriter, "write", no_room)
+    for step in range(2, 9):
+        writer.write(record(step))
+    monkeypatch.setattr(RecordWriter, "write", written)
+    write_all(writer, [record(9)])
+    out, err = capfd.readouterr()
+    assert len(out.splitlines()) == 1 and err == ""
+    assert out.startswith(f"{tmp_path} lacks the steps from ")
+    assert out.endswith(" (No space left on device); metrics.jsonl has them\n")
 
 
 def numbers(item):

@@ -69,7 +69,12 @@ class RunState:
 
 def checkpoint_folder(config: JobConfig) -> Path:
     """Where a run keeps its checkpoints."""
-    return Path(config.checkpoint.folder or Path(config.job.dump_folder) / "checkpoint")
+    return folder_of_settings({"dump_folder": config.job.dump_folder}, {"folder": config.checkpoint.folder})
+
+
+def folder_of_settings(job: dict[str, Any], checkpoint: dict[str, Any]) -> Path:
+    """`checkpoint_folder` of a run that a `run.json` describes, by its sections [job] and [checkpoint]."""
+    return Path(str(checkpoint.get("folder") or Path(str(job.get("dump_folder"))) / "checkpoint"))
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import netrc
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Metrics
-from titan_like.data.unfinished import removed_unless_renamed
 from titan_like.metrics.record import StepRecord
+from titan_like.metrics.run_files import METRICS_FILE, own_file
 
 
 class Writer(Protocol):
@@ -34,7 +38,7 @@ def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Write
     """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    writers: list[Writer] = [JsonLinesWriter(folder / "metrics.jsonl", start_step, run_id)]
+    writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id)]
     if config.metrics.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
     if config.metrics.wandb:
@@ -56,94 +60,61 @@ def check_wandb(metrics: Metrics) -> None:
 class JsonLinesWriter:
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
-    The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes goes on with its own file
-    and takes it back if another run had renamed it. No other job writes to the folder, because this job holds its lock.
+    `own_file` says what becomes of the file of another run. Where the disk is full, lines wait in memory. No other job
+    writes to the folder, because this job holds its lock.
     """
 
     def __init__(self, path: Path, start_step: int, run_id: str) -> None:
-        _make_current(path, start_step, run_id)
-        kept = "".join(_lines_up_to(path, start_step)).encode() if path.exists() else b""
-        if path.exists() and kept != path.read_bytes():
-            _replace(path, kept)
-        self._path, self._file = path, open(path, "ab", buffering=0)
-        self._size = path.stat().st_size
+        self._path, self._start_step, self._run_id = path, start_step, run_id
+        self._file: FileIO | None = None  # None as long as it cannot be opened
+        self._size = 0
         self._waiting = b""  # lines that could not be written yet
+        self._is_waiting = False
+        self._append(b"")
 
     def write(self, record: StepRecord) -> None:
         """Append the step. A line that cannot be written is kept and written with a later one."""
         line = json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n"
-        was_waiting, self._waiting = bool(self._waiting), self._waiting + line.encode()
-        try:
-            if self._file.write(self._waiting) < len(self._waiting):
-                raise OSError("the disk is full")
-            self._size, self._waiting = self._size + len(self._waiting), b""
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(self._size)  # leave no partial line
-            if not was_waiting:
-                problem = error.strerror or error
-                print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
+        self._append(line.encode())
 
     def close(self) -> None:
         """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
-        for line in self._waiting.splitlines(keepends=True):
-            try:
-                if self._file.write(line) < len(line):
-                    raise OSError("the disk is full")
-                self._size, self._waiting = self._size + len(line), self._waiting[len(line) :]
-            except OSError as error:
-                with suppress(OSError):
-                    self._file.truncate(self._size)
-                problem, missing = error.strerror or error, self._waiting.count(b"\n")
-                lines = f"{missing:,} lines" if missing > 1 else "line"
-                print(f"{self._path} lacks its last {lines} ({problem})", file=sys.stderr, flush=True)
+        lines, self._waiting = self._waiting.splitlines(keepends=True), b""
+        for number, line in enumerate(lines):
+            problem = self._written(line)
+            if problem is not None:
+                missing = len(lines) - number
+                lacks = f"{missing:,} lines" if missing > 1 else "line"
+                print(f"{self._path} lacks its last {lacks} ({problem})", file=sys.stderr, flush=True)
                 break
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
+    def _append(self, line: bytes) -> None:
+        was_waiting, self._waiting = self._is_waiting, self._waiting + line
+        problem = self._written(self._waiting)
+        self._is_waiting = problem is not None
+        if problem is None:
+            self._waiting = b""
+        elif not was_waiting:
+            print(f"{self._path} cannot be written ({problem}); its lines wait until it can", flush=True)
 
-def _make_current(path: Path, start_step: int, run_id: str) -> None:
-    """Let ``path`` be the run's own file, or none. ``metrics.runs.json`` says which run each file belongs to."""
-    index = path.with_suffix(".runs.json")
-    try:
-        read = json.loads(index.read_bytes())
-        owners = {str(name): str(owner) for name, owner in read.items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        owners = {}
-    # A file whose run is not known is taken for the run's own if the run resumes.
-    is_own = start_step > 0 and owners.get(path.name, run_id) == run_id
-    if not is_own and path.exists() and path.stat().st_size:
-        aside = path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}")
-        os.rename(path, aside)
-        owners[aside.name] = owners.pop(path.name, "")
-    earlier = [path.with_name(name) for name, owner in owners.items() if owner == run_id and name != path.name]
-    if start_step > 0 and not is_own and earlier and earlier[-1].exists():
-        os.rename(earlier[-1], path)
-        del owners[earlier[-1].name]
-    if owners.get(path.name) != run_id:
-        owners[path.name] = run_id
-        _replace(index, json.dumps(owners, indent=2).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    with removed_unless_renamed(path.with_suffix(".unfinished")) as unfinished:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-
-
-def _runs_before(path: Path) -> int:
-    """The highest number among the files of earlier runs next to ``path``; 0 if there are none."""
-    numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The complete lines of steps up to ``step``; a line that a crash cut off is dropped."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if json.loads(line)["step"] <= step:
-                kept.append(f"{line}\n")
-    return kept
+    def _written(self, lines: bytes) -> str | None:
+        """Append lines. Returns the reason if that fails, and then leaves no part of them."""
+        try:
+            if self._file is None:
+                own_file(self._path, self._start_step, self._run_id)
+                self._file = open(self._path, "ab", buffering=0)
+                self._size = self._path.stat().st_size
+            if self._file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                if self._file is not None:
+                    self._file.truncate(self._size)
+            return error.strerror or str(error)
+        self._size += len(lines)
+        return None
 
 
 def _json_number(value: Any) -> Any:
@@ -151,22 +122,46 @@ def _json_number(value: Any) -> Any:
 
 
 class TensorBoardWriter:
-    """Writes TensorBoard scalars under the same keys."""
+    """Writes TensorBoard scalars under the same keys, as long as its files can be written."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._folder, self._others = folder, threading.excepthook
+        self._writer: Any = None
+        threading.excepthook = self._without_traceback
+        with self._until_it_fails(start_step):
+            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, record: StepRecord) -> None:
         """Record every number of the step."""
-        for key, value in record.as_dict().items():
-            if value is not None:
-                self._writer.add_scalar(key, value, record.step)
+        if self._writer is not None:
+            with self._until_it_fails(record.step):
+                for key, value in record.as_dict().items():
+                    if value is not None:
+                        self._writer.add_scalar(key, value, record.step)
 
     def close(self) -> None:
         """Flush to disk."""
-        self._writer.close()
+        if self._writer is not None:
+            with self._until_it_fails(None):
+                self._writer.close()
+        threading.excepthook = self._others
+
+    @contextmanager
+    def _until_it_fails(self, step: int | None) -> Iterator[None]:
+        """Writes nothing more after an error of the file system, of which a line tells."""
+        try:
+            yield
+        except OSError as error:
+            since = "its last steps" if step is None else f"the steps from {step} on, or some before,"
+            print(f"{self._folder} lacks {since} ({error.strerror or error}); metrics.jsonl has them", flush=True)
+            self._writer = None
+
+    def _without_traceback(self, failed: threading.ExceptHookArgs) -> None:
+        """The thread in which tensorboard writes dies of an error, which the next call raises again."""
+        if not (failed.thread and type(failed.thread).__module__.startswith("tensorboard.")):
+            self._others(failed)
 
 
 class WandbWriter:

@@ -20,6 +20,7 @@ from titan_like.data.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks
+from titan_like.metrics.run_files import METRICS_FILE, RUNS_FILE
 from titan_like.models.config import TransformerConfig
 from titan_like.train.environment import environment_number
 from titan_like.train.initial_weights import check_initial_weights
@@ -75,7 +76,7 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
     """
     dump_folder = Path(config.job.dump_folder)
     check_writable("job.dump_folder", dump_folder, make)
-    for file in (dump_folder / "metrics.jsonl", lock_path(dump_folder / "run")):
+    for file in (dump_folder / METRICS_FILE, dump_folder / RUNS_FILE, lock_path(dump_folder / "run")):
         problem = writing_problem(file)
         if problem is not None:
             raise ConfigError(

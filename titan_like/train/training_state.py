@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.loader import resume
 from titan_like.checkpoint.saver import SaveError, Saver
-from titan_like.checkpoint.step_folders import RunState
+from titan_like.checkpoint.step_folders import RunState, folder_of_settings
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.metrics.console import Console
+from titan_like.metrics.run_files import run_ids
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_pipeline
@@ -131,7 +134,8 @@ class TrainingState:
         for key, value in self._changed_data(state):
             if key in MASK_SETTINGS and dist.get_rank() == 0:
                 print(f"data.{key} was {value} up to step {state.step}", flush=True)
-        self.run_id = state.run_id or self.run_id
+        if self._is_same_run(state):
+            self.run_id = state.run_id or self.run_id
         self.step, self.consumed_samples = state.step, state.consumed_samples
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         device = self.run.device
@@ -139,6 +143,19 @@ class TrainingState:
             self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
         self.losses = LossWatch(self.config.health, device, state.recent_losses, state.consecutive_skips)
         return True
+
+    def _is_same_run(self, state: RunState) -> bool:
+        """Whether this is the run that saved a checkpoint. Another one may begin with a copy of it.
+
+        It is if the checkpoints are where they were, or if their dump folder has moved with all that is in it.
+        """
+        job, then = self.config.job, state.config
+        saves, saved = self.run.checkpoint_folder, folder_of_settings(then["job"], then.get("checkpoint", {}))
+        if saves == saved:
+            return True
+        inside = os.path.relpath(saved, str(then["job"].get("dump_folder")))
+        is_inside_too = os.path.relpath(saves, job.dump_folder) == inside
+        return is_inside_too and state.run_id in run_ids(Path(job.dump_folder)).values()
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
         """The settings of [data] that differ from those of a checkpoint's run, with their values in that run."""

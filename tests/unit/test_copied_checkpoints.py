@@ -1,0 +1,64 @@
+"""Runs that begin with a copy of another run's checkpoint, or whose folder has moved."""
+
+import json
+import shutil
+from pathlib import Path
+
+from titan_like.config import load_config
+from titan_like.train.job import run_job
+from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.setup import prepare_run
+
+
+def train(dump: Path, steps: int, folder: Path | None = None) -> None:
+    text = dump.parent / "text.txt"
+    text.write_text("to be or not to be " * 200)
+    arguments = [f"--job.dump_folder={dump}", f"--training.steps={steps}", "--training.seq_len=16"]
+    arguments += ["--training.global_batch_size=2", "--training.micro_batch_size=2", "--evaluation.interval=0"]
+    arguments += ["--data.dataset=text", f"--data.paths={text}", "--checkpoint.enable", "--checkpoint.interval=2"]
+    arguments += ["--checkpoint.keep_latest=0", "--model.overrides.num_layers=1", "--model.overrides.hidden_size=8"]
+    arguments += [f"--checkpoint.folder={folder}"] if folder is not None else []
+    run_job(prepare_run(resolve_settings(load_config(arguments, CHECKS))))
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def run_id(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_text())["run_id"]
+
+
+def test_a_copy_begins_another_run_and_the_first_one_loses_nothing(tmp_path: Path) -> None:
+    dump, fork = tmp_path / "out", tmp_path / "out" / "fork"
+    train(dump, 4)
+    first = (dump / "metrics.jsonl").read_bytes()
+    shutil.copytree(dump / "checkpoint" / "step-2", fork / "step-2")
+    train(dump, 3, folder=fork)
+    assert (dump / "metrics.1.jsonl").read_bytes() == first and steps(dump / "metrics.jsonl") == [3]
+    assert run_id(fork / "step-3") != run_id(dump / "checkpoint" / "step-4")
+    train(dump, 5, folder=fork)  # each goes on with its own
+    assert (dump / "metrics.1.jsonl").read_bytes() == first and steps(dump / "metrics.jsonl") == [3, 4, 5]
+    assert run_id(fork / "step-5") == run_id(fork / "step-3")
+    train(dump, 6)
+    assert steps(dump / "metrics.jsonl") == [1, 2, 3, 4, 5, 6] and steps(dump / "metrics.2.jsonl") == [3, 4, 5]
+
+
+def test_a_copy_in_a_new_folder_is_another_run_too(tmp_path: Path) -> None:
+    train(tmp_path / "one", 2)
+    shutil.copytree(tmp_path / "one" / "checkpoint", tmp_path / "two" / "checkpoint")
+    train(tmp_path / "two", 3)
+    assert steps(tmp_path / "two" / "metrics.jsonl") == [3]
+    checkpoint = Path("checkpoint", "step-3")
+    assert run_id(tmp_path / "two" / checkpoint) != run_id(tmp_path / "one" / "checkpoint" / "step-2")
+
+
+def test_a_run_goes_on_where_its_folder_has_moved_or_its_output_goes_elsewhere(tmp_path: Path) -> None:
+    train(tmp_path / "here", 2)
+    first = run_id(tmp_path / "here" / "checkpoint" / "step-2")
+    (tmp_path / "here").rename(tmp_path / "there")
+    train(tmp_path / "there", 3)
+    assert steps(tmp_path / "there" / "metrics.jsonl") == [1, 2, 3]
+    train(tmp_path / "elsewhere", 4, folder=tmp_path / "there" / "checkpoint")
+    assert steps(tmp_path / "elsewhere" / "metrics.jsonl") == [4]
+    assert {run_id(tmp_path / "there" / "checkpoint" / f"step-{step}") for step in (2, 3, 4)} == {first}

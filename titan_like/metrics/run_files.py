@@ -1,0 +1,89 @@
+"""Which run each file of metrics in a folder belongs to.
+
+``metrics.jsonl`` is the current run's. Those of earlier runs are ``metrics.1.jsonl``, ``metrics.2.jsonl`` and so on.
+``metrics.runs.json`` has the id of each file's run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from titan_like.data.unfinished import removed_unless_renamed
+
+METRICS_FILE, RUNS_FILE = "metrics.jsonl", "metrics.runs.json"
+
+
+def run_ids(folder: Path) -> dict[str, str]:
+    """The id of each file's run, by the file's name; of a damaged or missing ``metrics.runs.json``, none."""
+    try:
+        return {str(name): str(run_id) for name, run_id in json.loads((folder / RUNS_FILE).read_bytes()).items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def own_file(path: Path, start_step: int, run_id: str) -> None:
+    """Let ``path`` be the file of a run that begins after ``start_step``, with its lines up to there, or no file.
+
+    The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes takes its own file back if
+    another run had renamed it.
+
+    Raises:
+        OSError: files cannot be renamed or written; then each run still has its file.
+    """
+    ids = run_ids(path.parent)
+    # A file whose run is not known is taken for the run's own if the run resumes.
+    is_own = start_step > 0 and ids.get(path.name, run_id) == run_id
+    moves: list[tuple[Path, Path]] = []
+    if not is_own and path.exists() and path.stat().st_size:
+        aside = path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}")
+        moves.append((path, aside))
+        ids[aside.name] = ids.pop(path.name, "")
+    earlier = [path.with_name(name) for name, owner in ids.items() if owner == run_id and name != path.name]
+    if start_step > 0 and not is_own and earlier and earlier[-1].exists():
+        moves.append((earlier[-1], path))
+        del ids[earlier[-1].name]
+    for source, target in moves:
+        os.rename(source, target)
+    try:
+        if ids.get(path.name) != run_id:
+            _replace(path.with_name(RUNS_FILE), json.dumps(ids | {path.name: run_id}, indent=2).encode())
+    except OSError:
+        for source, target in reversed(moves):
+            os.rename(target, source)
+        raise
+    if path.exists():
+        _cut(path, start_step)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Drop all but the complete lines of steps up to ``step``, such as a line that a crash cut off."""
+    content, kept = path.read_bytes(), "".join(_lines_up_to(path, step)).encode()
+    if content.startswith(kept):
+        if kept != content:
+            os.truncate(path, len(kept))  # which needs no room on the disk
+    else:
+        _replace(path, kept)
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            if json.loads(line)["step"] <= step:
+                kept.append(f"{line}\n")
+    return kept
+
+
+def _replace(path: Path, content: bytes) -> None:
+    with removed_unless_renamed(path.with_suffix(".unfinished")) as unfinished:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+
+
+def _runs_before(path: Path) -> int:
+    """The highest number among the files of earlier runs next to ``path``; 0 if there are none."""
+    numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
