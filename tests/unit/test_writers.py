@@ -142,6 +142,19 @@ def test_each_run_goes_on_with_its_own_file(tmp_path):
     assert steps("metrics.jsonl") == [10, 11]
 
 
+def test_lines_after_the_step_that_a_user_goes_back_to_are_kept_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_all(JsonLinesWriter(path, 0, "ours"), [record(step) for step in range(1, 6)])
+    whole = path.read_bytes()
+    for _ in range(2):  # the second time nothing is lost
+        JsonLinesWriter(path, 2, "ours", goes_back=True).close()
+        assert [line["step"] for line in read_lines(path)] == [1, 2]
+        assert [found.name for found in tmp_path.glob("metrics.*.jsonl")] == ["metrics.1.jsonl"]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == whole
+    write_all(JsonLinesWriter(path, 2, "ours"), [record(3)])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+
+
 class FullDisk:
     """A file that has no room after so many bytes."""
 
@@ -222,7 +235,9 @@ def test_bytes_that_are_no_text_are_dropped(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["[" * 100_000, '{"step": ' + 5000 * "1" + "}", "{}", "5", '{"step": "x"}'])
+@pytest.mark.parametrize(
+    "damage", ["[" * 100_000, '{"step": ' + 5000 * "1" + "}", "{}", "5", '{"step": "x"}', '{"step": 1e999}']
+)
 def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropped(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 2}}')

@@ -24,11 +24,11 @@ def run_ids(folder: Path) -> dict[str, str]:
         return {}
 
 
-def own_file(path: Path, start_step: int, run_id: str) -> None:
+def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
     """Let ``path`` be the file of a run that begins after ``start_step``, with its lines up to there, or no file.
 
     The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes takes its own file back if
-    another run had renamed it.
+    another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
 
     Raises:
         OSError: files cannot be renamed or written; then each run still has its file.
@@ -38,7 +38,7 @@ def own_file(path: Path, start_step: int, run_id: str) -> None:
     is_own = start_step > 0 and ids.get(path.name, run_id) == run_id
     moves: list[tuple[Path, Path]] = []
     if not is_own and path.exists() and path.stat().st_size:
-        aside = path.with_name(f"{path.stem}.{_runs_before(path) + 1}{path.suffix}")
+        aside = _next_aside(path)
         moves.append((path, aside))
         ids[aside.name] = ids.pop(path.name, "")
     earlier = [path.with_name(name) for name, owner in ids.items() if owner == run_id and name != path.name]
@@ -55,26 +55,28 @@ def own_file(path: Path, start_step: int, run_id: str) -> None:
             os.rename(target, source)
         raise
     if path.exists():
-        _cut(path, start_step)
+        _drop_lines_after(start_step, path, goes_back)
 
 
-def _cut(path: Path, step: int) -> None:
-    """Drop all but the complete lines of steps up to ``step``, such as a line that a crash cut off."""
-    content, kept = path.read_bytes(), "".join(_lines_up_to(path, step)).encode()
-    if content.startswith(kept):
-        if kept != content:
-            os.truncate(path, len(kept))  # which needs no room on the disk
-    else:
+def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> None:
+    """Drop all but the complete lines of steps up to ``step``. A line that a crash cut off is dropped, too."""
+    content, lines = path.read_bytes(), _lines(path)
+    kept = "".join(line for number, line in lines if number <= step).encode()
+    if keeps_copy and any(number > step for number, _ in lines):
+        _replace(_next_aside(path), content)
+    if not content.startswith(kept):
         _replace(path, kept)
+    elif kept != content:
+        os.truncate(path, len(kept))  # which needs no room on the disk
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    kept = []
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Each complete line with its step."""
+    found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            if json.loads(line)["step"] <= step:
-                kept.append(f"{line}\n")
-    return kept
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            found.append((int(json.loads(line)["step"]), f"{line}\n"))
+    return found
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -83,7 +85,8 @@ def _replace(path: Path, content: bytes) -> None:
         os.replace(unfinished, path)
 
 
-def _runs_before(path: Path) -> int:
-    """The highest number among the files of earlier runs next to ``path``; 0 if there are none."""
+def _next_aside(path: Path) -> Path:
+    """The name that the next file to be put aside gets."""
     numbers = [found.stem.removeprefix(f"{path.stem}.") for found in path.parent.glob(f"{path.stem}.*{path.suffix}")]
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+    number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")

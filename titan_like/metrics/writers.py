@@ -38,7 +38,8 @@ def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Write
     """The writers that [metrics] enables; they drop records after ``start_step`` from an earlier attempt of the run."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id)]
+    goes_back = start_step == config.checkpoint.load_step
+    writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id, goes_back)]
     if config.metrics.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", start_step))
     if config.metrics.wandb:
@@ -64,8 +65,8 @@ class JsonLinesWriter:
     writes to the folder, because this job holds its lock.
     """
 
-    def __init__(self, path: Path, start_step: int, run_id: str) -> None:
-        self._path, self._start_step, self._run_id = path, start_step, run_id
+    def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
+        self._path, self._of_run = path, (start_step, run_id, goes_back)
         self._file: FileIO | None = None  # None as long as it cannot be opened
         self._size = 0
         self._waiting = b""  # lines that could not be written yet
@@ -103,7 +104,7 @@ class JsonLinesWriter:
         """Append lines. Returns the reason if that fails, and then leaves no part of them."""
         try:
             if self._file is None:
-                own_file(self._path, self._start_step, self._run_id)
+                own_file(self._path, *self._of_run)
                 self._file = open(self._path, "ab", buffering=0)
                 self._size = self._path.stat().st_size
             if self._file.write(lines) < len(lines):
