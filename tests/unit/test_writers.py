@@ -258,9 +258,10 @@ def test_a_full_disk_ends_tensorboard_s_files_with_one_line(tmp_path, monkeypatc
     monkeypatch.setattr(RecordWriter, "write", written)
     write_all(writer, [record(9)])
     out, err = capfd.readouterr()
-    assert len(out.splitlines()) == 1 and err == ""
-    assert out.startswith(f"{tmp_path} lacks the steps from ")
-    assert out.endswith(" (No space left on device); metrics.jsonl has them\n")
+    assert out == (
+        f"{tmp_path} cannot be written (No space left on device) and gets no more figures; metrics.jsonl has them\n"
+    )
+    assert err == ""
 
 
 def numbers(item):

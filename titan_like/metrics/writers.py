@@ -131,13 +131,13 @@ class TensorBoardWriter:
         self._folder, self._others = folder, threading.excepthook
         self._writer: Any = None
         threading.excepthook = self._without_traceback
-        with self._until_it_fails(start_step):
+        with self._until_it_fails():
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, record: StepRecord) -> None:
         """Record every number of the step."""
         if self._writer is not None:
-            with self._until_it_fails(record.step):
+            with self._until_it_fails():
                 for key, value in record.as_dict().items():
                     if value is not None:
                         self._writer.add_scalar(key, value, record.step)
@@ -145,18 +145,18 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush to disk."""
         if self._writer is not None:
-            with self._until_it_fails(None):
+            with self._until_it_fails():
                 self._writer.close()
         threading.excepthook = self._others
 
     @contextmanager
-    def _until_it_fails(self, step: int | None) -> Iterator[None]:
-        """Writes nothing more after an error of the file system, of which a line tells."""
+    def _until_it_fails(self) -> Iterator[None]:
+        """Writes nothing more after an error of the file system, of which one line tells."""
         try:
             yield
         except OSError as error:
-            since = "its last steps" if step is None else f"the steps from {step} on, or some before,"
-            print(f"{self._folder} lacks {since} ({error.strerror or error}); metrics.jsonl has them", flush=True)
+            told = f"{self._folder} cannot be written ({error.strerror or error}) and gets no more figures"
+            print(f"{told}; metrics.jsonl has them", flush=True)
             self._writer = None
 
     def _without_traceback(self, failed: threading.ExceptHookArgs) -> None:
