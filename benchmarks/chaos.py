@@ -77,7 +77,8 @@ DROPOUT = "--model.overrides.dropout=0.1"  # its masks differ in another layout
 class Outcome:
     """The result of one run."""
 
-    layouts: list[str]
+    keeps_layout: bool
+    layouts: list[str]  # of the starts
     signals: dict[str, int]  # that were sent
     signals_in_saves: int
     stops: int  # how often the job said that it stopped
@@ -336,7 +337,9 @@ def main() -> None:
             wanted = reference(layouts[0], True) if keeps else reference("one rank", False)
             identical, worst = compare(final_tensors(dump, options.steps), wanted)
             rounding = 0.0 if keeps else max(compare(reference(name, False), wanted)[1] for name in layouts)
-            outcome = Outcome(**found, identical=identical, max_difference=worst, undisturbed_difference=rounding)
+            outcome = Outcome(
+                keeps, **found, identical=identical, max_difference=worst, undisturbed_difference=rounding
+            )
             outcomes.append(outcome)
             same = "identical" if identical else f"{worst:.1e}/{rounding:.1e}"
             marks = ["once" if good else "WRONG" for good in (outcome.samples_once, outcome.steps_once)]
@@ -344,8 +347,8 @@ def main() -> None:
             again = f"{outcome.lost_steps} ({outcome.lost_to_stops})"
             cells = (sent, outcome.signals_in_saves, outcome.stops, again, same, *marks, round(outcome.seconds))
             print(f"{', '.join(outcome.layouts):58}" + "".join(f" {cell:>15}" for cell in cells), flush=True)
-    kept = [outcome for outcome in outcomes if len(outcome.layouts) == 1]
-    changed = [outcome for outcome in outcomes if len(outcome.layouts) > 1]
+    kept = [outcome for outcome in outcomes if outcome.keeps_layout]
+    changed = [outcome for outcome in outcomes if not outcome.keeps_layout]
     summary = {
         "runs": len(outcomes),
         "signals": dict(sum((Counter(outcome.signals) for outcome in outcomes), Counter())),

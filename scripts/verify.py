@@ -3,7 +3,7 @@
 Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
 configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
 weights, dropout and a resumed run. If they differ, it names the place and the axis of the layout at fault. Exit codes:
-0 the same, 1 different, 2 bad input, 3 undecided because time ran out.
+0 the same, 1 different, 2 bad input, 3 undecided, for example because time ran out.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
-        lines.append(f"undecided: {verdict.reason}; give it more with --timeout ({seconds:.0f} s)")
+        from titan_like.verify.processes import TOO_LONG  # which imports torch
+
+        cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
+        lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
     first = verdict.first_difference
     if first is not None:
         where = f"{first.parameter}: " if first.parameter else ""

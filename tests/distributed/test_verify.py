@@ -214,6 +214,7 @@ BUGS = [
         "the loss",
     ),
     (pairs.pairs_weigh_as_much_as_tokens, [*PAIRS, *ONE], "one_process", Row.GRADIENT, "the loss"),
+    (pairs.losses_under_each_other_s_names, [*PAIRS, *ONE], "one_process", Row.LOSS, "the loss"),
     (pairs.each_rank_takes_its_own_first_token, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.LOSS, "first_token"),
     (pairs.first_token_gets_no_gradient, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "transform.dense"),
     (pairs.gradients_of_the_pooler_summed, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "pair"),
@@ -263,12 +264,16 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
     ([*PAIRS, *SEQUENCE], [EXACT, SINGLE, DROPOUT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
+    # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
+    (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     (PIPELINE, []),
     (SEQUENCE, []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
+    (["--model.overrides.init_std", "3.0", *DATA], []),
+    (["--job.config_file", str(REPO / "train_configs/gpt_1t.toml")], [EXACT, SINGLE]),
     # The bias of the head that chooses has a gradient of rounding alone.
     ([*RACE, *SEQUENCE], []),
     ([*RACE, *ZERO_3, *PIPELINE[:2]], []),
@@ -319,3 +324,9 @@ def test_running_out_of_time_is_no_difference() -> None:
     assert verdict.outcome == "undecided"
     assert "float64 on 2 processes" in verdict.reason and "not over in time" in verdict.reason
     assert verdict.first_difference is None and verdict.blame is None
+
+
+def test_training_that_diverges_on_one_process_is_no_difference() -> None:
+    verdict = verify([*MUON, "--optimizer.matrix_lr", "1e5", *DATA], kinds=[EXACT])
+    assert verdict.outcome == "undecided" and verdict.blame is None
+    assert verdict.reason == ("one process alone trains to infinite or NaN numbers in float64; lower the learning rate")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import netrc
@@ -107,8 +106,9 @@ class JsonLinesWriter:
                 own_file(self._path, *self._of_run)
                 self._file = open(self._path, "ab", buffering=0)
                 self._size = self._path.stat().st_size
-            if self._file.write(lines) < len(lines):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done = 0
+            while done < len(lines):  # where not all fits, the next call says why
+                done += self._file.write(lines[done:])
         except OSError as error:
             with suppress(OSError):
                 if self._file is not None:

@@ -23,7 +23,8 @@ def environment_number(name: str, default: int, least: int = 0, most: int = _LAR
     """
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
-        above = f" and at most {most}" if most != _LARGEST else ""
+        is_large = text.isdecimal() and len(text) >= len(str(_LARGEST))
+        above = f" and at most {most}" if most != _LARGEST or is_large else ""
         problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
         raise ConfigError(f"environment variable {name}", text, problem)
     return int(text)

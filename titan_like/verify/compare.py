@@ -167,7 +167,7 @@ class Report:
         if key not in reference.allowed[dtype]:
             return
         if not isinstance(value, torch.Tensor):
-            self.share(Key(key.step, Row.EQUAL, key.row), repr(value))
+            self.share(Key(key.step, Row.EQUAL, f"{key.row} {key.name}".rstrip()), repr(value))
             value = torch.tensor(value, dtype=torch.float64)
         part, offset = local_part(value)
         if part.numel():

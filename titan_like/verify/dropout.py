@@ -40,7 +40,7 @@ from titan_like.verify.reference import (
     REPORTED,
     add_gradients,
     is_cancelled,
-    mean_loss,
+    mean_losses,
     norm,
     num_labels,
 )
@@ -154,7 +154,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
     trainer = WatchedTrainer(run, known_samples=batch)
     held_out = described(cast(Samples, run.datasets["validation"]), range(batch), run.config)
-    untrained = mean_loss(_fresh_model(run), held_out, torch.float64, batch)
+    untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, batch))
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
     ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
     data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
@@ -246,7 +246,7 @@ def _replay(
     counts, loss = num_labels(model, pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
-            loss += add_gradients(model, (piece,), counts, torch.float64)
+            loss += sum(add_gradients(model, (piece,), counts, torch.float64))
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

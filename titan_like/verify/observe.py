@@ -18,7 +18,7 @@ from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import Source
-from titan_like.metrics.record import StepRecord
+from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers import init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
@@ -96,7 +96,7 @@ class ObservedTrainer(WatchedTrainer):
         rate = learning_rate(config, step, self.run.total_steps)
         told = f"{found.lr:.9g}, not {rate:.9g}"
         self.report.add(Key(step, Row.RATE), abs(found.lr - rate) / config.optimizer.lr, 1e-9, told)
-        self._compare(Key(step, Row.LOSS), found.loss)
+        self._compare_losses(step, Row.LOSS, found.loss, found.losses)
         bad_so_far = [bad for bad in self.bad_steps if bad <= step]
         skipped = {"overflow": found.skipped, "not finite": found.nan, "skipped so far": self.skipped_steps}
         wanted = (int(not is_good and overflows), int(not is_good and not overflows), len(bad_so_far))
@@ -157,8 +157,16 @@ class ObservedTrainer(WatchedTrainer):
     def validate(self) -> float:
         """Validate and compare the loss."""
         loss = super().validate()
-        self._compare(Key(self.step, Row.VALIDATION), loss)
+        terms = named_losses(self.run.model.predictions, self.validation_losses)
+        self._compare_losses(self.step, Row.VALIDATION, loss, terms)
         return loss
+
+    def _compare_losses(self, step: int, row: Row, loss: float, terms: dict[str, float]) -> None:
+        """Compare a loss and its terms, by their names in metrics.jsonl, where the reference has that loss."""
+        known = self.reference.sizes
+        for key, value in {Key(step, row, name): value for name, value in {"": loss, **terms}.items()}.items():
+            self.report.exact(key, None if key in known or Key(step, row) not in known else "no loss has this name")
+            self._compare(key, value)
 
     def compare_initial_weights(self) -> None:
         """Compare the initial weights: every element must equal the reference's."""

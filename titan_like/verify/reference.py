@@ -63,6 +63,7 @@ _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
+_TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 _LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
@@ -80,13 +81,24 @@ class Trace:
         for name, value in values.items():
             self.values[Key(step, row, name)] = value.detach().to("cpu", torch.float64, copy=True)
 
+    def keep_losses(self, step: int, row: Row, model: Transformer, losses: list[float]) -> None:
+        """Keep a loss, and its terms by their names in metrics.jsonl if the model predicts more than tokens."""
+        self.keep(step, row, sum(losses))
+        kinds = model.config.predictions
+        if kinds != ("tokens",) and row != Row.LARGE_LOSS:
+            terms = zip(kinds, losses, strict=True)
+            self.keep(step, row, {_TERMS[kind]: torch.tensor(loss, dtype=torch.float64) for kind, loss in terms})
+
     def number(self, step: int, row: Row) -> float:
         """A number that was kept."""
         return self.values[Key(step, row)].item()
 
 
-def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Reference:
-    """Train in float64, then in each other type among ``kinds`` to measure how far its rounding leads away."""
+def compute_reference(member: Member, small: Small, kinds: list[str], file: Path) -> Reference | str:
+    """Train in float64, then in each other type among ``kinds`` to measure how far its rounding leads away.
+
+    Returns a sentence instead if the training diverges, and so cannot be compared with any other.
+    """
     init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -99,10 +111,14 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
     sizes, allowed = sizes_of(exact), dict[str, dict[Key, float]]()
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # The same samples in smaller pieces and in reverse order. Half types keep the layout's order: they round the
-        # gradients of each piece, which matters more than the order of the sum.
-        traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF)]
+        # gradients of each piece, which matters more than the order of the sum. A second run in float64 would round
+        # much as the first does, but a layout does not, so it begins as far away as the rounding of products leads.
+        is_exact = dtype == EXACT
+        traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF, is_perturbed=is_exact)]
         if dtype == SINGLE:
             traces.append(train(small, dtype, batch, device))
+        if not all(bool(value.isfinite().all()) for trace in (exact, *traces) for value in trace.values.values()):
+            return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
         allowed[dtype] = allowances(small, dtype, sizes, exact, traces)
         if dtype == EXACT:
             for step in [key.step for key in sizes if key.row == Row.NORM]:
@@ -120,11 +136,13 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
 
 
 def train(
-    small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False,
+    small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False, is_perturbed: bool = False,
     outputs: tuple[int, Outputs] | None = None,
 ) -> Trace:  # fmt: skip
     """Train with at most ``piece`` samples in a forward pass. float64 ends with a step of too large logits.
 
+    If the run ``is_perturbed``, each initial weight is off by the rounding of a sum over its matrix's longer side, and
+    all that follows rounds in another way.
     ``outputs`` is a step and where to record its modules' outputs; the run ends with that step's backward pass.
     """
     compute_type, config, last = getattr(torch, dtype), small.config, small.num_steps
@@ -133,6 +151,10 @@ def train(
     model.to(device)
     take_definitions(model, config)
     parameters = dict(model.named_parameters())
+    noise = torch.Generator(device).manual_seed(config.job.seed)
+    for parameter in parameters.values() if is_perturbed else ():
+        signs = torch.rand(parameter.shape, generator=noise, device=device, dtype=parameter.dtype).sub_(0.5).sign_()
+        parameter.data.mul_(1 + EPS[dtype] * math.sqrt(max(parameter.shape)) * signs)
     optimizer = build_optimizer(list(parameters.items()), config)
     samples, validation = training_samples(config), validation_samples(config)
     held_out = described(validation, range(len(validation)), config).to(device)
@@ -149,14 +171,14 @@ def train(
             outputs[1].follow(model)
         pieces = described(samples, batch, config).to(device).split(piece)
         counts = num_labels(model, pieces)
-        loss = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale)
+        losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
         grad_norm = math.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
         if outputs is not None and step == outputs[0]:
             return trace
-        trace.keep(step, rows[0], loss)
+        trace.keep_losses(step, rows[0], model, losses)
         if step in small.bad_steps:
             scale = scale / 2 if dtype == "float16" else scale
         else:
@@ -173,9 +195,9 @@ def train(
         trace.keep(step, Row.WEIGHT, parameters)
         if step % config.evaluation.interval == 0:
             size = config.evaluation.steps * config.training.global_batch_size
-            trace.keep(step, Row.VALIDATION, mean_loss(model, held_out[:size], compute_type, piece))
+            trace.keep_losses(step, Row.VALIDATION, model, mean_losses(model, held_out[:size], compute_type, piece))
         if step == last:
-            trace.keep(last, Row.WHOLE_VALIDATION, mean_loss(model, held_out, compute_type, piece))
+            trace.keep(last, Row.WHOLE_VALIDATION, sum(mean_losses(model, held_out, compute_type, piece)))
     return trace
 
 
@@ -195,15 +217,18 @@ def num_labels(model: Transformer, pieces: Sequence[torch.Tensor]) -> torch.Tens
 
 def add_gradients(
     model: Transformer, pieces: Sequence[torch.Tensor], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
-) -> float:
-    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], given all their `num_labels`; return that."""
-    total = 0.0
+) -> list[float]:
+    """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], given all their `num_labels`.
+
+    Returns the loss of each prediction; their sum is the loss.
+    """
+    total = torch.zeros(len(counts), dtype=torch.float64)
     for piece in pieces:
         losses = summed_losses(model, piece, dtype)
-        loss = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)]).sum()
-        (loss * scale).backward()
-        total += loss.item()
-    return total
+        means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
+        (means.sum() * scale).backward()
+        total += means.detach().double().cpu()
+    return total.tolist()
 
 
 def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype) -> list[torch.Tensor]:
@@ -230,12 +255,12 @@ def summed_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.d
 
 
 @torch.no_grad()
-def mean_loss(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> float:
-    """The loss of held-out samples [n, rows, seq], without dropout: the sum of the mean losses of all predictions."""
+def mean_losses(model: Transformer, batch: torch.Tensor, compute_type: torch.dtype, piece: int) -> list[float]:
+    """The losses of held-out samples [n, rows, seq], without dropout: the mean of each prediction's."""
     model.eval()
     parts = [torch.stack(summed_losses(model, part, compute_type)).double() for part in batch.split(piece)]
     model.train()
-    return (torch.stack(parts).sum(0).cpu() / num_labels(model, [batch])).sum().item()
+    return (torch.stack(parts).sum(0).cpu() / num_labels(model, [batch])).tolist()
 
 
 def build_optimizer(named: list[tuple[str, torch.nn.Parameter]], config: JobConfig) -> torch.optim.Optimizer:

@@ -82,6 +82,8 @@ class Verifier:
         (made,) = self._start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
         if made.is_undecided:
             raise UndecidedError(f"the reference, on one process: {made.reason}")
+        if isinstance(made.result, str):
+            raise UndecidedError(made.result)
         if made.result is not None:
             self.reference: Reference = made.result
             return

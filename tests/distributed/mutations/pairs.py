@@ -129,6 +129,18 @@ def pairs_weigh_as_much_as_tokens() -> Iterator[None]:
 
 
 @contextmanager
+def losses_under_each_other_s_names() -> Iterator[None]:
+    """The loss is right, but that of tokens is reported as that of pairs, and the other way round."""
+    original = trainer.named_losses
+
+    def named(predictions: Any, losses: Any) -> dict[str, float]:
+        return original(predictions, losses[::-1])
+
+    with patch.object(trainer, "named_losses", named):
+        yield
+
+
+@contextmanager
 def each_rank_takes_its_own_first_token() -> Iterator[None]:
     """Under sequence parallelism each rank takes the first token of its part of the sequence."""
     with patch.object(FirstTokenOfAll, "forward", lambda self, module, group, x: x[:, :1]):
