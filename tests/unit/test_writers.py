@@ -3,6 +3,7 @@ import json
 import math
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import wandb
@@ -12,7 +13,6 @@ from wandb.proto import wandb_internal_pb2
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.metrics import run_files
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.throughput import Throughput
 from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_at_the_start_keeps_each_run_s_file(tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(run_files, "_replace", no_room)
+        full.setattr(Path, "write_bytes", no_room)
         writer = JsonLinesWriter(path, 0, "second")
         writer.write(record(1))
         assert path.read_text() == first and [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]

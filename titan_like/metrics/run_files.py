@@ -31,7 +31,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
 
     Raises:
-        OSError: files cannot be renamed or written; then each run still has its file.
+        OSError: files cannot be written or renamed. On a full disk each run still has its file.
     """
     ids = run_ids(path.parent)
     # A file whose run is not known is taken for the run's own if the run resumes.
@@ -45,15 +45,13 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
     if start_step > 0 and not is_own and earlier and earlier[-1].exists():
         moves.append((earlier[-1], path))
         del ids[earlier[-1].name]
-    for source, target in moves:
-        os.rename(source, target)
-    try:
-        if ids.get(path.name) != run_id:
-            _replace(path.with_name(RUNS_FILE), json.dumps(ids | {path.name: run_id}, indent=2).encode())
-    except OSError:
-        for source, target in reversed(moves):
-            os.rename(target, source)
-        raise
+    if ids.get(path.name) != run_id:
+        index = path.with_name(RUNS_FILE)
+        with removed_unless_renamed(index.with_suffix(".unfinished")) as unfinished:
+            unfinished.write_bytes(json.dumps(ids | {path.name: run_id}, indent=2).encode())  # fails on a full disk
+            for source, target in moves:
+                os.rename(source, target)
+            os.replace(unfinished, index)
     if path.exists():
         _drop_lines_after(start_step, path, goes_back)
 

@@ -145,9 +145,9 @@ class TrainingState:
         return True
 
     def _is_same_run(self, state: RunState) -> bool:
-        """Whether this is the run that saved a checkpoint. Another one may begin with a copy of it.
+        """Whether this is the run that saved a checkpoint, not another that begins with a copy of it.
 
-        It is if the checkpoints are where they were, or if their dump folder has moved with all that is in it.
+        It is the same run if the checkpoints are where they were saved, or if the whole dump folder has been moved.
         """
         job, then = self.config.job, state.config
         saves, saved = self.run.checkpoint_folder, folder_of_settings(then["job"], then.get("checkpoint", {}))

@@ -164,8 +164,9 @@ class ObservedTrainer(WatchedTrainer):
     def _compare_losses(self, step: int, row: Row, loss: float, terms: dict[str, float]) -> None:
         """Compare a loss and its terms, by their names in metrics.jsonl, where the reference has that loss."""
         known = self.reference.sizes
-        for key, value in {Key(step, row, name): value for name, value in {"": loss, **terms}.items()}.items():
-            self.report.exact(key, None if key in known or Key(step, row) not in known else "no loss has this name")
+        for name, value in {"": loss, **terms}.items():
+            key = Key(step, row, name)
+            self.report.exact(key, "no loss has this name" if Key(step, row) in known and key not in known else None)
             self._compare(key, value)
 
     def compare_initial_weights(self) -> None:

@@ -113,7 +113,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # The same samples in smaller pieces and in reverse order. Half types keep the layout's order: they round the
         # gradients of each piece, which matters more than the order of the sum. A second run in float64 would round
-        # much as the first does, but a layout does not, so it begins as far away as the rounding of products leads.
+        # almost exactly as the first does, which a layout does not, so its weights are perturbed.
         is_exact = dtype == EXACT
         traces = [train(small, dtype, piece, device, is_reversed=dtype not in HALF, is_perturbed=is_exact)]
         if dtype == SINGLE:
@@ -142,8 +142,8 @@ def train(
 ) -> Trace:  # fmt: skip
     """Train with at most ``piece`` samples in a forward pass. float64 ends with a step of too large logits.
 
-    If the run ``is_perturbed``, each initial weight is off by the rounding of a sum over its matrix's longer side, and
-    all that follows rounds in another way.
+    If the run ``is_perturbed``, each initial weight is off by the rounding error of a sum over the longer side of its
+    matrix, so that everything after it rounds differently.
     ``outputs`` is a step and where to record its modules' outputs; the run ends with that step's backward pass.
     """
     compute_type, config, last = getattr(torch, dtype), small.config, small.num_steps
