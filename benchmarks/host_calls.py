@@ -1,0 +1,152 @@
+"""What the host does in a steady step on one process, in numbers that need no GPU.
+
+    python benchmarks/host_calls.py [--layers 12 48] [--dtype bfloat16] [--eager] [--json FILE]
+
+A GPU waits whenever the host cannot issue work fast enough, so these counts decide the speed of small models:
+
+operators        dispatched by Python or autograd, without those that another operator calls
+autograd nodes   run by the backward pass
+Python calls     of functions, built-in ones included
+
+All are counted outside compiled regions. The model is a GPT-2 of narrow layers, because the counts do not depend on
+its width. Growth per layer is the difference between two depths, divided by that of the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+_COMPILER = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/", "torchinductor_")
+_REGIONS = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
+
+
+class CallCounter:
+    """Counts calls of Python and built-in functions, except those made from compiled regions."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._inside = 0  # depth of frames inside a compiled region
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """What `sys.setprofile` calls."""
+        if event == "call":
+            if self._inside or any(part in frame.f_code.co_filename for part in _COMPILER):
+                self._inside += 1
+            if self._inside <= 1:
+                self.calls[frame.f_code.co_qualname] += 1
+        elif event == "return":
+            self._inside = max(0, self._inside - 1)
+        elif event == "c_call" and not self._inside:
+            self.calls["built-in"] += 1
+
+
+def count_step(step: Callable[[], object]) -> dict[str, Counter[str]]:
+    """Run a step twice: operators and autograd nodes of the first, Python calls of the second, by name."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    operators: Counter[str] = Counter()
+    nodes: Counter[str] = Counter()
+    for event in profiler.events():
+        above, parent = [], event.cpu_parent
+        while parent is not None:
+            above.append(parent.name)
+            parent = parent.cpu_parent
+        if any(name.startswith(_REGIONS) for name in above):
+            continue
+        if event.name.startswith(("aten::", "c10d::", "_c10d", "titan_like::")):
+            if not any("::" in name and not name.startswith("autograd::") for name in above):
+                operators[event.name] += 1
+        elif event.name.startswith("autograd::engine::evaluate_function"):
+            nodes[event.name.rpartition(": ")[2]] += 1
+    counter = CallCounter()
+    sys.setprofile(counter)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return {"operators": operators, "autograd nodes": nodes, "Python calls": counter.calls}
+
+
+def measure(layers: int, dtype: str, compiled: bool, microbatches: int) -> dict[str, Counter[str]]:
+    """Count a step of a GPT-2 of this many layers."""
+    from titan_like.config.load import load_config
+    from titan_like.train.job import process_group
+    from titan_like.train.rules import resolve_settings
+    from titan_like.train.setup import prepare_run
+    from titan_like.train.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {"num_layers": layers, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
+        settings = {
+            "job.config_file": str(ROOT / "train_configs/debug_gpt.toml"),
+            "job.dump_folder": folder,
+            **{f"model.overrides.{key}": value for key, value in shape.items()},
+            "training.dtype": dtype,
+            "training.seq_len": 32,
+            "training.micro_batch_size": 2,
+            "training.global_batch_size": 2 * microbatches,
+            "training.max_norm": 1.0,
+            "training.steps": 100,
+            "checkpoint.enable": False,
+            "evaluation.interval": 0,
+            "metrics.log_interval": 1000,
+            "compile.enable": compiled,
+        }
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        arguments = [f"--{key}={text}" for key, text in texts.items()]
+        run = prepare_run(resolve_settings(load_config(arguments)))
+        with process_group(run.device):
+            trainer = Trainer(run)
+            with closing(trainer._load_data()) as data:
+                for _ in range(4):
+                    trainer.train_step(data)
+                return count_step(lambda: trainer.train_step(data))
+
+
+def main() -> None:
+    """Count for each depth and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs=2, default=[12, 48])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="do not compile layers")
+    parser.add_argument("--names", action="store_true", help="print what is counted, by name")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = [measure(layers, options.dtype, not options.eager, options.microbatches) for layers in options.layers]
+    rows, few, many = [], *options.layers
+    print(f"\n{'':16} {few:>8} layers {many:>8} layers   per layer")
+    for what in found[0]:
+        counts = [counter[what].total() for counter in found]
+        growth = (counts[1] - counts[0]) / (many - few)
+        rows.append({"what": what, str(few): counts[0], str(many): counts[1], "per_layer": growth})
+        print(f"{what:16} {counts[0]:>15,} {counts[1]:>15,} {growth:>11.1f}")
+        if options.names:
+            grown = {name: (n - found[0][what][name]) / (many - few) for name, n in found[1][what].items()}
+            for name, each in sorted(grown.items(), key=lambda item: -item[1])[:30]:
+                print(f"    {found[0][what][name]:>6} {each:>8.2f} a layer  {name}")
+    if options.json:
+        import torch
+
+        settings = {"dtype": options.dtype, "compiled": not options.eager, "microbatches": options.microbatches}
+        told = {"torch": torch.__version__, "machine": platform.processor(), **settings, "rows": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
