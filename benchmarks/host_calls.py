@@ -54,7 +54,6 @@ class CallCounter:
 
 def count_step(step: Callable[[], object]) -> dict[str, Counter[str]]:
     """Run a step twice: operators and autograd nodes of the first, Python calls of the second, by name."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -19,7 +19,9 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
-| `_foreach_mul_`, `_foreach_norm` | all gradients in one kernel | all |
+| `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
+| `_fused_adamw_` | an update without Python work for every parameter | all |
+| `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
 Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
@@ -46,6 +48,46 @@ functional_collectives = torch.ops._c10d_functional
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place by ``factor``, a scalar tensor of their dtype."""
     torch._foreach_mul_(tensors, factor)
+
+
+def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of the same shapes, which may have another dtype."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Add tensors to others of the same shapes in place, in the dtype of the latter."""
+    torch._foreach_add_(targets, sources)
+
+
+def views_of(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive parts of ``flat``, [elements of all tensors], as tensors of these shapes."""
+    return list(torch._utils._unflatten_dense_tensors(flat, tensors))
+
+
+def fused_adamw_(
+    tensors: tuple[list[torch.Tensor], ...],
+    gradients: list[torch.Tensor],
+    settings: dict[str, Any],
+    found_inf: torch.Tensor | None,
+) -> None:
+    """One update of AdamW in place, unless the scalar ``found_inf`` is above 0.
+
+    Args:
+        tensors: weights, first moments, second moments and numbers of updates so far (scalars).
+        gradients: of the same shapes as the weights.
+        settings: lr, betas, eps and weight_decay, as torch.optim.AdamW has them in a parameter group.
+    """
+    weights, first_moments, second_moments, steps = tensors
+    torch._foreach_add_(steps, 1.0)
+    torch._fused_adamw_(
+        weights, gradients, first_moments, second_moments, [], steps,
+        lr=settings["lr"], beta1=settings["betas"][0], beta2=settings["betas"][1],
+        weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False, maximize=False,
+        grad_scale=None, found_inf=found_inf,
+    )  # fmt: skip
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.distributed.crash_worker import build, digest
 from titan_like.config.errors import RunError
-from titan_like.train import trainer as trainer_module
+from titan_like.models.transformer import Transformer
 from titan_like.train.job import clock_warning
 from titan_like.train.trainer import Trainer
 
@@ -37,7 +37,7 @@ def train(
 
     With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
     """
-    summed_losses = trainer_module.summed_losses
+    loss = Transformer.loss
     digests: dict[int, str] = {}
 
     class Watched(Trainer):
@@ -56,9 +56,9 @@ def train(
             trainer.consumed_samples = set_back
 
         def sometimes_bad(*arguments: Any) -> torch.Tensor:
-            return summed_losses(*arguments) * bad.get(trainer.consumed_samples, 1.0)
+            return loss(*arguments) * bad.get(trainer.consumed_samples, 1.0)
 
-        with patch.object(trainer_module, "summed_losses", sometimes_bad):
+        with patch.object(Transformer, "loss", sometimes_bad):
             try:
                 trainer.train()
             except RunError as error:

@@ -15,6 +15,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import Case, base_config, launch, runs_exhaustive_tests
+from tests.losses import summed_loss
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
@@ -29,7 +30,6 @@ from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.workload import Workload
 from titan_like.train.job import process_group
-from titan_like.train.loss import summed_cross_entropy
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -153,7 +153,7 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
     labels, encoder_len = (tokens[:, length.encoder :], length.encoder) if length.decoder else (tokens, None)
 
     def loss() -> torch.Tensor:
-        return summed_cross_entropy(stage.module(tokens, encoder_len=encoder_len), labels)
+        return summed_loss(stage.module, tokens, labels, encoder_len=encoder_len)
 
     tracker = Tracker()
     tracker.knows(stage.module.parameters())

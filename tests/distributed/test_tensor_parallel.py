@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.launch import launch
+from tests.losses import summed_loss
 from titan_like.config.schema import Model
+from titan_like.models.labels import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor import apply_tensor_parallel, family_plan, full_logits
-from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
 
 
 class CountCollectives(TorchDispatchMode):
@@ -64,7 +65,7 @@ def measure(rank: int, folder: Path) -> None:
     tokens, labels = tokens_and_labels()
     for family in ("gpt", "llama", "bert"):
         whole = build(family, None)
-        expected = summed_cross_entropy(whole(tokens), labels)
+        expected = summed_loss(whole, tokens, labels)
         for sequence_parallel in (False, True):
             model = build(family, mesh, sequence_parallel)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -72,7 +73,7 @@ def measure(rank: int, folder: Path) -> None:
             for layers in (4, 3):
                 model.keep_stage(range(layers), True, True)
                 with CountCollectives() as forward:
-                    loss = summed_cross_entropy(model(tokens), labels)
+                    loss = summed_loss(model, tokens, labels)
                 with CountCollectives() as backward:
                     loss.backward()
                 counts.append((dict(forward.counts), dict(backward.counts)))
@@ -118,7 +119,7 @@ def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
     mixed = build("gpt", mesh, plan=plan)
     assert "forward" not in vars(mixed.layers["0"].mlp.fc1)  # it is torch's
     for model in (ours, mixed):
-        summed_cross_entropy(model(tokens), labels).backward()
+        summed_loss(model, tokens, labels).backward()
     differences = []
     for name, parameter in ours.named_parameters():
         wanted, seen = parameter.grad.full_tensor(), mixed.get_parameter(name).grad.full_tensor()

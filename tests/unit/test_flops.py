@@ -4,13 +4,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.losses import summed_loss
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import hardware_flops_per_token, megatron_flops_per_token, model_flops_per_token
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.models.registry import build_model, config_class, flavors
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
-from titan_like.train.loss import summed_cross_entropy
 
 NONE, FULL, SELECTIVE = (ActivationCheckpoint(mode=mode) for mode in ("none", "full", "selective"))
 
@@ -126,7 +126,7 @@ def counted_flops_per_token(family, model_config, seq, recompute=NONE, early_sto
         inputs = torch.cat((tokens, labels), 1)
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), counter:
-        summed_cross_entropy(model(inputs, encoder_len=encoder_len), labels).backward()
+        summed_loss(model, inputs, labels, encoder_len=encoder_len).backward()
     return counter.get_total_flops() / tokens.numel()
 
 

@@ -16,10 +16,10 @@ from tests.unit.hugging_face_cases import (
     t5_config,
 )
 from titan_like.data.sentence_pairs import PairTokens
+from titan_like.models.labels import num_labels
 from titan_like.models.layers.rope import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model, flavors
-from titan_like.train.loss import num_labels, summed_losses
 
 EPS32 = torch.finfo(torch.float32).eps
 SEQ = 48
@@ -74,7 +74,13 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
         theirs = reference(input_ids=inputs, attention_mask=attention, token_type_ids=types)
         labels = torch.where(torch.arange(SEQ) % 5 == 3, inputs, -100) * attention - 100 * (1 - attention)
         labels[:, 0] = torch.tensor([0, 1, -100, 1])
-        sums = summed_losses(model(inputs, visible=visible, token_types=types), labels, model.config.predictions)
+        sums = model(
+            inputs,
+            visible=visible,
+            token_types=types,
+            labels=labels,
+            loss_factors=torch.ones(2, dtype=torch.float64),
+        )
     assert (ours[1][:, 0] - theirs.seq_relationship_logits).abs().max() < 1e-12
     seen = attention.bool()
     largest = theirs.prediction_logits.abs().max()

@@ -1,80 +1,141 @@
-"""The training loss on a CPU against torch's."""
+"""The chunked loss against torch's cross entropy of whole logits."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_like.train import loss as loss_module
-from titan_like.train.loss import IGNORED_LABEL, summed_cross_entropy
+from titan_like.models.labels import IGNORED_LABEL
+from titan_like.models.layers import cross_entropy
+from titan_like.models.layers.cross_entropy import TokenLoss
+
+VOCAB, PADDED, HIDDEN, FACTOR = 1000, 1024, 16, 1 / 7
 
 
-def some(dtype, vocab=1000, largest=5.0):
-    """logits [2, 24, vocab] with two padding entries, labels with ignored ones."""
+def some(dtype, largest=5.0, with_bias=False):
+    """Leaves x [2, 24, hidden], weight [padded, hidden] and bias [padded] or None; labels with ignored ones."""
     generator = torch.Generator().manual_seed(0)
-    logits = largest * torch.randn(2, 24, vocab, generator=generator, dtype=torch.float64)
-    logits[..., -2:] = -torch.inf
-    labels = torch.randint(vocab - 2, (2, 24), generator=generator)
+    x = torch.randn(2, 24, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = largest / HIDDEN**0.5 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
+    bias = torch.randn(PADDED, generator=generator, dtype=torch.float64) if with_bias else None
+    labels = torch.randint(VOCAB, (2, 24), generator=generator)
     labels[0, 3] = labels[1, 20:] = IGNORED_LABEL
-    return logits.to(dtype).requires_grad_(), labels
+    return [one if one is None else one.to(dtype).requires_grad_() for one in (x, weight, bias)], labels
 
 
-@pytest.mark.parametrize("block_bytes", [1, 5 * 8 * 1000, 4 << 20], ids=["a row", "5 to 20 rows", "all"])
-@pytest.mark.parametrize("largest", [5.0, 1e4])
+def loss_of(leaves, labels, factor=FACTOR):
+    factors = torch.tensor(factor, dtype=torch.promote_types(leaves[0].dtype, torch.float32))
+    return TokenLoss(VOCAB, PADDED)(*leaves, labels, factors)
+
+
+def expected_of(leaves, labels):
+    """The loss and its gradients in float64, from the same values."""
+    exact = [one if one is None else one.detach().double().requires_grad_() for one in leaves]
+    logits = F.linear(*exact)[..., :VOCAB]
+    loss = FACTOR * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    return loss.item(), [one if one is None else one.grad for one in exact]
+
+
+@pytest.mark.parametrize("chunk", [PADDED, 11 * PADDED, 1 << 25], ids=["48 chunks", "5 chunks", "1 chunk"])
+@pytest.mark.parametrize("block_bytes", [1, 5 * 8 * PADDED, 4 << 20], ids=["a row", "5 to 20 rows", "all"])
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
+    ("dtype", "tolerance", "largest"),
+    [
+        (torch.float64, 1e-12, 5.0),
+        (torch.float32, 4e-6, 5.0),
+        (torch.bfloat16, 4 * 2.0**-9, 5.0),
+        (torch.float16, 4 * 2.0**-12, 5.0),
+        # An error of the logits is relative to their size. In half types, rounded logits of this size are other logits.
+        (torch.float64, 1e-8, 1e4),
+        (torch.float32, 4e-2, 1e4),
+    ],
+    ids=str,
 )
-def test_loss_and_gradient_are_torch_s(monkeypatch, dtype, tolerance, largest, block_bytes):
-    monkeypatch.setattr(loss_module, "BLOCK_BYTES", block_bytes)
-    logits, labels = some(dtype, largest=largest)
-    exact = logits.detach().double().requires_grad_()
-    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    (expected / 7).backward()
-    value = summed_cross_entropy(logits.clone(), labels)
-    (value / 7).backward()
+def test_loss_and_gradients_are_torch_s(monkeypatch, dtype, tolerance, largest, with_bias, block_bytes, chunk):
+    monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": chunk})
+    leaves, labels = some(dtype, largest, with_bias)
+    loss, gradients = expected_of(leaves, labels)
+    value = loss_of(leaves, labels)
+    (value / 3).backward()
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert value.item() == pytest.approx(expected.item(), rel=min(tolerance, 1e-6))
-    assert logits.grad.dtype == dtype
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=tolerance, atol=tolerance / 100)
-    assert not logits.grad[0, 3].any() and not logits.grad[..., -2:].any()
+    assert value.item() == pytest.approx(loss, rel=max(tolerance, 1e-12))
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if leaf is not None:
+            assert leaf.grad.dtype == dtype
+            assert (leaf.grad.double() - gradient / 3).norm() <= tolerance * gradient.norm()
+    x, weight, bias = leaves
+    assert not x.grad[0, 3].any() and not weight.grad[VOCAB:].any() and (bias is None or not bias.grad[VOCAB:].any())
+
+
+def test_products_of_chunks_add_up_in_float32(monkeypatch):
+    """48 chunks lose no more than one: bfloat16 sums of so many would be off by several of its roundings."""
+    leaves, labels = some(torch.bfloat16)
+    _, gradients = expected_of(leaves, labels)
+    errors = []
+    for chunk in (1 << 25, PADDED):
+        monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": chunk})
+        (gradient,) = torch.autograd.grad(loss_of(leaves, labels), leaves[1])
+        errors.append((gradient.double() - gradients[1]).norm())
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_compiled_form_is_the_same():
+    """GPUs run the two kernels compiled, in another form of the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(12, PADDED, generator=generator)
+    columns = torch.randint(-1, VOCAB, (12,), generator=generator)
+    denominator, scale = logits[:, :VOCAB].logsumexp(1), torch.rand(12, generator=generator)
+    plain, fused, compiled = logits.clone(), logits.clone(), logits.clone()
+    cross_entropy._write_gradient(plain, columns, denominator, scale, VOCAB)
+    cross_entropy._write_fused_gradient(fused, columns, denominator, scale, VOCAB)
+    cross_entropy._compiled(cross_entropy._write_fused_gradient)(compiled, columns, denominator, scale, VOCAB)
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-7)
+    found = cross_entropy._compiled(cross_entropy._statistics)(logits, columns, VOCAB)
+    torch.testing.assert_close(found, cross_entropy._statistics(logits, columns, VOCAB), rtol=1e-6, atol=1e-6)
 
 
 def test_no_valid_label_is_no_loss():
-    logits, labels = some(torch.float32)
-    value = summed_cross_entropy(logits.clone(), torch.full_like(labels, IGNORED_LABEL))
+    leaves, labels = some(torch.float32)
+    value = loss_of(leaves, torch.full_like(labels, IGNORED_LABEL))
     value.backward()
-    assert value.item() == 0 and not logits.grad.any()
+    assert value.item() == 0 and not leaves[0].grad.any() and not leaves[1].grad.any()
 
 
-class LargeBuffers(TorchDispatchMode):
-    """Counts results as large as the logits that share no memory with an argument."""
+class Largest(TorchDispatchMode):
+    """The elements of the largest result that shares no memory with an argument."""
 
-    def __init__(self, size):
+    def __init__(self):
         super().__init__()
-        self.size, self.count = size, 0
+        self.size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() >= self.size:
+        if isinstance(result, torch.Tensor):
             known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-            self.count += result.untyped_storage().data_ptr() not in known
+            if result.untyped_storage().data_ptr() not in known:
+                self.size = max(self.size, result.numel())
         return result
 
 
-def test_no_buffer_of_the_logits_size_is_made(monkeypatch):
-    monkeypatch.setattr(loss_module, "BLOCK_BYTES", 4 * 1000 * 4)
-    leaf, labels = some(torch.float32)
-    logits = leaf * 1
-    with LargeBuffers(logits.numel()) as buffers:
-        (gradient,) = torch.autograd.grad(summed_cross_entropy(logits, labels), logits)
-    assert buffers.count == 0 and gradient.data_ptr() == logits.data_ptr()
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_nothing_larger_than_a_chunk_or_the_output_matrix_is_made(monkeypatch, with_gradient):
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": 16 * PADDED})
+    leaves, labels = some(torch.bfloat16)
+    with Largest() as largest, torch.set_grad_enabled(with_gradient):
+        value = loss_of(leaves, labels)
+        if with_gradient:
+            value.backward()
+    assert largest.size == 16 * PADDED  # of 48 positions
 
 
-def test_values_of_the_logits_are_not_used_after_the_loss_s_backward_pass():
-    """A second term that is computed from them, as a z-loss is, must not read the gradient in their place."""
-    leaf, labels = some(torch.float32)
-    logits = leaf * 1
-    other = logits.square().sum()
-    summed_cross_entropy(logits, labels).backward(retain_graph=True)
+def test_a_second_backward_pass_is_refused():
+    """The first one has scaled the gradients in place."""
+    leaves, labels = some(torch.float32)
+    value = loss_of(leaves, labels)
+    value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
+        value.backward()

@@ -13,8 +13,10 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
 from titan_like.data.permutation import Permutation
+from titan_like.models.labels import IGNORED_LABEL
 
-IGNORED_LABEL = -100  # positions that carry no loss
+__all__ = ["IGNORED_LABEL", "SPLITS", "UNKNOWN_LENGTH", "DataRequest", "Source", "epoch_order"]
+
 UNKNOWN_LENGTH = sys.maxsize  # of a stream, in samples; the most that len() may return
 SPLITS = ("train", "validation", "test")
 

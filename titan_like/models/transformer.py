@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.init import fill_normal
 from titan_like.models.layers.visible import VisibleKeys
 
@@ -22,6 +23,8 @@ class ModelInputs(NamedTuple):
     visible: VisibleKeys | None = None  # None: causal attention, or all keys in a bidirectional model
     encoder_len: int | None = None  # in a model with an encoder, which takes this many of the tokens, the first ones
     token_types: torch.Tensor | None = None  # int64 [batch, seq]; None: the first type, or the model knows none
+    labels: torch.Tensor | None = None  # int64 [batch, seq] of what is predicted; None: the model returns logits
+    loss_factors: torch.Tensor | None = None  # [predictions], at least float32; given with labels
 
 
 class TiedOutput(nn.Module):
@@ -93,6 +96,7 @@ class Transformer(nn.Module):
         )
         self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
         self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
+        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
@@ -109,7 +113,7 @@ class Transformer(nn.Module):
         for name in () if is_first else self.entry:
             if name != "embedding" or not keeps_table:  # a tied table stays as the last stage's output matrix
                 delattr(self, name)
-        for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding"):
+        for name in () if is_last else (*self.head, "output", "output_bias", "mask_padding", "token_loss"):
             delattr(self, name)
         self.absent = frozenset(names.difference(name for name, _ in self.named_modules()))
 
@@ -139,8 +143,12 @@ class Transformer(nn.Module):
         visible: VisibleKeys | None = None,
         encoder_len: int | None = None,
         token_types: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_factors: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
+
+        With ``labels`` → the losses of `loss`, [predictions].
 
         A stage that is not the first takes hidden states [batch, seq, hidden]. One that is not the last returns them.
         ``positions``, [batch, seq], default to 0 … seq - 1, and ``visible`` to causal attention, or to all keys in a
@@ -163,7 +171,11 @@ class Transformer(nn.Module):
             x = layer(x, *inputs)
         if self.is_last and encoder_len is not None:
             x = x[:, encoder_len // self.sequence_shards :]
-        return self.predict(x) if self.is_last else x
+        if not self.is_last:
+            return x
+        if labels is None or loss_factors is None:
+            return self.predict(x)
+        return self.loss(x, labels, loss_factors)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
@@ -172,8 +184,27 @@ class Transformer(nn.Module):
         """
         for name in self.head:
             x = self.get_submodule(name)(x)
+        return self.logits(x)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the last layer → the summed loss of each prediction times its factor, [predictions].
+
+        Sums, not means: the caller makes each factor one over the number of labels in the global batch, so that every
+        layout and accumulation count computes the same quantity. Losses are in nats and at least float32.
+        """
+        for name in self.head:
+            x = self.get_submodule(name)(x)
+        return torch.stack([self.loss_of_tokens(x, labels, factors[0])])
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         return self.mask_padding(self.output_bias(logits))
+
+    def loss_of_tokens(self, x: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""
+        table = self.embedding.weight if self.config.tied_embeddings else self.output.weight
+        return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
         """Draw matrices from N(0, `initial_std`²); biases become 0, norm weights 1."""

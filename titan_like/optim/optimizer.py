@@ -10,9 +10,8 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.grad_norm import Gradients
 from titan_like.optim.registry import find_rule
-from titan_like.torch_private import multiply_all_
 
 
 def build_optimizer(
@@ -43,7 +42,7 @@ def build_optimizer(
 @torch.no_grad()
 def update(
     optimizer: torch.optim.Optimizer,
-    parameters: Iterable[torch.nn.Parameter],
+    gradients: Gradients,
     lr: float,
     factor: torch.Tensor | None,
     skip: torch.Tensor,
@@ -54,8 +53,7 @@ def update(
     wait for it. ``factor``, a float64 scalar, multiplies the gradients first.
     """
     if factor is not None:
-        gradients = local_gradients(parameters)
-        multiply_all_(gradients, factor.to(gradients[0].dtype))
+        gradients.multiply(factor)
     for group in optimizer.param_groups:
         group["lr"] = lr
     if optimizer.defaults.get("fused"):

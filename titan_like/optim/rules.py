@@ -12,6 +12,7 @@ import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.adafactor import Adafactor
+from titan_like.optim.fused_adamw import FusedAdamW
 from titan_like.optim.muon import Muon
 from titan_like.optim.shards import is_table
 
@@ -19,9 +20,8 @@ from titan_like.optim.shards import is_table
 def adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) with torch's fused, foreach or for-loop implementation."""
     fused, foreach = section.implementation == "fused", section.implementation == "foreach"
-    return torch.optim.AdamW(
-        groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=fused or None, foreach=foreach or None
-    )
+    kind = FusedAdamW if fused else torch.optim.AdamW
+    return kind(groups, section.lr, section.betas, section.eps, fused=fused or None, foreach=foreach or None)
 
 
 def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:

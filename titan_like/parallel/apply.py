@@ -126,11 +126,13 @@ def build_stage(
             enable_async_tensor_parallel(mesh["tp"])
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
-    if section.zero_stage == 0:  # its hooks need parameters that are already allocated
+    shares_nothing = mesh["dp_replicate"].size() * mesh["dp_shard"].size() == 1
+    allocates_whole = section.zero_stage == 0 or shares_nothing
+    if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
     data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
-    if section.zero_stage > 0:  # after sharding, so that only this process's shards are ever allocated
+    if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     return Stage(index, module, data_parallel, weight_gradients)
 

@@ -2,6 +2,9 @@
 
 Each transformer layer is one unit of communication. Parameters outside the layers belong to the root unit.
 
+A process whose weights no other shares needs none of this: in float32 its model stays as it is, and in a lower
+precision it computes with `ComputeCopies`.
+
 | stage | a rank keeps | per microbatch | per step |
 |---|---|---|---|
 | 0 | everything | | all-reduce gradients (float32: in place; lower precision: `replicate`, which keeps a master copy) |
@@ -18,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_like.models.transformer import Transformer
+from titan_like.parallel.compute_copies import ComputeCopies
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.replicate import GradientAllReduce
 from titan_like.torch_private import reduce_fsdp_gradients, replicate_module, sum_uses_in_full
@@ -26,8 +30,7 @@ from titan_like.torch_private import reduce_fsdp_gradients, replicate_module, su
 class DataParallel:
     """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
-    In a lower precision than float32, master weights stay float32 and gradients are summed in ``reduce_dtype``. A
-    single process in float32 or float64 needs nothing, so its model stays as it is.
+    In a lower precision than float32, master weights stay float32 and gradients are summed in ``reduce_dtype``.
     """
 
     def __init__(
@@ -38,22 +41,30 @@ class DataParallel:
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduce: GradientAllReduce | None = None
+        self._copies: ComputeCopies | None = None
         self._uses_table_twice = model.config.tied_embeddings and model.is_first and model.is_last
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         full_precision = dtype in (torch.float32, torch.float64)
-        if not full_precision or (zero_stage > 0 and size > 1):
+        if size == 1:
+            self._copies = None if full_precision else ComputeCopies(model, dtype)
+        elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
                 reduce_dtype=None if full_precision else reduce_dtype,
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
             _wrap(model, mesh, zero_stage, policy)
-        elif size > 1:  # full precision needs no master copy, so gradients can be summed in place
+        else:  # full precision needs no master copy, so gradients can be summed in place
             units = [list(unit.parameters()) for unit in model.layers.values()]
             in_layers = {id(parameter) for unit in units for parameter in unit}
             outside = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
             units += [outside] if outside else []
             self._all_reduce = GradientAllReduce(units, data_parallel_mesh(mesh).get_group())
+
+    def before_forward(self) -> None:
+        """Prepare for passes with the weights as they are now. Call it once for all microbatches of a step."""
+        if self._copies is not None:
+            self._copies.refresh()
 
     def before_backward(self, is_last: bool) -> None:
         """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
@@ -67,6 +78,11 @@ class DataParallel:
             frees=is_last or self.zero_stage == 3,
         )
 
+    def after_backward(self) -> None:
+        """Take up the gradients of one backward pass, or of a part of it."""
+        if self._copies is not None:
+            self._copies.add_gradients()
+
     def before_split_backward(self) -> None:
         """Keep FSDP2 from reducing at the end of a backward pass that defers the weights' gradients."""
         if self._all_reduce is not None:
@@ -75,6 +91,7 @@ class DataParallel:
 
     def reduce_gradients(self, is_last: bool) -> None:
         """Reduce gradients once the second part of a split backward pass has completed them. ``is_last`` as above."""
+        self.after_backward()
         if self._all_reduce is not None and is_last:
             self._all_reduce.start_all()
         if not isinstance(self.model, FSDPModule):
@@ -86,6 +103,8 @@ class DataParallel:
         """Wait, after a step's last backward pass, until its gradients are complete."""
         if self._all_reduce is not None:
             self._all_reduce.wait()
+        if self._copies is not None:
+            self._copies.hand_over()
 
     def free_gathered_parameters(self) -> None:
         """Keep only the shards, after forward passes that no backward pass follows."""

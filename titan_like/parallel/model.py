@@ -53,7 +53,7 @@ class ParallelModel:
     def copies_of(self, name: str) -> list[nn.Parameter]:
         """The copies of one parameter that this process holds, in the order of its stages."""
         held = self.copies_in.get(name, ())
-        return [stage.module.get_parameter(name) for stage in self.stages if stage.index in held]
+        return [dict(stage.module.named_parameters())[name] for stage in self.stages if stage.index in held]
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

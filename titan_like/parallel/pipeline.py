@@ -112,6 +112,7 @@ class RunningStage(PipelineStage):
             data_parallel.before_split_backward()
         x, output = self._in_flight.pop(bwd_chunk_id)
         torch.autograd.backward(output, gradient)
+        data_parallel.after_backward()
         if not self.is_first:
             assert x.grad is not None
             self._made["B", bwd_chunk_id] = x.grad
@@ -310,7 +311,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
-        """Run forward passes only. The last stage calls ``loss_function`` with logits [micro_batch, seq, vocab]."""
+        """Run forward passes only. The last stage calls ``loss_function`` with what the model returns."""
         self._run(inputs, loss_function, backward=False)
 
     def _run(self, inputs: Sequence[ModelInputs], loss_function: LossFunction, backward: bool) -> None:
@@ -319,6 +320,7 @@ class Pipeline:
             steps = self.shape.steps(dist.get_rank(self.group), *key)
             self._schedules[key] = TableSchedule(self.stages, len(inputs), steps)
         for stage in self.stages:
+            stage.stage.data_parallel.before_forward()
             stage.has_backward = backward
             stage.begin(inputs, loss_function)
         self._schedules[key].step()

@@ -11,7 +11,7 @@ Each family's module `sharding` says, as plain data, which modules are split and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -99,26 +99,33 @@ def _matches(pattern: str, name: str) -> bool:
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
-@torch.no_grad()
-def sum_partial_gradients(model: Transformer) -> None:
-    """Sum over tensor-parallel ranks the gradients that sequence parallelism leaves partial.
+def partial_parameters(model: Transformer) -> list[nn.Parameter]:
+    """The parameters whose gradients sequence parallelism leaves partial.
 
-    These belong to norms, position embeddings, and biases that are added after a reduce-scatter. Call it after a step's
-    last backward pass and before gradients are read. Sums commute, so data parallelism may have summed them already.
+    These belong to norms, position embeddings, and biases that are added after a reduce-scatter.
     """
-    gradients, group = [], None
+    found = []
     for module in model.modules():
-        for name in getattr(module, "partial_gradients", ()):
-            parameter = getattr(module, name, None)
-            if parameter is None or parameter.grad is None:
-                continue
-            group = parameter.device_mesh.get_group("tp")
-            gradients.append(parameter.grad.to_local())
-    if group is None:
+        parameters = dict(module.named_parameters(recurse=False))
+        found += [parameters[name] for name in getattr(module, "partial_gradients", ()) if name in parameters]
+    return found
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of `partial_parameters` over tensor-parallel ranks.
+
+    Call it after a step's last backward pass and before gradients are read. Sums commute, so data parallelism may have
+    summed them already.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    if not gradients:
         return
+    (group,) = {gradient.device_mesh.get_group("tp") for gradient in gradients if isinstance(gradient, DTensor)}
     with coalesced(group):
         for gradient in gradients:
-            dist.all_reduce(gradient, group=group)
+            assert isinstance(gradient, DTensor)
+            dist.all_reduce(gradient.to_local(), group=group)
 
 
 def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.Tensor:

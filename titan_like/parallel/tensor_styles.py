@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.cross_entropy import TokenLoss, Vocabulary, scaled_loss
 from titan_like.models.layers.random import generator_of
 from titan_like.models.transformer import PaddingMask, VocabularyBias, replace_forward
 from titan_like.parallel.collectives import (
@@ -217,9 +218,11 @@ class HeadTable(LocalStyle):
 
 
 class VocabularyOutput(LocalStyle):
-    """Splits the rows of the output matrix or tied table. Each rank computes the logits of its own tokens."""
+    """Splits the rows of the output matrix or tied table. Each rank computes the logits of its own tokens.
 
-    enters = 1
+    Training enters through `VocabularyLoss` instead.
+    """
+
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, module: nn.Module, group: Group, x: torch.Tensor, table: DTensor | None = None) -> torch.Tensor:
@@ -227,6 +230,37 @@ class VocabularyOutput(LocalStyle):
         weight = module.weight if table is None else table
         assert isinstance(weight, torch.Tensor)
         return linear(module, CopyToTensorRegion.apply(x, self.sequence_parallel, group), weight, local(weight), None)
+
+
+class VocabularyLoss(LocalStyle):
+    """Computes the loss from each rank's own logits, as in Megatron-LM (arXiv 1909.08053, section 3).
+
+    A chunk of positions needs one small all-gather. The gradient of the hidden states is a partial sum on each rank.
+    """
+
+    enters = 1
+
+    def forward(  # type: ignore[override]
+        self,
+        module: TokenLoss,
+        group: Group,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> torch.Tensor:
+        """x is an activation between layers; all else is as in `TokenLoss`, where weight and bias are split."""
+        x, here = CopyToTensorRegion.apply(x, self.sequence_parallel, group), group.vocabulary(module.padded_vocab_size)
+        tokens = min(max(module.vocab_size - here.start, 0), len(here))
+        vocabulary = Vocabulary(tokens, -(-module.padded_vocab_size // group.size), here.start, partial(combine, group))
+        return scaled_loss(x, local(weight), None if bias is None else local(bias), labels, factor, vocabulary)
+
+
+def combine(group: Group, parts: torch.Tensor) -> torch.Tensor:
+    """Each rank's [2, positions], log of its part of the denominator and label's logit or 0 → those of all ranks."""
+    denominators, targets = all_gather(parts[None], 0, group).unbind(1)  # each [ranks, positions]
+    return torch.stack((denominators.logsumexp(0), targets.sum(0)))
 
 
 class VocabularyBiasPart(LocalStyle):
@@ -300,6 +334,7 @@ STYLES: dict[str, type[LocalStyle]] = {
     "vocabulary_output": VocabularyOutput,
     "vocabulary_bias": VocabularyBiasPart,
     "vocabulary_mask": VocabularyMask,
+    "vocabulary_loss": VocabularyLoss,
 }
 
 

@@ -26,6 +26,7 @@ class WholeModel:
     def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
         data_parallel = self.stage.data_parallel
+        data_parallel.before_forward()
         for microbatch, x in enumerate(inputs):
             self._start("F", microbatch)
             loss = loss_function(self.stage.module(*x), microbatch)
@@ -33,12 +34,14 @@ class WholeModel:
             self._start("B", microbatch)
             data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
             loss.backward()
+            data_parallel.after_backward()
             self._stop("B", microbatch)
         data_parallel.finish()
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
-        """Call ``loss_function`` with the logits [micro_batch, seq, vocab] of every microbatch; no gradients."""
+        """Call ``loss_function`` with what the model returns for every microbatch; no gradients."""
+        self.stage.data_parallel.before_forward()
         for microbatch, x in enumerate(inputs):
             loss_function(self.stage.module(*x), microbatch)
             self.num_actions += 1

@@ -19,7 +19,6 @@ from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.memory import RankMemory, memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import Profile
-from titan_like.train.loss import summed_cross_entropy
 
 _SMALL, _LARGE = 64, 512  # hidden sizes
 
@@ -55,8 +54,8 @@ def _train(hidden_size: int) -> tuple[float, RankMemory]:
     optimizer = build_optimizer(pipeline.model.named_parameters(), config.optimizer)
     tokens = torch.randint(model.vocab_size, (4, 256))
     for _ in range(2):
-        inputs = [ModelInputs(tokens)]
-        pipeline.forward_backward(inputs, lambda logits, _: summed_cross_entropy(logits, tokens) / tokens.numel())
+        inputs = [ModelInputs(tokens, labels=tokens, loss_factors=torch.full((1,), 1 / tokens.numel()))]
+        pipeline.forward_backward(inputs, lambda losses, _: losses.sum())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     cpu = Device("CPU", 1, 1, 1, 1, 1, {}, is_cpu=True)

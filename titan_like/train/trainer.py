@@ -27,14 +27,14 @@ from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.metrics.writers import Writer, build_writers
-from titan_like.optim.grad_norm import count_zeros, global_grad_norm
+from titan_like.models.labels import num_labels
+from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.model import ModelOutput
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_gradients_of_copies
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
-from titan_like.train.loss import num_labels, summed_losses
 from titan_like.train.setup import Run
 from titan_like.train.signals import StopSignals
 from titan_like.train.training_state import TrainingState
@@ -140,20 +140,21 @@ class Trainer(TrainingState):
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
         if self.dp_size > 1:
             dist.all_reduce(num_each, group=self.dp_group)
+        factors = (self.loss_scale / num_each).to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
-        def scaled_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
-            micro_losses = summed_losses(output, labels[microbatch], predictions) / num_each
-            losses.add_(micro_losses.detach())
-            micro_loss = micro_losses.sum()
-            return micro_loss if self.scaler is None else micro_loss * self.scaler.scale.to(micro_loss.dtype)
+        def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
+            assert isinstance(output, torch.Tensor)
+            losses.add_(output.detach())
+            return output.sum()
 
-        self.pipeline.forward_backward(inputs, scaled_loss)
+        self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(losses)
+        losses = losses if self.scaler is None else (losses / self.scaler.scale).to(self.loss_dtype)
         loss = losses.sum()
-        grad_norm = global_grad_norm(self.model.counted_parameters(), self.mesh).double() / self.loss_scale
+        grad_norm = self.gradients_counted.norm().double() / self.loss_scale
         self.profiler.mark("gradient norm")
 
         # The device decides whether to skip the update. The host learns of it when it reads the step.
@@ -174,6 +175,13 @@ class Trainer(TrainingState):
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
         return IssuedStep(*counts, data_time, began, stamp(device), values)
 
+    def _with_labels(
+        self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
+    ) -> list[ModelInputs]:
+        """Let the model compute losses. ``labels`` of each microbatch are [micro_batch, seq], factors [predictions]."""
+        pairs = zip(inputs, labels, strict=True)
+        return [one._replace(labels=own, loss_factors=factors) for one, own in pairs]
+
     def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         """Unscale and clip the gradients and update the weights, unless ``skip``.
 
@@ -183,7 +191,7 @@ class Trainer(TrainingState):
         if max_norm or self.scaler is not None:
             clip = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(grad_norm)
             factor = clip / self.loss_scale
-        update(self.optimizer, self.model.parameters(), lr, factor, skip)
+        update(self.optimizer, self.gradients_held, lr, factor, skip)
 
     def _values_to_read(self, losses: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
         """Start copying this step's `StepValues` to the host: float64 [7 + predictions]."""
@@ -195,7 +203,7 @@ class Trainer(TrainingState):
         if dist.get_world_size() > 1:
             dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
         if self._logs(self.step + 1) or self.step + 1 == self.run.total_steps:
-            num_zeros = count_zeros(self.model.counted_parameters(), self.mesh)
+            num_zeros = self.gradients_counted.count_zeros()
         else:
             num_zeros = torch.full_like(loss, math.nan)
         scale = torch.ones_like(grad_norm) * self.loss_scale
@@ -317,6 +325,7 @@ class Trainer(TrainingState):
         predictions = self.run.model.predictions
         # For each prediction the summed loss, and the number of labels.
         total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
+        ones = torch.ones_like(total[0])
         self.model.train(False)
         microbatches = config.training.global_batch_size // unit
         with closing(data):
@@ -326,11 +335,12 @@ class Trainer(TrainingState):
                 def add_loss(
                     output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
                 ) -> torch.Tensor:
-                    total[0] += summed_losses(output, labels[microbatch], predictions)
+                    assert isinstance(output, torch.Tensor)
+                    total[0] += output
                     total[1] += num_labels(labels[microbatch], predictions)
                     return total[0].sum()
 
-                self.pipeline.forward(inputs, add_loss)
+                self.pipeline.forward(self._with_labels(inputs, labels, ones), add_loss)
         self.model.train()
         self.model.free_gathered_parameters()
         self._sum_over_samples(total)
@@ -396,9 +406,7 @@ class Trainer(TrainingState):
         """Sum the gradients that are still partial after data parallelism: those of norms and biases under sequence
         parallelism, and those of copies in several stages.
         """
-        for stage in self.model.stages:
-            if stage.module.sequence_shards > 1:
-                sum_partial_gradients(stage.module)
+        sum_partial_gradients(self.partial_parameters)
         if self.pp_group.size() > 1:
             sum_gradients_of_copies(self.model, self.pp_group, self.pipeline.shape.ranks)
 

@@ -20,10 +20,12 @@ from titan_like.config.errors import RunError
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
+from titan_like.optim.grad_norm import Gradients
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.random_streams import dropout_stream, seed_everything
@@ -52,6 +54,9 @@ class TrainingState:
         self.model = self.pipeline.model
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
+        self.gradients_held = Gradients(self.model.parameters(), mesh)
+        self.gradients_counted = Gradients(self.model.counted_parameters(), mesh)
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0

@@ -19,12 +19,11 @@ from titan_like.data.lengths import sample_length
 from titan_like.data.masks import MaskedSamples
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord, named_losses
-from titan_like.models.layers import init, interval_attention
+from titan_like.models.layers import cross_entropy, init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
-from titan_like.train import loss as loss_module
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
@@ -38,6 +37,7 @@ from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
 _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
+_CHUNK_LOGITS = 4096  # of the loss at once, for the same reason
 _MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
@@ -258,7 +258,9 @@ def compare_places(
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
     """A run in this type on the verification's own data."""
     init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
-    loss_module.BLOCK_BYTES = interval_attention.BLOCK_BYTES = _BLOCK_BYTES
+    cross_entropy.BLOCK_BYTES = interval_attention.BLOCK_BYTES = _BLOCK_BYTES
+    if dtype == EXACT:  # in half types, one process rounds the product of all positions once
+        cross_entropy.CHUNK_LOGITS = dict.fromkeys(cross_entropy.CHUNK_LOGITS, _CHUNK_LOGITS)
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.grad_norm import Gradients
 from titan_like.parallel import activation_checkpoint, data
 from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel
@@ -34,13 +33,13 @@ def tied_tables_not_summed() -> Iterator[None]:
 @contextmanager
 def norm_of_one_stage() -> Iterator[None]:
     """Every stage clips at its own gradient norm."""
-    original = trainer.global_grad_norm
+    original = Gradients.norm
 
-    def of_this_stage(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
-        with patch.object(dist, "all_reduce", _unless_group(mesh["pp"].get_group())):
-            return original(parameters, mesh)
+    def of_this_stage(self: Gradients) -> torch.Tensor:
+        with patch.object(dist, "all_reduce", _unless_group(self._mesh["pp"].get_group())):
+            return original(self)
 
-    with patch.object(trainer, "global_grad_norm", of_this_stage):
+    with patch.object(Gradients, "norm", of_this_stage):
         yield
 
 
@@ -129,7 +128,7 @@ def gradients_averaged_over_data() -> Iterator[None]:
 
     def complete_gradients(self: Trainer) -> None:
         original(self)
-        torch._foreach_div_(local_gradients(self.model.parameters()), self.dp_size)
+        self.gradients_held.multiply(torch.tensor(1 / self.dp_size, dtype=torch.float64))
 
     with patch.object(Trainer, "_complete_gradients", complete_gradients):
         yield
@@ -214,13 +213,13 @@ def last_unit_not_all_reduced() -> Iterator[None]:
 @contextmanager
 def norm_of_one_shard() -> Iterator[None]:
     """Under ZeRO each process clips at the norm of its own shards."""
-    original = trainer.global_grad_norm
+    original = Gradients.norm
 
-    def of_this_shard(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
-        with patch.object(dist, "all_reduce", _unless_group(mesh["dp_shard"].get_group())):
-            return original(parameters, mesh)
+    def of_this_shard(self: Gradients) -> torch.Tensor:
+        with patch.object(dist, "all_reduce", _unless_group(self._mesh["dp_shard"].get_group())):
+            return original(self)
 
-    with patch.object(trainer, "global_grad_norm", of_this_shard):
+    with patch.object(Gradients, "norm", of_this_shard):
         yield
 
 

@@ -19,7 +19,6 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel import apply, tensor_styles
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.split import StageLayers
-from titan_like.train import loss
 
 
 @contextmanager
@@ -71,7 +70,7 @@ def positions_begin_anew_in_each_part() -> Iterator[None]:
 @contextmanager
 def softmax_of_own_vocabulary() -> Iterator[None]:
     """The loss's softmax is over a process's own part of the vocabulary."""
-    original = loss.all_gather
+    original = tensor_styles.all_gather
 
     def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         gathered = original(x, dim, group).clone()
@@ -79,7 +78,7 @@ def softmax_of_own_vocabulary() -> Iterator[None]:
         gathered[group.rank, 0] = x[0, 0]
         return gathered
 
-    with patch.object(loss, "all_gather", all_gather):
+    with patch.object(tensor_styles, "all_gather", all_gather):
         yield
 
 
@@ -116,13 +115,13 @@ def key_heads_of_the_next_group() -> Iterator[None]:
 @contextmanager
 def shard_of_padding_is_nan() -> Iterator[None]:
     """The loss of a process whose part of the vocabulary is all padding is not a number."""
-    original = loss.all_gather
+    original = tensor_styles.all_gather
 
     def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         gathered = original(x, dim, group)
         return gathered.masked_fill(gathered.isneginf(), float("nan"))
 
-    with patch.object(loss, "all_gather", all_gather):
+    with patch.object(tensor_styles, "all_gather", all_gather):
         yield
 
 
@@ -143,13 +142,13 @@ def later_blocks_of_shards_misplaced() -> Iterator[None]:
 @contextmanager
 def softmax_without_maximum() -> Iterator[None]:
     """Split cross entropy takes the exponential of logits as they are."""
-    original = loss._SplitCrossEntropy.forward
+    original = tensor_styles.VocabularyLoss.forward
 
     def forward(*args: Any) -> torch.Tensor:
         with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
             return original(*args)
 
-    with patch.object(loss._SplitCrossEntropy, "forward", staticmethod(forward)):
+    with patch.object(tensor_styles.VocabularyLoss, "forward", forward):
         yield
 
 

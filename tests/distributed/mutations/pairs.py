@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titan_like.data.masks import Masks
 from titan_like.data.sentence_pairs import SentencePairs
+from titan_like.models.bert.model import Bert
 from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.collectives import CopyFromFirstRank
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
@@ -117,14 +118,14 @@ def pairs_divided_by_tokens() -> Iterator[None]:
 @contextmanager
 def pairs_weigh_as_much_as_tokens() -> Iterator[None]:
     """Only the gradient of the loss of tokens is halved, so the loss is right."""
-    original = trainer.summed_losses
+    original = Bert.loss
 
-    def losses(*arguments: Any) -> torch.Tensor:
-        found = original(*arguments)
+    def loss(self: Bert, *arguments: Any) -> torch.Tensor:
+        found = original(self, *arguments)
         halved = found[:1] / 2
         return torch.cat((halved + halved.detach(), found[1:]))
 
-    with patch.object(trainer, "summed_losses", losses):
+    with patch.object(Bert, "loss", loss):
         yield
 
 

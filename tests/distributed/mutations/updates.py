@@ -8,9 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.optim.grad_norm import local_gradients
+from titan_like.optim.grad_norm import Gradients
 from titan_like.optim.loss_scaler import LossScaler
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -21,16 +20,18 @@ HALF = ("bfloat16", "float16")
 @contextmanager
 def bad_gradients_known_to_their_holder() -> Iterator[None]:
     """Gradients that are not finite count only on the processes that hold them."""
-    original = trainer.global_grad_norm
+    original = Gradients.norm
 
-    def norm(parameters: Any, mesh: DeviceMesh) -> torch.Tensor:
-        parameters = list(parameters)
-        whole = original(parameters, mesh)
-        knows = any(not part.isfinite().all() for part in local_gradients(parameters))
-        return whole if knows or whole.isfinite() else torch.ones_like(whole)
+    def norm(self: Gradients) -> torch.Tensor:
+        whole = original(self)
+        return whole if whole.isfinite() or not _are_finite(self) else torch.ones_like(whole)
 
-    with patch.object(trainer, "global_grad_norm", norm):
+    with patch.object(Gradients, "norm", norm):
         yield
+
+
+def _are_finite(gradients: Gradients) -> bool:
+    return all(part.isfinite().all() for parts in gradients.local().values() for part in parts)
 
 
 def _after_init(change: Callable[[Trainer], None]) -> Any:
@@ -52,7 +53,7 @@ def bad_gradients_kept() -> Iterator[None]:
         zero_grad = self.optimizer.zero_grad
 
         def zero_unless_bad(set_to_none: bool = True) -> None:
-            if all(part.isfinite().all() for part in local_gradients(self.model.parameters())):
+            if _are_finite(self.gradients_held):
                 zero_grad(set_to_none)
 
         self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
@@ -95,8 +96,7 @@ def gradients_not_unscaled() -> Iterator[None]:
     original = Trainer._update
 
     def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        gradients = local_gradients(self.model.parameters())
-        torch._foreach_mul_(gradients, torch.as_tensor(self.loss_scale, dtype=gradients[0].dtype))
+        self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
         original(self, grad_norm, lr, skip)
 
     with patch.object(Trainer, "_update", update):

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.bert.config import BertConfig
+from titan_like.models.config import NUM_OPTIONS
+from titan_like.models.labels import IGNORED_LABEL, labels_of_each
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.layers.visible import VisibleKeys
@@ -116,7 +118,7 @@ class Bert(Transformer):
         if config.sentence_head == "choice":
             self.pooled_dropout, self.choice = PooledDropout(config.dropout), nn.Linear(hidden, 1)
             self.transform, self.output, self.output_bias = nn.Identity(), nn.Identity(), nn.Identity()
-            self.mask_padding = nn.Identity()
+            self.mask_padding, self.token_loss = nn.Identity(), nn.Identity()
         if is_post:  # whose norms bound the residual stream
             self.residual_outputs = ()
 
@@ -143,18 +145,26 @@ class Bert(Transformer):
         that of sentences in order, or the score of a choice [batch, 1, 1].
         """
         x, predictions = self.norm(x), self.config.predictions
-        found = []
-        if "tokens" in predictions:
-            hidden = self.transform(x)
-            logits = self.output(hidden, self.embedding.weight) if self.config.tied_embeddings else self.output(hidden)
-            found.append(self.mask_padding(self.output_bias(logits)))
-        if "pair" in predictions or "choice" in predictions:
-            pooled = torch.tanh(self.pooler(self.first_token(x)))
-            if "pair" in predictions:
-                found.append(self.pair(pooled))
-            else:
-                found.append(self.choice(self.pooled_dropout(pooled)))
+        found = [self.logits(self.transform(x))] if "tokens" in predictions else []
+        found += [self.scores(x)] if "pair" in predictions or "choice" in predictions else []
         return found[0] if len(found) == 1 else tuple(found)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """What is predicted of the first token: of a pair [batch, 1, 2], of a choice [batch, 1, 1]."""
+        pooled = torch.tanh(self.pooler(self.first_token(x)))
+        return self.pair(pooled) if "pair" in self.config.predictions else self.choice(self.pooled_dropout(pooled))
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """As in the base class. The classes of a choice are the options of its question."""
+        x, losses, predictions = self.norm(x), [], self.config.predictions
+        for name, own, factor in zip(predictions, labels_of_each(labels, predictions), factors, strict=True):
+            if name == "tokens":
+                losses.append(self.loss_of_tokens(self.transform(x), own, factor))
+            else:
+                scores = self.scores(x).reshape(-1, 2 if name == "pair" else NUM_OPTIONS).to(factor.dtype)
+                summed = F.cross_entropy(scores, own, ignore_index=IGNORED_LABEL, reduction="sum")
+                losses.append(summed * factor)
+        return torch.stack(losses)
 
 
 def build(config: BertConfig) -> Bert:

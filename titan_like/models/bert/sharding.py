@@ -25,4 +25,5 @@ TENSOR_PARALLEL_PLAN = {
     "output": "vocabulary_output",
     "output_bias": "vocabulary_bias",
     "mask_padding": "vocabulary_mask",
+    "token_loss": "vocabulary_loss",
 }

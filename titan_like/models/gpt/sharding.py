@@ -15,4 +15,5 @@ TENSOR_PARALLEL_PLAN = {
     "norm": "norm",
     "output": "vocabulary_output",
     "mask_padding": "vocabulary_mask",
+    "token_loss": "vocabulary_loss",
 }

@@ -1,0 +1,193 @@
+"""The loss of predicted tokens, together with the output matrix, in chunks of positions.
+
+The logits of all positions never exist at once, and those of a chunk only in the type of computation. The forward pass
+computes a chunk's logits, their loss and its gradient, which overwrites the logits and is multiplied at once with the
+output matrix and with its input. The backward pass only scales the two results. A float32 copy of all logits and the
+gradients of cross entropy would take most of the memory of a small model with a large vocabulary, and a third of its
+time on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.labels import IGNORED_LABEL
+
+# Logits of a chunk. The gradient of the output matrix is read and written once a chunk, so GPUs, whose memory is slow
+# in comparison, take few chunks.
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+BLOCK_BYTES = 4 << 20  # of logits that a CPU works on at once, about as much as a core's caches hold
+
+
+class Vocabulary(NamedTuple):
+    """The tokens whose logits a process computes, and what it needs of processes that have the others."""
+
+    size: int  # tokens here; further columns of the logits are padding, which never gets probability
+    columns: int  # of logits, on the process that has the most
+    first: int = 0  # number of the first token here
+    # [2, positions] of this process → of all: log of the softmax's denominator, and the label's logit
+    combine: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of the logits that an output matrix makes of hidden states. It has no parameters of its own."""
+
+    def __init__(self, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.padded_vocab_size = vocab_size, padded_vocab_size
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> torch.Tensor:
+        """``factor`` times the summed loss in nats: a scalar, at least float32.
+
+        x [batch, seq, hidden], weight [padded vocab, hidden], bias [padded vocab], labels [batch, seq], factor scalar.
+        """
+        return scaled_loss(x, weight, bias, labels, factor, Vocabulary(self.vocab_size, self.padded_vocab_size))
+
+
+def scaled_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    factor: torch.Tensor,
+    vocabulary: Vocabulary,
+) -> torch.Tensor:
+    """`TokenLoss` of this process's rows of the output matrix; shapes as there, with the columns of this process.
+
+    Where several processes share the vocabulary, each gets the same loss, and gradients of x that sum to the whole.
+    """
+    x, labels = x.flatten(0, 1), labels.flatten()
+    return _ChunkedLoss.apply(x, weight, bias, labels, factor, vocabulary, torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,  # [positions, hidden]
+        weight: torch.Tensor,  # [columns, hidden]
+        bias: torch.Tensor | None,  # [columns]
+        labels: torch.Tensor,  # [positions]
+        factor: torch.Tensor,
+        vocabulary: Vocabulary,
+        with_gradient: bool,
+    ) -> torch.Tensor:
+        count = max(1, -(-len(x) * vocabulary.columns // CHUNK_LOGITS[x.device.type]))
+        several, total = count > 1, torch.zeros((), dtype=_accumulator(x), device=x.device)
+        x_gradient = torch.empty_like(x) if with_gradient else x
+        weight_gradient = bias_gradient = None
+        parts, own, gradients = (tensor.tensor_split(min(count, len(x))) for tensor in (x, labels, x_gradient))
+        for part, label, part_gradient in zip(parts, own, gradients, strict=True):
+            logits = F.linear(part, weight)
+            if bias is not None:
+                logits += bias
+            total += _loss(logits, label, factor, vocabulary, with_gradient)
+            if not with_gradient:
+                continue
+            torch.mm(logits, weight, out=part_gradient)  # the logits are their own gradient now
+            weight_gradient = _add_product(weight_gradient, logits, part, several)
+            if bias is not None:
+                summed = logits.sum(0, dtype=total.dtype)
+                bias_gradient = summed if bias_gradient is None else bias_gradient + summed
+        ctx.save_for_backward(x_gradient, weight_gradient, bias_gradient)
+        ctx.dtype = x.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = []
+        for saved in ctx.saved_tensors:  # in place where possible; autograd refuses a second backward pass then
+            if saved is None or saved.dtype == ctx.dtype:
+                found.append(saved if saved is None else saved.mul_(gradient))
+            else:
+                found.append(torch.mul(saved, gradient, out=torch.empty_like(saved, dtype=ctx.dtype)))
+        return *found, None, None, None, None
+
+
+def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
+    """Add gradientᵀ · x, [columns, hidden], to ``total``. Products of ``several`` chunks add up in float32."""
+    if total is None:
+        product = gradient.t() @ x
+        return product.to(_accumulator(x)) if several else product
+    if total.dtype == x.dtype:
+        return total.addmm_(gradient.t(), x)
+    return total.add_(gradient.t() @ x)
+
+
+def _loss(
+    logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor, vocabulary: Vocabulary, with_gradient: bool
+) -> torch.Tensor:
+    """``factor`` times the summed loss of logits [positions, columns], which become their gradient if asked for."""
+    on_gpu = logits.device.type == "cuda"
+    rows = len(logits) if on_gpu else max(1, BLOCK_BYTES // (logits.shape[1] * _accumulator(logits).itemsize))
+    statistics, write_gradient = (
+        (_compiled(_statistics), _compiled(_write_fused_gradient)) if on_gpu else (_statistics, _write_gradient)
+    )
+    is_valid, columns = labels != IGNORED_LABEL, labels - vocabulary.first
+    columns = columns.masked_fill((columns < 0) | (columns >= vocabulary.size), -1)  # the label's column, or -1
+    parts = zip(logits.split(rows), columns.split(rows), strict=True)
+    found = torch.cat([statistics(block, column, vocabulary.size) for block, column in parts], 1)
+    denominator, target = found if vocabulary.combine is None else vocabulary.combine(found)
+    scale = factor * is_valid  # [positions]
+    if with_gradient:
+        split = (part.split(rows) for part in (logits, columns, denominator, scale))
+        for block, column, total, factors in zip(*split, strict=True):
+            write_gradient(block, column, total, factors, vocabulary.size)
+    return (denominator - target).masked_fill(~is_valid, 0).sum() * factor
+
+
+def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int) -> torch.Tensor:
+    """Logarithm of this process's part of the softmax's denominator, and the label's logit or else 0.
+
+    logits [positions, columns], columns [positions] → [2, positions].
+    """
+    values = logits.to(_accumulator(logits))
+    target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
+    return torch.stack((values[:, :size].logsumexp(1), target))
+
+
+def _write_gradient(
+    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int
+) -> None:
+    """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
+
+    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero.
+    """
+    probability = (logits[:, :size].to(scale.dtype) - denominator[:, None]).exp_()
+    if size:
+        here = (columns >= 0).to(scale.dtype)
+        probability.scatter_add_(1, columns.clamp(min=0)[:, None], -here[:, None])
+    torch.mul(probability, scale[:, None], out=logits[:, :size])
+    logits[:, size:] = 0
+
+
+def _write_fused_gradient(
+    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int
+) -> None:
+    """`_write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
+    order = torch.arange(logits.shape[1], device=logits.device)
+    probability = (logits.to(scale.dtype) - denominator[:, None]).exp()
+    gradient = torch.where(order == columns[:, None], probability - 1, probability) * scale[:, None]
+    logits.copy_(torch.where(order < size, gradient, 0))
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+def _accumulator(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
