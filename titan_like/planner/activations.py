@@ -12,7 +12,7 @@ the modules of `titan_like.models`. It differs from the paper as follows:
   or a bias, on a GPU with grouped queries in float32 or older than the A100), the attention matrix is kept.
 - Selective recomputation keeps the result of every product with weights and of every tensor-parallel sum, including the
   layer's last two, which the backward pass does not need.
-- The loss keeps its own logits with tensor parallelism and on a CPU, and otherwise float32 probabilities.
+- The loss keeps the gradients of its input and of the output matrix (`titan_like.models.layers.cross_entropy`).
 
 tests/distributed/test_activation_memory.py checks these formulas against torch's memory tracker.
 """
@@ -29,6 +29,7 @@ from torch import nn
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.cross_entropy import BLOCK_BYTES, num_chunks
 from titan_like.models.parts import Core, layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
@@ -36,8 +37,6 @@ from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
 from titan_like.planner.workload import Counts, Workload
-
-_LOSS_BLOCK = 4 << 20  # bytes of logits per block of the loss on a CPU
 
 
 class Kept(NamedTuple):
@@ -83,28 +82,30 @@ def kept(
         layer_work.append(sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
     labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
 
-    # The loss: what it keeps until its backward pass, and its work space.
-    logits = model.padded_vocab_size / t if "tokens" in model.predictions else 0.0
-    if t == 1 and device.is_cpu:  # the logits, whose memory their gradient takes over, and a label per token
-        block = min(4 * logits, _LOSS_BLOCK / labelled)  # float32 probabilities; 16-bit logits are also copied
-        # After the loss the peak may be the gradients of the head's input and weight, before the latter is accumulated.
-        loss, loss_work = e * logits + 8, max((1 + (e < 4)) * block, e * h * (1 + logits / labelled))
-    elif t == 1:  # log-softmax; its backward pass holds two gradients of it
-        loss, loss_work = 4 * logits, 8 * logits
-    else:  # the logits; per token a row, two masks and a sum; float32 copies of 16-bit logits
-        loss, loss_work = e * logits + 14, (4 if e == 4 else 8) * logits
+    # The loss: the gradient of the output matrix until the backward pass, and work space. Its input's gradient takes as
+    # much as the head's output, which is counted with the head.
+    loss = loss_work = 0.0
+    if "tokens" in model.predictions:
+        columns = -(-model.padded_vocab_size // t)
+        chunks = num_chunks(max(1, int(labelled)), columns, "cpu" if device.is_cpu else "cuda")
+        matrix, several_in_half = columns * h, chunks > 1 and e < 4
+        loss = matrix * (4 if several_in_half else e)
+        # The input, a chunk's logits, on a CPU a block of float32 probabilities and of 16-bit logits, and a product
+        # before it is added to those of other chunks; or in the end the matrix's gradient in the type of computation.
+        block = (1 + (e < 4)) * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
+        loss_work = e * labelled * (h + columns / chunks) + block + several_in_half * e * matrix
     ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
     head = tuple(name for name in ends.head if name not in ends.pooled)
-    norm = _end(ends, head, h, outside, dtype, device) + e * h  # its output is the next product's input
+    norm = _end(ends, head, h, outside, dtype, device) + e * h
     return Kept(
         layer_input_bytes(model, dtype, seq_len, decoder_seq_len, t),
         tuple(layers),
         positions * entry,
         labelled * norm + (positions - labelled) * e * outside,  # its input is a view of all positions
-        labelled * loss,
+        loss,
         tuple(layer_work),
-        labelled * loss_work,
+        loss_work,
         positions * (e * outside),
     )
 

@@ -14,6 +14,7 @@ from math import prod
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.cross_entropy import num_chunks
 from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
@@ -192,7 +193,10 @@ def _tensor_parallel_calls(
     lengths, rows = (length.encoder, length.decoder), training.micro_batch_size * model.hidden_size * element
     is_last, kinds, parts = stage.layers.is_last, kinds_of_layers(model), description(model)
     labelled = training.micro_batch_size * (length.decoder or length.encoder)
-    losses = degree * 2 * labelled * max(element, BYTES["float32"])
+    # Of each chunk of positions, two numbers a position from every process. A CPU may take more chunks than a GPU.
+    chunks = num_chunks(labelled, -(-model.padded_vocab_size // degree), "cuda")
+    positions = [labelled // chunks + (chunk < labelled % chunks) for chunk in range(chunks)]
+    losses = [degree * 2 * count * max(element, BYTES["float32"]) for count in positions]
     spread = "all_gather" if config.parallelism.sequence_parallel else None
     add_up = "reduce_scatter" if config.parallelism.sequence_parallel else "all_reduce"
     # By size: how often activations enter split parts and leave them, and how often recomputation repeats that.
@@ -222,7 +226,7 @@ def _tensor_parallel_calls(
         yield from calls(add_up, leaves)
         yield from calls(spread, enters)
         if is_last:
-            yield "tp", "all_gather", "parts of the loss", losses
+            yield from [("tp", "all_gather", "parts of the loss", size) for size in losses]
     for _ in range(backwards):
         yield from calls(add_up, enters, leaves_again)
         yield from calls(spread, leaves, enters_again)

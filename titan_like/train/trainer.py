@@ -140,7 +140,7 @@ class Trainer(TrainingState):
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
         if self.dp_size > 1:
             dist.all_reduce(num_each, group=self.dp_group)
-        factors = (self.loss_scale / num_each).to(self.loss_dtype)
+        factors = self.loss_scale / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
-from titan_like.verify.places import Outputs, Place, differing
+from titan_like.verify.places import Outputs, Place, differing, up_to_the_loss
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
@@ -252,7 +252,8 @@ def compare_places(
     trainer.steps_alone(1)
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
-    return expected.order, expected.predictions, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
+    order, predictions = up_to_the_loss(expected.order, expected.predictions)
+    return order, predictions, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

@@ -15,6 +15,7 @@ from titan_like.torch_private import is_in_backward_pass
 
 FORWARD, BACKWARD = "forward", "backward"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
+_LOGITS = ("output", "output_bias", "mask_padding")  # modules in whose place `TokenLoss` computes
 _SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
 Place = tuple[str, str]  # pass (FORWARD or BACKWARD), module name
@@ -114,6 +115,17 @@ def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
     spans = _spans(len(parts) * parts[0].shape[1], lengths)
     by_span = zip(*(part.split([span // len(parts) for span in spans], 1) for part in parts), strict=True)
     return torch.cat([torch.cat(pieces, 1) for pieces in by_span], 1)
+
+
+def up_to_the_loss(order: list[str], predictions: set[str]) -> tuple[list[str], set[str]]:
+    """`Outputs.order` and `Outputs.predictions` of a model that returns logits, as those of one that returns losses.
+
+    The reference computes logits. In training the loss takes the input of the output matrix.
+    """
+    if _LOGITS[0] not in order:
+        return order, predictions
+    before = order[order.index(_LOGITS[0]) - 1]
+    return [name for name in order if name not in _LOGITS], {before, *predictions.difference(_LOGITS)}
 
 
 def _spans(length: int, lengths: SampleLength) -> list[int]:

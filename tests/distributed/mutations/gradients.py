@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_like.optim.grad_norm import Gradients
-from titan_like.parallel import activation_checkpoint, data
+from titan_like.parallel import activation_checkpoint, compute_copies, data
 from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage
@@ -248,11 +248,18 @@ def recomputation_rounds() -> Iterator[None]:
 
 @contextmanager
 def gradients_summed_in_bfloat16() -> Iterator[None]:
-    """Gradients are summed over processes in the model's type, whatever `training.reduce_dtype` says."""
+    """Gradients are summed in the model's type, over processes and over the microbatches of one process."""
     original = data.MixedPrecisionPolicy
 
     def policy(**options: Any) -> Any:
         return original(**options | {"reduce_dtype": options["param_dtype"]})
 
-    with patch.object(data, "MixedPrecisionPolicy", policy):
+    add = compute_copies.add_all_
+
+    def add_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        add(sums, gradients)
+        for total in sums:
+            total.copy_(total.to(gradients[0].dtype))
+
+    with patch.object(data, "MixedPrecisionPolicy", policy), patch.object(compute_copies, "add_all_", add_rounded):
         yield

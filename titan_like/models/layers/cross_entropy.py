@@ -35,6 +35,14 @@ class Vocabulary(NamedTuple):
     combine: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
+def num_chunks(positions: int, columns: int, device: str) -> int:
+    """In how many chunks the loss of ``positions`` with this many ``columns`` of logits is computed on a device type.
+
+    It is the same on all processes that share the vocabulary, because ``columns`` are those of the one with the most.
+    """
+    return min(positions, max(1, -(-positions * columns // CHUNK_LOGITS[device])))
+
+
 class TokenLoss(nn.Module):
     """Cross entropy of the logits that an output matrix makes of hidden states. It has no parameters of its own."""
 
@@ -85,11 +93,11 @@ class _ChunkedLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
         with_gradient: bool,
     ) -> torch.Tensor:
-        count = max(1, -(-len(x) * vocabulary.columns // CHUNK_LOGITS[x.device.type]))
+        count = num_chunks(len(x), vocabulary.columns, x.device.type)
         several, total = count > 1, torch.zeros((), dtype=_accumulator(x), device=x.device)
         x_gradient = torch.empty_like(x) if with_gradient else x
         weight_gradient = bias_gradient = None
-        parts, own, gradients = (tensor.tensor_split(min(count, len(x))) for tensor in (x, labels, x_gradient))
+        parts, own, gradients = (tensor.tensor_split(count) for tensor in (x, labels, x_gradient))
         for part, label, part_gradient in zip(parts, own, gradients, strict=True):
             logits = F.linear(part, weight)
             if bias is not None:
