@@ -29,7 +29,7 @@ from torch import nn
 
 from titan_like.metrics.devices import Device
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.cross_entropy import BLOCK_BYTES, num_chunks
+from titan_like.models.layers.cross_entropy import BLOCK_BYTES, PRODUCT, num_chunks
 from titan_like.models.parts import Core, layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.shape import MAX_PENDING_SENDS
@@ -93,7 +93,8 @@ def kept(
         # The input, a chunk's logits, on a CPU a block of float32 probabilities and of 16-bit logits, and a product
         # before it is added to those of other chunks; or in the end the matrix's gradient in the type of computation.
         block = (1 + (e < 4)) * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
-        loss_work = e * labelled * (h + columns / chunks) + block + several_in_half * e * matrix
+        loss_work = e * labelled * (h + columns / chunks) + max(block, several_in_half * e * min(matrix, PRODUCT))
+        loss_work = max(loss_work, several_in_half * e * matrix)
     ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
     head = tuple(name for name in ends.head if name not in ends.pooled)

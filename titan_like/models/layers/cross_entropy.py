@@ -22,6 +22,7 @@ from titan_like.models.labels import IGNORED_LABEL
 # Logits of a chunk. The gradient of the output matrix is read and written once a chunk, so GPUs, whose memory is slow
 # in comparison, take few chunks.
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+PRODUCT = 1 << 25  # elements of a product in a half type that waits to be added up
 BLOCK_BYTES = 4 << 20  # of logits that a CPU works on at once, about as much as a core's caches hold
 
 
@@ -127,12 +128,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
     """Add gradientᵀ · x, [columns, hidden], to ``total``. Products of ``several`` chunks add up in float32."""
+    if total is None and (not several or x.dtype == _accumulator(x)):
+        return gradient.t() @ x
     if total is None:
-        product = gradient.t() @ x
-        return product.to(_accumulator(x)) if several else product
+        total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=_accumulator(x))
     if total.dtype == x.dtype:
         return total.addmm_(gradient.t(), x)
-    return total.add_(gradient.t() @ x)
+    columns = max(1, PRODUCT // x.shape[1])  # at once, so that the product in the half type takes little memory
+    for part, own in zip(total.split(columns), gradient.split(columns, 1), strict=True):
+        part += own.t() @ x
+    return total
 
 
 def _loss(
