@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from titan_like.verify.shrink import Small, layout_of
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
+_LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
 _LOCATED = (Row.LOSS, Row.GRADIENT, Row.NORM, Row.ZEROS, Row.MISSING)
 
 
@@ -161,7 +163,7 @@ class Verifier:
             return
         reason = next(outcome.reason for outcome in outcomes if outcome.ending != DONE)
         if failures:  # when one process fails its connections close, and others fail because of that
-            first = next((outcome for outcome in failures if "onnection" not in outcome.reason), failures[0])
+            first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
             reason = f"rank {first.rank}: {first.reason}"
         checks.append(Check(kind, 0, row, "", 1, detail=reason))
 
