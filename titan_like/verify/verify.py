@@ -56,6 +56,7 @@ class Verifier:
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     on_gpus: bool = False
     prepare: Prepare | None = None  # makes a context manager in which every process works
+    start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
     kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
     progress: Progress = lambda _: None
 
@@ -144,8 +145,8 @@ class Verifier:
             (observe_leg, config, skipped, last, folder),
         ]
 
-    def _start(self, function: Callable, processes: int, *arguments: Any) -> Group:
-        return Group(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
+    def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
+        return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
 
     def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
