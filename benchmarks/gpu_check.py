@@ -1,12 +1,13 @@
 """Check everything that needs a GPU, in at most nine minutes: scripts/gpu_check.sh --json gpu_check.json
 
-1. parity     scripts/verify.py on the GPU, for each layout that fits on one GPU.
-2. memory     the allocator's peak in a step against the planner's formulas, by model and recomputation.
-3. speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
-4. waits      how often the host waits for the GPU in a step that logs nothing.
-5. checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
+1. speed      tokens/s, TFLOP/s and MFU of a 124M and a 1.3B GPT, eager and compiled, as train.py logs them.
+2. waits      how often the host waits for the GPU in a step that logs nothing.
+3. checkpoint a run resumed from a checkpoint has bit-identical losses to one that never stopped.
+4. memory     the allocator's peak in a step against the planner's formulas, by model and recomputation.
+5. parity     what scripts/verify.py compares, on the GPU, for each layout that fits on one GPU.
 
-Each part runs in its own processes, so a failure does not affect the others; the file is written after each part.
+Each part runs in its own processes, so a failure does not affect the others; the file is written after each part. A
+part ends when its share of the time, plus what earlier parts have left over, is up; it names the cases not reached.
 Without a GPU, or with --tiny, the same code runs on small models to test the script; its times mean nothing.
 """
 
@@ -14,22 +15,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 MOST_WAITS = 0  # of a step: its numbers are read later
-LIMIT = 530.0  # seconds for the whole check
+LIMIT = 530.0  # seconds for the whole check, of which no part may use the shares of the later ones
 ONE = ["--parallelism.data_parallel_shard_degree=1"]
 QUIET = ["--data.dataset=stdlib", "--evaluation.interval=0", "--training.max_norm=1.0"]
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
@@ -56,11 +60,11 @@ PARITY = {
     ],
     "llama, selective recomputation": ["debug_llama.toml", "--activation_checkpoint.mode=selective"],
 }
-MEMORY = [
-    (family, flavor, mode)
+MEMORY = {
+    f"{family} {flavor} {mode}": (family, flavor, mode)
     for family, flavor in (("gpt", "gpt3_350m"), ("llama", "llama3.2_1b"))
     for mode in ("none", "selective", "full")
-]
+}
 SPEED = {
     "124M eager": ("gpt2_124m", 16, False),
     "124M compiled": ("gpt2_124m", 16, True),
@@ -69,34 +73,17 @@ SPEED = {
 }
 
 
-def parity(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Run the verifier on each layout."""
-    for case, (config, *settings) in list(PARITY.items())[: 1 if tiny else None]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "verdict.json"
-            command = ["scripts/verify.py", "--processes", "1", "--steps", "2", "--json", str(path)]
-            command += ["--gpus"] if on_gpu else []
-            done = python([*command, "--job.config_file", f"train_configs/{config}", *ONE, *settings])
-            outcome = json.loads(path.read_text())["outcome"] if path.exists() else "failed"
-            yield {"case": case, "ok": done.returncode == 0, "outcome": outcome, **problem_of(done)}
+WAITS = {"eager": [], "compiled": ["--compile.enable=true"], "document masks": DOCUMENTS}
+CHECKPOINT = {"bfloat16": [], "float16": []}
 
 
-def memory(tiny: bool, on_gpu: bool) -> Iterator[Row]:
-    """Measure each model's peak and compare it with the formulas."""
-    for family, flavor, mode in [("gpt", "debug", "none")] if tiny else MEMORY:
-        size = ["--model.overrides.num_layers=8", "--training.seq_len=1024", "--training.micro_batch_size=4"]
-        size += ["--training.global_batch_size=16", "--training.dtype=bfloat16"]
-        settings = [f"--model.family={family}", f"--model.flavor={flavor}", f"--activation_checkpoint.mode={mode}"]
-        done = worker("peak", *settings, *([] if tiny else size))
-        row: Row = {"case": f"{family} {flavor} {mode}", **result_of(done)}
-        if row.get("measured_bytes"):  # only a GPU's allocator reports it
-            row["off"] = row["predicted_bytes"] / row["measured_bytes"] - 1
-        yield row | {"ok": done.returncode == 0 and abs(row.get("off", 0.0)) <= 0.05}
+class OutOfTimeError(Exception):
+    """The part's time is up; the message is what its last program has printed by then."""
 
 
-def speed(tiny: bool, on_gpu: bool) -> Iterator[Row]:
+def speed(cases: Row, tiny: bool) -> Iterator[Row]:
     """Train each model for a few steps."""
-    for case, (flavor, micro_batch_size, compiled) in list(SPEED.items())[: 1 if tiny else None]:
+    for case, (flavor, micro_batch_size, compiled) in cases.items():
         steps, leave_out = (6, 2) if tiny else (24, 10)
         settings = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
         if not tiny:
@@ -113,21 +100,20 @@ def speed(tiny: bool, on_gpu: bool) -> Iterator[Row]:
         yield row | {"peak_memory_bytes": max((record["peak_memory_bytes"] for record in records), default=0)}
 
 
-def waits(tiny: bool, on_gpu: bool) -> Iterator[Row]:
+def waits(cases: Row, tiny: bool) -> Iterator[Row]:
     """Count host waits in a separate process."""
-    cases = {"eager": [], "compiled": ["--compile.enable=true"], "document masks": DOCUMENTS}
-    for case, settings in list(cases.items())[: 1 if tiny else None]:
+    for case, settings in cases.items():
         done = worker("waits", "--metrics.log_interval=1000", *settings)
         row = {"case": case, **result_of(done)}
         yield row | {"ok": done.returncode == 0 and row["waits"] <= MOST_WAITS}
 
 
-def checkpoint(tiny: bool, on_gpu: bool) -> Iterator[Row]:
+def checkpoint(cases: Row, tiny: bool) -> Iterator[Row]:
     """Train six steps, then repeat the last three from the checkpoint of the third."""
     size = ["--training.micro_batch_size=2", "--training.global_batch_size=4", "--training.seq_len=32"]
     size += ["--checkpoint.enable=true", "--checkpoint.interval=3", "--job.deterministic=true", "--training.steps=6"]
-    for dtype in ["float32"] if tiny else ["bfloat16", "float16"]:
-        settings = [*size, f"--training.dtype={dtype}"]
+    for dtype in cases:
+        settings = [*size, f"--training.dtype={'float32' if tiny else dtype}"]
         with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as again:
             done = train(whole, *settings)
             folder = [f"--checkpoint.folder={whole}/checkpoint", "--checkpoint.load_step=3"]
@@ -140,21 +126,64 @@ def checkpoint(tiny: bool, on_gpu: bool) -> Iterator[Row]:
         yield {"case": dtype, "ok": second.returncode == 0 and same, "bit_identical": same, **problem_of(second)}
 
 
-PARTS: dict[str, Callable[[bool, bool], Iterator[Row]]] = {
-    "parity": parity, "memory": memory, "speed": speed, "waits": waits, "checkpoint": checkpoint,
-}  # fmt: skip
+def memory(cases: Row, tiny: bool) -> Iterator[Row]:
+    """Measure each model's peak and compare it with the formulas."""
+    for case, (family, flavor, mode) in cases.items():
+        size = ["--model.overrides.num_layers=8", "--training.seq_len=1024", "--training.micro_batch_size=4"]
+        size += ["--training.global_batch_size=16", "--training.dtype=bfloat16", f"--model.flavor={flavor}"]
+        settings = [f"--model.family={family}", f"--activation_checkpoint.mode={mode}"]
+        done = worker("peak", *settings, *(["--model.flavor=debug"] if tiny else size))
+        row: Row = {"case": case, **result_of(done)}
+        if row.get("measured_bytes"):  # only a GPU's allocator reports it
+            row["off"] = row["predicted_bytes"] / row["measured_bytes"] - 1
+        yield row | {"ok": done.returncode == 0 and abs(row.get("off", 0.0)) <= 0.05}
+
+
+def parity(cases: Row, tiny: bool) -> Iterator[Row]:
+    """Verify all layouts in one process; after one that is not the same, the others get a new process."""
+    left = list(cases)
+    while left:
+        try:
+            done = python([__file__, "worker", "verify", "cpu" if tiny else "cuda:0", *left])
+        except OutOfTimeError as error:
+            yield from rows_in(str(error))
+            raise
+        rows = rows_in(done.stdout) or [{"case": left[0], "ok": False, "outcome": "failed", **problem_of(done)}]
+        yield from rows
+        left = left[len(rows) :]
+
+
+class Part(NamedTuple):
+    """A part of the check."""
+
+    run: Callable[[Row, bool], Iterator[Row]]  # the settings of each case by name, and whether models are tiny
+    cases: Row
+    seconds: float  # its share of the time
+
+
+PARTS = {
+    "speed": Part(speed, SPEED, 160),
+    "waits": Part(waits, WAITS, 60),
+    "checkpoint": Part(checkpoint, CHECKPOINT, 60),
+    "memory": Part(memory, MEMORY, 100),
+    "parity": Part(parity, PARITY, 150),
+}
 
 
 def python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program of this repository; it is stopped when the time of the whole check is up."""
-    left = LIMIT - (time.monotonic() - STARTED)
-    command = [sys.executable, *arguments]
+    """Run a program of this repository.
+
+    Raises:
+        OutOfTimeError: the time of the part is up.
+    """
+    left = deadline - time.monotonic()
     if left <= 0:
-        return subprocess.CompletedProcess(command, 1, "", "not run: no time was left")
+        raise OutOfTimeError
     try:
+        command = [sys.executable, *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"stopped after {left:.0f} s")
+    except subprocess.TimeoutExpired as error:
+        raise OutOfTimeError((error.stdout or b"").decode()) from None  # bytes even where text is asked for
 
 
 def train(folder: str, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -173,9 +202,17 @@ def result_of(done: subprocess.CompletedProcess[str]) -> Row:
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else problem_of(done)
 
 
+def rows_in(printed: str) -> list[Row]:
+    """The rows that a worker printed."""
+    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"case"')]
+
+
 def problem_of(done: subprocess.CompletedProcess[str]) -> Row:
-    """The last lines of a program that failed."""
-    return {} if done.returncode == 0 else {"problem": "\n".join((done.stdout + done.stderr).splitlines()[-12:])}
+    """The error of a program that failed, or its last lines if it has no traceback."""
+    from titan_like.verify.processes import error_in
+
+    printed = done.stdout + done.stderr
+    return {} if done.returncode == 0 else {"problem": error_in(printed) or "\n".join(printed.splitlines()[-12:])}
 
 
 def read_records(folder: str) -> list[dict[str, Any]]:
@@ -187,7 +224,7 @@ def read_records(folder: str) -> list[dict[str, Any]]:
 # Functions that run in separate processes.
 
 
-def peak(settings: list[str]) -> Row:
+def peak(settings: list[str]) -> Iterator[Row]:
     """Peak bytes of a step: the allocator's and the planner's."""
     import torch
 
@@ -207,13 +244,13 @@ def peak(settings: list[str]) -> Row:
     tensors = {"trainer_state": True, "overhead_bytes": 0.0, "fragmentation": 0.0}
     profile = builtin_profiles()["fsdp_a100"].changed(device=device, **tensors)
     predicted = planned(workload_of(trainer.config, trainer.run.model, trainer.run.layout), profile).largest
-    return {
+    yield {
         "predicted_bytes": int(predicted),
         "measured_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
 
 
-def host_waits(settings: list[str]) -> Row:
+def host_waits(settings: list[str]) -> Iterator[Row]:
     """How often the third step waits for the GPU, and where. On a CPU it counts reads of tensors' values instead."""
     import torch
 
@@ -227,7 +264,8 @@ def host_waits(settings: list[str]) -> Row:
                 patches.enter_context(patch.object(torch.Tensor, name, noting(reads, getattr(torch.Tensor, name))))
             trainer.train_step(data)
         data.close()
-        return {"waits": len(reads)}
+        yield {"waits": len(reads)}
+        return
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -235,7 +273,7 @@ def host_waits(settings: list[str]) -> Row:
     torch.cuda.set_sync_debug_mode("default")
     data.close()
     places = [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
-    return {"waits": len(places), "places": sorted(set(places))}
+    yield {"waits": len(places), "places": sorted(set(places))}
 
 
 def noting(calls: list[str], method: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -263,11 +301,64 @@ def trainer_of(settings: list[str]) -> Any:
     return trainer, trainer._load_data()
 
 
-WORKERS: dict[str, Callable[[list[str]], Row]] = {"peak": peak, "waits": host_waits}
+def verify(arguments: list[str]) -> Iterator[Row]:
+    """Verify layouts, given a device and their names, until one is not the same. This process does all the work."""
+    import torch
+
+    from scripts.verify import format_verdict
+    from titan_like.checkpoint import saver
+    from titan_like.config import load_config
+    from titan_like.parallel.mesh import build_mesh
+    from titan_like.train import training_state
+    from titan_like.train.job import process_group
+    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.verify import Verifier
+
+    device, *cases = arguments
+    meshes = patch.object(training_state, "build_mesh", cache(build_mesh))  # all runs share their process groups
+    background = patch.object(saver, "background_group", cache(saver.background_group))
+    with process_group(torch.device(device)), meshes, background:
+        for case in cases:
+            began, (file, *settings) = time.monotonic(), PARITY[case]
+            config = load_config([f"--job.config_file={ROOT}/train_configs/{file}", *ONE, *settings])
+            small = shrink(config, resolve(config, 1), 2, on_gpus=device != "cpu")
+            verifier = Verifier(small, on_gpus=device != "cpu", start=partial(Here, device))
+            verdict = verifier.verify()
+            seconds, ok = time.monotonic() - began, verdict.outcome == "same"
+            problem = {} if ok else {"problem": format_verdict(verdict, verifier.kinds, seconds)}
+            yield {"case": case, "ok": ok, "outcome": verdict.outcome, "seconds": round(seconds, 1), **problem}
+            if not ok:  # it may have left the GPU in no state for others
+                return
+
+
+class Here:
+    """Runs a function of the verifier in this process, as `titan_like.verify.processes.Group` does in another one."""
+
+    def __init__(self, device: str, function: Callable, world_size: int, *arguments: Any, **options: Any) -> None:
+        assert world_size == 1
+        self.device, self.call = device, lambda member: function(member, *arguments)
+
+    def wait(self, *limits: float | None) -> list[Any]:
+        """Run it, however long it takes, and return how it ended."""
+        import torch
+
+        from titan_like.verify.processes import DONE, FAILED, Member, Outcome, error_in
+
+        torch.compiler.reset()  # a new process would have nothing compiled
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return [Outcome(0, DONE, "", self.call(Member(0, 1, Path(folder), 0, self.device)), "", 0)]
+            except Exception:
+                printed = traceback.format_exc()
+                return [Outcome(0, FAILED, error_in(printed), None, printed, 1)]
+
+
+WORKERS: dict[str, Callable[[list[str]], Iterator[Row]]] = {"peak": peak, "waits": host_waits, "verify": verify}
 
 
 def main() -> int:
-    """Run the parts, print a line for each case and write the file; returns 1 if a check failed."""
+    """Run the parts, print a line for each case and write the file; returns 1 if a check failed or was not reached."""
+    global deadline
     import torch
 
     from benchmarks.overhead import machine
@@ -277,27 +368,40 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="run only these parts")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
-    on_gpu = torch.cuda.is_available() and not options.tiny
-    result: dict[str, Any] = {"machine": machine(), "tiny": not on_gpu}
-    for name in options.only or PARTS:
-        began, result[name] = time.monotonic(), []
-        for row in PARTS[name](not on_gpu, on_gpu):
-            result[name].append(row)
-            figures = [
-                f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float | int) and key != "ok"
-            ]
-            print(f"{name:10} {row['case']:34} {'ok' if row['ok'] else 'NOT OK':6} {'  '.join(figures)}", flush=True)
-            if row.get("problem"):
-                print(row["problem"], flush=True)
-        result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
+    tiny = options.tiny or not torch.cuda.is_available()
+    result: dict[str, Any] = {"machine": machine(), "tiny": tiny}
+    chosen, ends = [name for name in PARTS if name in (options.only or PARTS)], time.monotonic() + LIMIT
+    for number, name in enumerate(chosen):
+        part, began = PARTS[name], time.monotonic()
+        deadline = ends - sum(PARTS[later].seconds for later in chosen[number + 1 :])
+        cases = dict(list(part.cases.items())[: 1 if tiny else None])
+        rows: list[Row] = []
+        try:
+            for row in part.run(cases, tiny):
+                rows.append(row)
+                show(name, row)
+        except OutOfTimeError:
+            print(f"{name:10} NOT OK: no time for {', '.join(list(cases)[len(rows) :])}", flush=True)
+        seconds, missed = round(time.monotonic() - began, 1), list(cases)[len(rows) :]
+        result |= {name: rows, f"{name}_seconds": seconds, f"{name}_not_reached": missed}
+        print(f"{name:10} {seconds} s", flush=True)
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["ok"] for name in PARTS for row in result.get(name, [])) else 1
+    return 0 if all(all(row["ok"] for row in result[n]) and not result[f"{n}_not_reached"] for n in chosen) else 1
 
 
-STARTED = time.monotonic()
+def show(part: str, row: Row) -> None:
+    """Print a line for a case, and its problem."""
+    figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float | int) and key != "ok"]
+    print(f"{part:10} {row['case']:34} {'ok' if row['ok'] else 'NOT OK':6} {'  '.join(figures)}", flush=True)
+    if row.get("problem"):
+        print(row["problem"], flush=True)
+
+
+deadline = math.inf  # of the part that runs
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        print(json.dumps(WORKERS[sys.argv[2]](sys.argv[3:])))
+        for line in WORKERS[sys.argv[2]](sys.argv[3:]):
+            print(json.dumps(line), flush=True)
     else:
         sys.exit(main())

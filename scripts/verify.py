@@ -109,7 +109,8 @@ def main(argv: list[str]) -> int:
     from titan_like.verify.verify import Verifier
 
     layout = resolve(config, options.processes)
-    small = shrink(config, layout, options.steps, full_size=options.full_size, keep_layout=options.keep_layout)
+    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
+    small = shrink(config, layout, options.steps, **sizes)
     if options.gpus:
         check_gpus(layout_of(small.config).num_processes)
     verifier = Verifier(small, options.timeout, on_gpus=options.gpus)

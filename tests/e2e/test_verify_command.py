@@ -18,6 +18,7 @@ import torch
 from tests.distributed.mutations import layers
 from tests.e2e.scripts import Script
 from titan_like.verify import verify as verify_module
+from titan_like.verify.processes import Prepare
 from titan_like.verify.verify import Verifier
 
 REPO = Path(__file__).parents[2]
@@ -92,15 +93,25 @@ def test_running_out_of_time_ends_with_3() -> None:
     assert "different" not in result.stdout
 
 
-def test_bug_in_the_model_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    mutation = layers.positions_of_a_dimension_that_tokens_lack
+@pytest.mark.parametrize(
+    ("mutation", "error"),
+    [
+        (layers.positions_of_a_dimension_that_tokens_lack, "IndexError: .*"),
+        (layers.attention_fails, "ValueError: no kernel takes this: heads of 8 dimensions"),
+    ],
+)
+def test_bug_in_the_model_is_nobody_elses(
+    mutation: Prepare, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, prepare=mutation))
-    monkeypatch.setattr(sys, "argv", ["verify.py", *CONFIG, *PIPELINE])
+    monkeypatch.setattr(sys, "argv", ["verify.py", "--json", str(tmp_path / "verdict.json"), *CONFIG, *PIPELINE])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(REPO / "scripts" / "verify.py"), run_name="__main__")
     out, err = capfd.readouterr()
     assert stop.value.code == 1, out + err
-    assert "\ndifferent: the layout runs (float64): one process alone fails: IndexError" in out
+    told = rf"one process alone fails: {error} \(titan_like/models/[a-z_/]+\.py:\d+\)"
+    assert re.search(rf"^different: the layout runs \(float64\): {told} \(\d+ s\)$", out, re.MULTILINE), out
+    assert re.fullmatch(told, json.loads((tmp_path / "verdict.json").read_text())["first_difference"]["detail"])
     assert "\nat fault: one_process (" in out
     assert "Traceback" not in err
 

@@ -7,6 +7,7 @@ import pytest
 from titan_like.config import load_config
 from titan_like.config.schema import Training
 from titan_like.data.batch_size import total_steps
+from titan_like.models.registry import model_config
 from titan_like.verify import observe
 from titan_like.verify.observe import schedule_problem
 from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
@@ -14,9 +15,21 @@ from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
 
-def small_run(*settings: str) -> Small:
+def small_run(*settings: str, on_gpus: bool = False) -> Small:
     config = load_config(["--training.seq_len=64", *settings])
-    return shrink(config, resolve(config, None), 3)
+    return shrink(config, resolve(config, None), 3, on_gpus=on_gpus)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_heads_are_wide_enough_for_the_kernels_of_gpus(family: str, tensor: int) -> None:
+    layout = [f"--parallelism.tensor_parallel_degree={tensor}", "--model.overrides.num_kv_heads=4"]
+    small, on_gpus = (
+        model_config(small_run(f"--model.family={family}", "--training.steps=9", *layout, on_gpus=on_gpus).config.model)
+        for on_gpus in (False, True)
+    )
+    assert small.head_dim in (4, 8) and on_gpus.head_dim == 16
+    assert on_gpus.num_attention_heads == small.num_attention_heads and on_gpus.num_kv_heads == small.num_kv_heads
 
 
 @pytest.mark.parametrize("rampup", [[], RAMPUP], ids=["constant", "ramp-up"])

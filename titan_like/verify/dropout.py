@@ -49,7 +49,7 @@ from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
 _RATE = 0.1  # for a model whose own rate is 0
-_TELLING = 128  # elements of a mask that is hardly ever drawn twice
+_TELLING = 128  # elements that a mask is drawn from, for it hardly ever to be drawn twice
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 _ATTENTION = F.scaled_dot_product_attention
 _GRADIENT_ROUNDING = 64 * FLOOR[EXACT]
@@ -286,8 +286,8 @@ def _check_masks(run: Run, report: Report, draws: dict[Where, dict[int, Draw]]) 
         has_parts = first.kept.shape[1] > 1  # all ranks hold a sequence's first token
         is_split = section.tensor_parallel_degree > 1 if where.is_attention else section.sequence_parallel and has_parts
         for draw in parts.values() if is_split else [first]:
-            masks = draw.kept.flatten(0, 1) if where.is_attention else draw.kept
-            masks = masks if masks[0].numel() >= _TELLING else masks[:0]  # smaller ones are equal by chance
+            masks, varied = (m.flatten(0, int(where.is_attention)) for m in (draw.kept, draw.drawn_from))
+            masks = masks[varied.flatten(1).sum(1) >= _TELLING]  # smaller ones are equal by chance
             # Two draws from the same state of a random stream may differ in shape, so the state is compared too.
             for mark in ((draw.stream,), *((tuple(mask.shape), digest(mask)) for mask in masks)):
                 again = f"it is that {known[mark]} as well as {where}" if mark in known else None

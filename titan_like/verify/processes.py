@@ -7,6 +7,7 @@ the process that started them.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -32,6 +33,8 @@ _DAY = 86400.0  # seconds
 _IDLE_SHARE = 0.05  # of one processor: a process that uses less waits for others (gloo's threads use 0.02)
 _FORK_SERVER = get_context("forkserver")
 
+_TRACEBACK = r'^Traceback \(most recent call last\):\n(  File ".*\n(?: .*\n)*)'
+
 Prepare = Callable[[], AbstractContextManager[object]]
 
 
@@ -52,7 +55,7 @@ class Outcome:
 
     rank: int
     ending: str  # done, failed or stopped
-    reason: str  # why it was stopped, or the last line of a failed one's error
+    reason: str  # why it was stopped, or a failed one's error
     result: Any  # what its function returned, even if the process failed after that
     printed: str  # stdout and stderr
     exit_code: int | None  # None: it was stopped by this module
@@ -164,8 +167,9 @@ class Group:
         elif exit_code in (None, -signal.SIGKILL):
             ending, reason = STOPPED, reason if exit_code is None else KILLED
         else:
-            lines = printed.strip().splitlines() if exit_code else []  # the last is that of a traceback
-            ending, reason = FAILED, lines[-1] if lines else f"it ended with code {exit_code}"
+            lines = printed.strip().splitlines() if exit_code else []
+            told = lines[-1] if lines else f"it ended with code {exit_code}"
+            ending, reason = FAILED, error_in("\n".join(lines)) or told
         return Outcome(rank, ending, reason, self._results.get(rank), printed, exit_code)
 
     def kill(self) -> None:
@@ -177,6 +181,27 @@ class Group:
             process.kill()
         for process in self._processes:
             process.join()
+
+
+def error_in(printed: str) -> str:
+    """The error of the last traceback in a program's output: its type, the first line of its message, and its place.
+
+    The place is the innermost line of this package, or of any other code if this package has none. Without a traceback
+    the text is empty.
+    """
+    parts = re.split(_TRACEBACK, printed, flags=re.MULTILINE)
+    if len(parts) == 1:
+        return ""
+    frames, message = parts[-2:]
+    told = ""
+    for line in message.splitlines():
+        told = f"{told} {line.strip()}".strip()
+        if told and not told.endswith(":"):  # what a colon ends is a heading, or a type whose message begins later
+            break
+    places = re.findall(r'^  File "(.+)", line (\d+)', frames, flags=re.MULTILINE)
+    package = Path(__file__).parents[1]
+    file, line = next((place for place in reversed(places) if Path(place[0]).is_relative_to(package)), places[-1])
+    return f"{told} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
 
 
 def active_seconds(groups: set[int | None]) -> float:

@@ -27,6 +27,7 @@ from titan_like.train.rules import check_rules
 
 MOST_PROCESSES = 8
 FLAVOR = "verify"
+FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 NOT_CLIPPED = 1e4  # factor of max_norm in the last step
 _DEGREES = ("pipeline", "tensor", "shard", "replicate")  # the last is the first to be reduced to 2
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
@@ -86,11 +87,13 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
 
 
 def shrink(
-    config: JobConfig, layout: Layout, steps: int, *, full_size: bool = False, keep_layout: bool = False
-) -> Small:
+    config: JobConfig, layout: Layout, steps: int, *,
+    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
+) -> Small:  # fmt: skip
     """The small run, with ``steps`` good steps.
 
-    ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees.
+    ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees. The
+    model's heads have a size that the kernels for GPUs accept if it runs ``on_gpus``.
     """
     section, training, model = config.parallelism, config.training, model_config(config.model)
     degrees = layout if keep_layout else shrink_degrees(layout)
@@ -105,7 +108,7 @@ def shrink(
         if per_stage is None and stages > 1 and model.has_decoder:
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
-        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len)
+        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len, on_gpus)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     spans = {} if full_size or model.objective != "span_corruption" else small_spans(config, model, seq_len, degrees)
@@ -230,7 +233,7 @@ def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
 
 
 def small_fields(
-    model: TransformerConfig, original_tensor: int, tensor: int, original_seq_len: int, seq_len: int
+    model: TransformerConfig, original_tensor: int, tensor: int, original_seq_len: int, seq_len: int, on_gpus: bool
 ) -> dict[str, Any]:
     """Fields of the small model.
 
@@ -241,6 +244,8 @@ def small_fields(
     kv_heads = 1 if model.num_kv_heads == 1 else 2 * tensor
     heads = kv_heads * min(queries, 2 if kv_heads > 1 else 4)
     head_dim = 8 if heads <= 8 else 4
+    if on_gpus and not model.has_decoder:  # a decoder's attention takes a bias, and never FlexAttention
+        head_dim = FLEX_HEAD_DIM
     hidden = heads * head_dim
     ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tensor)) * tensor
     vocab, multiple = small_vocabulary(model, original_tensor, tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from titan_like.verify.shrink import Small, layout_of
 
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
+_LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
 _LOCATED = (Row.LOSS, Row.GRADIENT, Row.NORM, Row.ZEROS, Row.MISSING)
 
 
@@ -54,6 +56,7 @@ class Verifier:
     patience: float = 15.0  # seconds for which the processes of a layout may all wait for one another
     on_gpus: bool = False
     prepare: Prepare | None = None  # makes a context manager in which every process works
+    start: Callable[..., Any] = Group  # what runs a function on every rank, and waits for its end, as `Group` does
     kinds: list[str] = field(default_factory=list)  # of runs; empty: all that apply
     progress: Progress = lambda _: None
 
@@ -142,8 +145,8 @@ class Verifier:
             (observe_leg, config, skipped, last, folder),
         ]
 
-    def _start(self, function: Callable, processes: int, *arguments: Any) -> Group:
-        return Group(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
+    def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
+        return self.start(function, processes, *arguments, on_gpus=self.on_gpus, prepare=self.prepare)
 
     def _run_layout(self, function: Callable, config: JobConfig, *arguments: Any) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
@@ -161,7 +164,7 @@ class Verifier:
             return
         reason = next(outcome.reason for outcome in outcomes if outcome.ending != DONE)
         if failures:  # when one process fails its connections close, and others fail because of that
-            first = next((outcome for outcome in failures if "onnection" not in outcome.reason), failures[0])
+            first = next((outcome for outcome in failures if not re.search(_LOST, outcome.reason)), failures[0])
             reason = f"rank {first.rank}: {first.reason}"
         checks.append(Check(kind, 0, row, "", 1, detail=reason))
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.models import transformer
 from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
+from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import apply, tensor_styles
@@ -31,6 +32,17 @@ def row_bias_added_by_each() -> Iterator[None]:
         return result if module.bias is None else result + (group.size - 1) * tensor_styles.local(module.bias)
 
     with patch.object(tensor_styles.RowLinear, "forward", row_linear):
+        yield
+
+
+@contextmanager
+def attention_fails() -> Iterator[None]:
+    """Attention raises an error whose last line is only a hint, as those of torch's compiler are."""
+
+    def forward(*_: Any, **__: Any) -> torch.Tensor:
+        raise ValueError("\nno kernel takes this:\n  heads of 8 dimensions\n\nSet VERBOSE=1 for the internal stack")
+
+    with patch.object(SelfAttention, "forward", forward):
         yield
 
 
