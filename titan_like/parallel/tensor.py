@@ -118,13 +118,12 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Call it after a step's last backward pass and before gradients are read. Sums commute, so data parallelism may have
     summed them already.
     """
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     if not gradients:
         return
-    (group,) = {gradient.device_mesh.get_group("tp") for gradient in gradients if isinstance(gradient, DTensor)}
+    group = gradients[0].device_mesh.get_group("tp")
     with coalesced(group):
         for gradient in gradients:
-            assert isinstance(gradient, DTensor)
             dist.all_reduce(gradient.to_local(), group=group)
 
 

@@ -147,7 +147,7 @@ def description(model: TransformerConfig) -> Description:
         tuple(layers),
         tuple(_shape(name, parameter, kinds) for name, parameter in head),
         sum(kinds[name].leaves for name in whole.entry if name in kinds),
-        sum(kinds[name].enters for name in (*whole.head, "output") if name in kinds),
+        sum(kinds[name].enters for name in (*whole.head, "token_loss") if name in kinds),
     )
 
 
