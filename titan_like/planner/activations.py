@@ -90,9 +90,11 @@ def kept(
         chunks = num_chunks(max(1, int(labelled)), columns, "cpu" if device.is_cpu else "cuda")
         matrix, several_in_half = columns * h, chunks > 1 and e < 4
         loss = matrix * (4 if several_in_half else e)
-        # The input, a chunk's logits, on a CPU a block of float32 probabilities and of 16-bit logits, and a product
-        # before it is added to those of other chunks; or in the end the matrix's gradient in the type of computation.
-        block = (1 + (e < 4)) * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
+        # The input, a chunk's logits, and on a CPU a block of probabilities without the padding or of 16-bit logits in
+        # float32, or a product before it is added to those of other chunks. Or in the end the matrix's gradient in the
+        # type of computation.
+        used = model.vocab_size / model.padded_vocab_size if e == 4 and t == 1 else 1.0
+        block = used * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
         loss_work = e * labelled * (h + columns / chunks) + max(block, several_in_half * e * min(matrix, PRODUCT))
         loss_work = max(loss_work, several_in_half * e * matrix)
     ends = one_of_each(model)

@@ -179,7 +179,7 @@ def _write_gradient(
 
     columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero.
     """
-    probability = (logits[:, :size].to(scale.dtype) - denominator[:, None]).exp_()
+    probability = (logits[:, :size] - denominator[:, None]).exp_()  # in the type of the denominator
     if size:
         here = (columns >= 0).to(scale.dtype)
         probability.scatter_add_(1, columns.clamp(min=0)[:, None], -here[:, None])
@@ -192,7 +192,7 @@ def _write_fused_gradient(
 ) -> None:
     """`_write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
     order = torch.arange(logits.shape[1], device=logits.device)
-    probability = (logits.to(scale.dtype) - denominator[:, None]).exp()
+    probability = (logits - denominator[:, None]).exp()
     gradient = torch.where(order == columns[:, None], probability - 1, probability) * scale[:, None]
     logits.copy_(torch.where(order < size, gradient, 0))
 
