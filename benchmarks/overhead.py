@@ -9,11 +9,12 @@ Each comparison alternates between its two sides. Each run is a new process with
 train in float32 on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs
 as users run it: it loads data, logs and writes metrics.jsonl, which the other sides do not.
 
-All sides use the same clock: a hook in torch.optim that reads the time when an optimizer step ends. A step lasts from
-the end of the previous step to its own end, so no work between steps is missed. Tokens per second are the tokens of the
-steps after the warm-up over their total time. The median step is given too: it is less sensitive to other programs on
-the machine, but hides work that only some steps do, such as log lines. Measure on an idle machine: other load can make
-a run ten times as long. The bare loop must reach train.py's final loss, otherwise the benchmark fails.
+All sides use the same clock: a hook in torch.optim that reads the time when an optimizer step ends, on a GPU by an
+event. A step lasts from the end of the previous step to its own end, so no work between steps is missed. Tokens per
+second are the tokens of the steps after the warm-up over their total time. The median step is given too: it is less
+sensitive to other programs on the machine, but hides work that only some steps do, such as log lines. Measure on an
+idle machine: other load can make a run ten times as long. The bare loop must reach train.py's final loss, otherwise the
+benchmark fails. `peers.py` compares larger models on a GPU, compiled and in bfloat16.
 
 `turns` runs train.py with a step of the bare loop before each of its own, in the same process. Both then meet the same
 machine, so single steps can be compared. Work of train.py that spreads over its steps, such as log lines, counts as its
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,26 +52,52 @@ WARMUP = {"overhead": 10, "hf": 3, "turns": 10}
 
 
 class StepClock:
-    """Records when optimizer steps end. It waits for a GPU only at the beginning and the end of the measured steps."""
+    """Records when the optimizer's steps end. It makes the host wait for a GPU only once, after the first step.
 
-    def __init__(self, warmup: int, steps: int) -> None:
+    The optimizer is the one with the most steps: train.py also tries one step of a small one, to see what it allocates.
+    """
+
+    def __init__(self) -> None:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.ends: list[float] = []
-        self._synchronize = torch.cuda.synchronize if torch.cuda.is_available() else None
-        self._waits = (warmup, steps)
+        self._on_gpu = torch.cuda.is_available()
+        # Of each optimizer: when its first step ended, by time.time(), and the ends of its steps, which are events
+        # among a GPU's kernels or seconds of the host's clock.
+        self._steps: dict[Any, tuple[float, list[Any]]] = {}
         register_optimizer_step_post_hook(self._stamp)
 
-    def _stamp(self, *_: Any) -> None:
-        if self._synchronize and len(self.ends) + 1 in self._waits:
-            self._synchronize()
-        self.ends.append(time.perf_counter())
+    def _stamp(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
+        if self._on_gpu:
+            end: Any = torch.cuda.Event(enable_timing=True)
+            end.record()
+        else:
+            end = time.perf_counter()
+        if optimizer not in self._steps:
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            self._steps[optimizer] = time.time(), []
+        self._steps[optimizer][1].append(end)
+
+    @property
+    def first_ended(self) -> float:
+        """When the first step ended, as time.time() tells it."""
+        return max(self._steps.values(), key=lambda steps: len(steps[1]))[0]
+
+    @property
+    def ends(self) -> list[float]:
+        """Seconds from the end of the first step to the end of each."""
+        _, ends = max(self._steps.values(), key=lambda steps: len(steps[1]))
+        if not self._on_gpu:
+            return [end - ends[0] for end in ends]
+        ends[-1].synchronize()
+        return [ends[0].elapsed_time(end) / 1000 for end in ends]
 
 
 def bare_steps(run: Any) -> Iterator[Any]:
-    """Train with a minimal loop over tensors in memory. Yields the loss of each step, a scalar on the device."""
-    import torch
+    """Train our model with a minimal loop over tensors in memory. Yields the loss of each step."""
     import torch.nn.functional as F
 
     from titan_like.models.registry import build_model
@@ -81,17 +108,33 @@ def bare_steps(run: Any) -> Iterator[Any]:
     with run.device:
         model = build_model(run.model, config.model.family)
     model.init_weights(config.job.seed)
-    parameters = list(model.parameters())
+
+    def loss_of(tokens: Any, labels: Any) -> Any:
+        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    yield from bare_loop(config, loss_of, list(model.parameters()), data)
+
+
+def bare_loop(
+    config: Any, loss_of: Callable[[Any, Any], Any], parameters: list[Any], data: Iterable[Any]
+) -> Iterator[Any]:
+    """Train for each batch of ``data``, tokens and labels [batch, 2, seq], one step.
+
+    Yields the loss of each step, a scalar on the device.
+    """
+    import torch
+
+    section = config.optimizer
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps, fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    is_half = config.training.dtype == "bfloat16"
     for batch in data:
         tokens, labels = batch.unbind(1)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_half):
+            loss = loss_of(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm)
         optimizer.step()
@@ -105,30 +148,27 @@ def train_bare(run: Any) -> float:
     return loss.item()
 
 
-def train_hf(run: Any) -> float:
-    """Train a GPT2LMHeadModel of the same shape with transformers.Trainer, without logging. Returns the mean loss."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+def train_hf(config: Any, shape: Any, tokens: Any) -> list[float]:
+    """Train transformers' model of the same shape with its Trainer, without logging, on tokens [samples, seq].
 
-    config, shape = run.config, run.model
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=shape.vocab_size,
-            n_positions=shape.max_seq_len,
-            n_embd=shape.hidden_size,
-            n_layer=shape.num_layers,
-            n_head=shape.num_attention_heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    Returns the loss of every step, in nats per token.
+    """
+    import torch
+    import transformers
+
+    on_gpu = torch.cuda.is_available()
+    mapping = shape.family_module("hugging_face")
+    model_class = getattr(transformers, mapping.ARCHITECTURE)
+    # The default bos_token_id and eos_token_id are beyond a small vocabulary.
+    fields = mapping.to_fields(shape) | {"bos_token_id": 0, "eos_token_id": 0}
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = model_class(model_class.config_class.from_dict(fields))
     expected, found = shape.num_parameters(padded=False), sum(p.numel() for p in model.parameters())
     if expected != found:
-        raise RuntimeError(f"the models differ: {expected:,} parameters here, {found:,} in GPT2LMHeadModel")
-    arguments = TrainingArguments(
+        raise RuntimeError(f"the models differ: {expected:,} parameters here, {found:,} in {mapping.ARCHITECTURE}")
+    if model.config._attn_implementation != "sdpa":
+        raise RuntimeError(f"{mapping.ARCHITECTURE} would use {model.config._attn_implementation} attention, not sdpa")
+    arguments = transformers.TrainingArguments(
         output_dir=str(Path(config.job.dump_folder) / "hf"),
         per_device_train_batch_size=config.training.micro_batch_size,
         max_steps=config.training.steps,
@@ -139,15 +179,33 @@ def train_hf(run: Any) -> float:
         adam_beta2=config.optimizer.betas[1],
         weight_decay=config.optimizer.weight_decay,
         max_grad_norm=config.training.max_norm,
-        use_cpu=not torch.cuda.is_available(),
+        bf16=config.training.dtype == "bfloat16",
+        torch_compile=config.compile.enable,
+        torch_compile_backend=compile_backend() if config.compile.enable else None,
+        use_cpu=not on_gpu,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    # GPT2LMHeadModel shifts the labels itself.
-    dataset = [{"input_ids": tokens, "labels": tokens} for tokens in samples(run)[:, 0]]
-    return Trainer(model, arguments, train_dataset=dataset).train().training_loss
+    losses: list[Any] = []
+
+    class NotingTrainer(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.detach().clone())
+            return loss
+
+    # The models shift the labels themselves.
+    NotingTrainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in tokens]).train()
+    return torch.stack(losses).tolist()
+
+
+def compile_backend() -> str:
+    """The compiler of the sides that are not train.py: on a CPU, one that traces but generates no code."""
+    import torch
+
+    return "inductor" if torch.cuda.is_available() else "aot_eager"
 
 
 def samples(run: Any) -> Any:
@@ -195,7 +253,7 @@ def train_in_turns(argv: list[str], dump_folder: str, run: Any, output: Path) ->
     output.write_text(json.dumps(seconds))
 
 
-def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
+def worker(side: str, output: Path, argv: list[str]) -> None:
     """Train one side in this process and write its times."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -210,14 +268,15 @@ def worker(side: str, output: Path, warmup: int, argv: list[str]) -> None:
 
         train_in_turns(argv, config.job.dump_folder, prepare_run(resolve_settings(config)), output)
         return
-    clock = StepClock(warmup, config.training.steps)
+    clock = StepClock()
     if side == "titan":
         loss = train_titan(argv, config.job.dump_folder)
     else:
         from titan_like.train.rules import resolve_settings
         from titan_like.train.setup import prepare_run
 
-        loss = {"bare": train_bare, "hf": train_hf}[side](prepare_run(resolve_settings(config)))
+        run = prepare_run(resolve_settings(config))
+        loss = train_bare(run) if side == "bare" else train_hf(config, run.model, samples(run)[:, 0])[-1]
     result = {"ends": clock.ends, "loss": loss, "threads": torch.get_num_threads()}
     output.write_text(json.dumps(result))
 
@@ -255,7 +314,7 @@ def start(side: str, command: str, args: argparse.Namespace, folder: Path) -> tu
     argv = [*settings_of(command, args), "--job.dump_folder", str(folder / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(
-        [sys.executable, __file__, "worker", side, str(output), str(warmup), *argv],
+        [sys.executable, __file__, "worker", side, str(output), *argv],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode or not output.exists():
@@ -385,6 +444,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
     else:
         main()
