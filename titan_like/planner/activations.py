@@ -90,12 +90,18 @@ def kept(
         chunks = num_chunks(max(1, int(labelled)), columns, "cpu" if device.is_cpu else "cuda")
         matrix, several_in_half = columns * h, chunks > 1 and e < 4
         loss = matrix * (4 if several_in_half else e)
-        # The input, a chunk's logits, and on a CPU a block of probabilities without the padding or of 16-bit logits in
+        # The input, what it was gathered from, and that of an RMSNorm whose operators on a CPU keep copies instead; a
+        # chunk's logits, and on a CPU a block of probabilities without the padding or of 16-bit logits in
         # float32, or a product before it is added to those of other chunks. Or in the end the matrix's gradient in the
         # type of computation.
         used = model.vocab_size / model.padded_vocab_size if e == 4 and t == 1 else 1.0
         block = used * min(4 * labelled * columns / chunks, BLOCK_BYTES) if device.is_cpu else 0.0
-        loss_work = e * labelled * (h + columns / chunks) + max(block, several_in_half * e * min(matrix, PRODUCT))
+        others = (t > 1 and sequence_parallel) + (
+            e < 4 and device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm)
+        )
+        loss_work = e * labelled * (h + others * outside + columns / chunks) + max(
+            block, several_in_half * e * min(matrix, PRODUCT)
+        )
         loss_work = max(loss_work, several_in_half * e * matrix)
     ends = one_of_each(model)
     entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)

@@ -247,7 +247,7 @@ def _trainer_states(work: Workload, held: _Held, exact: bool) -> Iterable[State]
     """The state of our own trainer on each rank."""
     m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
     several, element = work.data_parallel > 1, element_bytes(work.dtype)
-    sharing = Sharing(work.tensor, shard, several, work.zero_stage, element, work.optimizer)
+    sharing = Sharing(work.tensor, shard, several, work.zero_stage if several else 0, element, work.optimizer)
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)

@@ -71,8 +71,12 @@ class ParameterShape:
 
     @property
     def is_deferrable(self) -> bool:
-        """Whether a split backward pass defers its gradient, as it does for the matrices of linear layers."""
-        return len(self.shape) == 2 and not self.at_entry
+        """Whether a split backward pass defers its gradient, as it does for the matrices of linear layers.
+
+        The loss computes that of the output matrix, or the tied table, in the forward pass.
+        """
+        of_loss = self.name in ("output.weight", "embedding.weight")
+        return len(self.shape) == 2 and not self.at_entry and not of_loss
 
 
 @dataclass(frozen=True)

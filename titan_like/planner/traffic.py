@@ -75,8 +75,7 @@ def step_collectives(
         calls.update(_data_parallel_calls(stage, passes, layout, storage))
         if layout.tensor > 1:
             calls.update(_tensor_parallel_calls(config, model, stage, passes, layout.tensor))
-        if config.parallelism.sequence_parallel:
-            calls.update(_partial_gradients(stage, storage))
+    calls.update(_partial_gradients(stages, storage) if config.parallelism.sequence_parallel else ())
     held = {parameter.name: parameter for stage in stages for unit in stage.units for parameter in unit.parameters}
     for name, others in copies.items():
         size = storage.master * prod(storage.split.here(held[name]))
@@ -232,9 +231,9 @@ def _tensor_parallel_calls(
         yield from calls(spread, leaves, enters_again)
 
 
-def _partial_gradients(stage: StageTraffic, storage: Storage) -> Iterator[_Call]:
+def _partial_gradients(stages: Sequence[StageTraffic], storage: Storage) -> Iterator[_Call]:
     """One all-reduce of all gradients that sequence parallelism leaves partial."""
-    parameters = [p for unit in stage.units for p in unit.parameters if p.partial]
+    parameters = [p for stage in stages for unit in stage.units for p in unit.parameters if p.partial]
     if parameters:
         size = storage.master * sum(prod(storage.split.here(parameter)) for parameter in parameters)
         yield "tp", "all_reduce", "partial gradients", size
