@@ -12,6 +12,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
+| `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
 | `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_styles.py` | all |
@@ -29,6 +30,7 @@ Functions import what they need when they are called: planning must not load wha
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +130,13 @@ def is_in_backward_pass() -> bool:
 def import_compiler() -> None:
     """Import what `torch.compile`, and much else in torch, would import when it is first used."""
     import torch._dynamo  # noqa: F401
+
+
+def compiler_cache() -> Path:
+    """The folder in which the compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or one for temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def overlap_tensor_parallelism(group_name: Any) -> None:

@@ -6,8 +6,12 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo
 
-from tests.distributed.launch import Case, Result, relative, run_cases
+from tests.distributed.launch import Case, Result, base_config, launch, relative, run_cases
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
 
 SMALL = {
     "model.overrides": {"num_layers": 2},
@@ -73,3 +77,29 @@ def test_compiled_layers_have_the_same_gradients(results: dict[str, Result]) -> 
         assert found.grad_norms == pytest.approx(eager.grad_norms, rel=1e-5), case
         # The compiler fuses operations, which rounds differently: equal to the last bit would mean it did not run.
         assert any(not torch.equal(found.gradients[name], eager.gradients[name]) for name in eager.gradients), case
+
+
+STEADY = {
+    "gpt": {"model.family": "gpt", "training.dtype": "bfloat16"},
+    "llama, documents": {"model.family": "llama", "data.reset_position_ids": True, "data.reset_attention_mask": True},
+}
+
+
+def train_steadily(rank, folder):
+    for name, settings in STEADY.items():
+        settings = SMALL | {"training.steps": 6, "compile.enable": True, "checkpoint.enable": False} | settings
+        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, settings))))
+        data = trainer._load_data()
+        for _ in range(2):
+            trainer.train_step(data)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(2):
+                trainer.train_step(data)
+        data.close()
+        (folder / f"{name} done").touch()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler")
+def test_nothing_is_compiled_again_after_the_second_step(tmp_path):
+    launch(train_steadily, 1, tmp_path)
+    assert all((tmp_path / f"{name} done").exists() for name in STEADY)

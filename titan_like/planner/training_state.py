@@ -104,9 +104,9 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     """The most bytes of state at any moment of a step, from one process's stages and its passes in order.
 
     Exact if all shards are equal and a step has at least three microbatches, except for split backward passes whose
-    gradients change type or are summed over replicas. Otherwise it is too high by less than one unit. ``actions`` have I and W only where the
-    trainer really splits the backward pass. When a stage's last backward pass ends, its reduced gradients replace the
-    accumulated ones, and its gathered weights are freed.
+    gradients change type or are summed over replicas. Otherwise it is too high by less than one unit. ``actions`` have
+    I and W only where the trainer really splits the backward pass. When a stage's last backward pass ends, its reduced
+    gradients replace the accumulated ones, and its gathered weights are freed.
     """
     sizes = {
         index: stage_sizes(stage_elements(units, storage.split, storage.optimizer), storage)

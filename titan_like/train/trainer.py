@@ -31,6 +31,7 @@ from titan_like.models.labels import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import lr_factor
+from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.model import ModelOutput
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.parallel.tied import sum_gradients_of_copies
@@ -59,6 +60,9 @@ class Trainer(TrainingState):
         self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.console.print(f" {describe_run(run)}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
+            self.console.print(f" {told}")
+        self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
+        if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if dist.get_rank() == 0 else []
@@ -229,6 +233,8 @@ class Trainer(TrainingState):
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
+        if self.compile_cache is not None and issued.step == self.start_step + 2:
+            self.compile_cache.note_done()
         return StepRecord(
             step=issued.step,
             loss=values.loss,
