@@ -4,6 +4,7 @@
     python benchmarks/overhead.py overhead --pairs 7 --json overhead.json
     python benchmarks/overhead.py hf --layers 6 --hidden 192 --vocab 50257
     python benchmarks/overhead.py turns                        # on a machine whose speed changes from run to run
+    python benchmarks/overhead.py turns --compile              # our layers one by one, the bare loop as one graph
 
 Each comparison alternates between its two sides. Each run is a new process with the same number of threads. All sides
 train in float32 on the same samples, with the same batch size, learning rate, fused AdamW and clipping. train.py runs
@@ -112,6 +113,10 @@ def bare_steps(run: Any) -> Iterator[Any]:
     def loss_of(tokens: Any, labels: Any) -> Any:
         return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
+    if config.compile.enable:  # as one graph, with the loss
+        import torch
+
+        loss_of = torch.compile(loss_of)
     yield from bare_loop(config, loss_of, list(model.parameters()), data)
 
 
@@ -298,6 +303,8 @@ def settings_of(command: str, args: argparse.Namespace) -> list[str]:
         "optimizer.lr": LR,
         "lr_scheduler.decay": "constant",
     }
+    if args.compile:
+        settings["compile.enable"] = "true"
     if command == "hf":
         settings["model.overrides.num_layers"] = args.layers
         settings["model.overrides.hidden_size"] = args.hidden
@@ -426,6 +433,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="hf: hidden size (default 256)")
     parser.add_argument("--heads", type=int, default=8, help="hf: attention heads (default 8)")
     parser.add_argument("--vocab", type=int, default=8192, help="hf: vocabulary (default 8192)")
+    parser.add_argument("--compile", action="store_true", help="compile all sides")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     args = parser.parse_args()
     if args.steps is not None and args.steps < 4:
