@@ -55,7 +55,13 @@ class WatchedStage(nn.Module):
 
 
 class OneReplica:
+    def before_forward(self):
+        pass
+
     def before_backward(self, is_last):
+        pass
+
+    def after_backward(self):
         pass
 
     def finish(self):

@@ -66,7 +66,8 @@ def test_a_model_fits_if_any_layout_of_all_does(nodes):
     for name, expected in answers.items():
         config, profile = run_of(*words, "--model.flavor", name)
         assert fits(config, profile, lambda _, name=name: flavor("gpt", name), 4 * nodes) == expected
-    assert answers == {"gpt3_6.7b": True, "gpt3_13b": nodes > 1}
+    # Four GPUs of 32 GiB hold 18 bytes of each of 6.7 billion parameters, but not the activations as well.
+    assert answers == {"gpt3_6.7b": nodes > 1, "gpt3_13b": nodes > 1}
 
 
 def brute_force(words):

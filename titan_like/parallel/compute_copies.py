@@ -7,11 +7,16 @@ over microbatches in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_like.torch_private import add_all_, copy_all_, views_of
+
+UNIT_BYTES = 256 << 20  # of gradients in the half type that wait to be added up
 
 
 class ComputeCopies:
@@ -24,55 +29,97 @@ class ComputeCopies:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         """The module's parameters must be allocated."""
-        self._masters, self._copies = list[nn.Parameter](), list[nn.Parameter]()
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
             for name, master in owner.named_parameters(recurse=False):
                 if master not in known:
                     known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype))
                 vars(owner)[name] = known[master]
-        self._masters, self._copies = list(known), list(known.values())
-        self._of_masters, self._of_copies = _local(self._masters), _local(self._copies)
-        self._is_sharded = any(isinstance(master, DTensor) for master in self._masters)
-        self._size = sum(part.numel() for part in self._of_masters)
-        self._sums: list[torch.Tensor] = []  # float32, of this process's part of each gradient
-        self._received: set[int] = set()  # numbers of the weights that have a gradient
+        self._of_masters, self._of_copies = _local(known), _local(known.values())
+        self._units = [_Unit(members) for members in _in_units(list(known.items()))]
+        # A backward pass reaches a unit's first weight last. What is missing then is taken up later.
+        for number, unit in enumerate(self._units[1:], 1):
+            unit.copies[0].register_post_accumulate_grad_hook(partial(self._on_gradient, number))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the master weights, which may have changed."""
         copy_all_(self._of_copies, self._of_masters)
 
-    @torch.no_grad()
+    def _on_gradient(self, number: int, _copy: torch.Tensor) -> None:
+        for unit in self._units[number:]:
+            unit.add_gradients()
+
     def add_gradients(self) -> None:
         """Add the gradients of a backward pass to their sums, and free them."""
-        gradients = [copy.grad for copy in self._copies]
-        here = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        found = [gradient for gradient in gradients if gradient is not None]
+        for unit in self._units:
+            unit.add_gradients()
+
+    def hand_over(self) -> None:
+        """Make the sums the gradients of the master weights, after a step's last backward pass."""
+        for unit in self._units:
+            unit.hand_over()
+
+
+class _Unit:
+    """Weights whose gradients are added up together: master weights and their copies."""
+
+    def __init__(self, members: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        self.masters, self.copies = [master for master, _ in members], [copy for _, copy in members]
+        self._like = _local(self.masters)
+        self._size = sum(part.numel() for part in self._like)
+        self._is_sharded = any(isinstance(master.data, DTensor) for master in self.masters)
+        self._sums: list[torch.Tensor] = []  # float32, of this process's part of each gradient
+        self._received: set[int] = set()  # numbers of the weights that have a gradient
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the copies' gradients, as far as there are any, to their sums, and free them."""
+        here = [number for number, copy in enumerate(self.copies) if copy.grad is not None]
+        if not here:
+            return
+        found = [copy.grad for copy in self.copies if copy.grad is not None]
         found = _local(found) if self._is_sharded else found
-        if not self._sums and len(here) == len(gradients):
-            self._sums = views_of(self._of_masters[0].new_empty(self._size), self._of_masters)
-            copy_all_(self._sums, found)
-        elif here:
-            self._sums = self._sums or views_of(self._of_masters[0].new_zeros(self._size), self._of_masters)
+        if self._sums or len(here) < len(self.copies):
+            self._sums = self._sums or views_of(self._like[0].new_zeros(self._size), self._like)
             add_all_([self._sums[number] for number in here], found)
+        else:
+            self._sums = views_of(self._like[0].new_empty(self._size), self._like)
+            copy_all_(self._sums, found)
         self._received.update(here)
-        for copy in self._copies:
+        for copy in self.copies:
             copy.grad = None
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Make the sums the gradients of the master weights, after a step's last backward pass."""
+        """Make the sums the gradients of the master weights."""
         for number in self._received:
-            master, gradient = self._masters[number], self._sums[number]
+            master, gradient = self.masters[number], self._sums[number]
             master.grad = _like(gradient, master) if self._is_sharded else gradient
         self._sums = []
         self._received.clear()
 
 
-def _local(tensors: list) -> list[torch.Tensor]:
+def _in_units(
+    members: list[tuple[nn.Parameter, nn.Parameter]],
+) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Divide weights, in the order of the forward pass, so that a unit's copies take at least `UNIT_BYTES`."""
+    units: list[list[tuple[nn.Parameter, nn.Parameter]]] = [[]]
+    size = 0
+    for member in reversed(members):
+        if size >= UNIT_BYTES:
+            units.insert(0, [])
+            size = 0
+        units[0].insert(0, member)
+        part = member[1].data
+        size += (part.to_local() if isinstance(part, DTensor) else part).nbytes
+    return units
+
+
+def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This process's parts, which share their memory with the tensors."""
-    return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in tensors]
+    parts = (tensor.detach() for tensor in tensors)
+    return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
 
 def _like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

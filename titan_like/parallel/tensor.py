@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
 from titan_like.torch_private import coalesced, overlap_tensor_parallelism
@@ -44,6 +45,8 @@ def apply_tensor_parallel(
         if getattr(config, name) % mesh.size():
             raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
     styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
+    if isinstance(getattr(model, "token_loss", None), TokenLoss) and "token_loss" not in styles:
+        raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out token_loss")
     parallelize_module(model, mesh, styles, src_data_rank=None)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
+from titan_like.parallel.compute_copies import UNIT_BYTES
 from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.split import StageLayers
 from titan_like.planner.dtypes import BYTES
@@ -88,8 +89,8 @@ def state_bytes(
     ======  ==================  ==========================================================
 
     ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients proportionally smaller;
-    stage 0 then keeps a float32 master copy as well as the compute copy. A single process keeps both between steps, and
-    all gradients of a backward pass until it ends: 14P and 20P in every stage.
+    stage 0 then keeps a float32 master copy as well as the compute copy. A single process keeps both between steps, 14P
+    in every stage, and 18P at the peak with at least `UNIT_BYTES` of fresh gradients, or all 2P of them.
     """
     units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
     split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
@@ -224,9 +225,10 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     gradients = storage.master * sum([length * row for length, row, _ in here])  # the same bytes as the weights
     state += sum([length * values for length, _, values in here])
     shards = gradients + int(storage.master * state)
-    if storage.copied:  # the copies stay; gradients in the compute type are all made before they are added up
-        fresh, matrices = compute * total, compute * deferred
-        return StageSizes(shards + fresh, gradients, 0, 0, gradients, fresh, fresh, fresh - matrices, matrices)
+    if storage.copied:  # the copies stay; gradients in the compute type are added up by units of the least size
+        fresh, matrices = min(compute * total, UNIT_BYTES + compute * max(layer, in_root, entry)), compute * deferred
+        vectors = min(fresh, compute * (total - deferred))
+        return StageSizes(shards + compute * total, gradients, 0, 0, gradients, fresh, fresh, vectors, matrices)
     # The weights are used as they are, so nothing is gathered or cast.
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)

@@ -1,0 +1,80 @@
+"""A process that shares its weights with no other computes with copies of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_like.parallel import compute_copies
+from titan_like.parallel.compute_copies import ComputeCopies
+
+
+def model():
+    """Three layers, of which the last shares its weight with the first."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def expected_gradients(inputs, dtype):
+    """Autograd through casts, which adds the gradients of microbatches in float32."""
+    plain = model()
+    for x in inputs:
+        weights = {name: parameter.to(dtype) for name, parameter in plain.named_parameters()}
+        torch.func.functional_call(plain, weights, x.to(dtype)).float().square().sum().backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 8 * 8 * 2, 1 << 20], ids=["each weight", "some", "one unit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_those_of_casts(monkeypatch, dtype, unit_bytes):
+    monkeypatch.setattr(compute_copies, "UNIT_BYTES", unit_bytes)
+    inputs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+    layers = model()
+    copies = ComputeCopies(layers, dtype)
+    copies.refresh()
+    for x in inputs:
+        layers(x.to(dtype)).float().square().sum().backward()
+        copies.add_gradients()
+    copies.hand_over()
+    expected = expected_gradients(inputs, dtype)
+    for name, parameter in layers.named_parameters():
+        assert parameter.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_units_are_added_up_before_the_backward_pass_ends(monkeypatch):
+    monkeypatch.setattr(compute_copies, "UNIT_BYTES", 1)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    copies = ComputeCopies(layers, torch.bfloat16)
+    copies.refresh()
+    waiting = []
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    x.register_hook(lambda _: waiting.append(sum(layer.weight.grad is not None for layer in layers)))
+    layers(x).sum().backward()
+    assert waiting[0] <= 1
+
+
+def test_weights_follow_their_masters_only_when_told():
+    layers = model()
+    copies = ComputeCopies(layers, torch.bfloat16)
+    copies.refresh()
+    x, before = torch.ones(1, 8, dtype=torch.bfloat16), layers[0].weight.detach().clone()
+    first = layers(x)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(2)
+    assert torch.equal(layers(x), first)
+    copies.refresh()
+    assert torch.equal(layers[0].weight, 2 * before) and layers[0].weight is layers[2].weight
+
+
+def test_a_weight_without_a_gradient_gets_none():
+    layers = model()
+    copies = ComputeCopies(layers, torch.bfloat16)
+    copies.refresh()
+    layers[0](torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    copies.add_gradients()
+    copies.hand_over()
+    received = {name for name, parameter in layers.named_parameters() if parameter.grad is not None}
+    assert received == {"0.weight", "0.bias"}
