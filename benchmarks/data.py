@@ -10,6 +10,7 @@
 | tokenize | `scripts/preprocess_data.py` on 1 and 2 workers, next to bare loops over `encode_batch_fast` | 1.8 ×, 0.9 × |
 | memory | peak resident memory of its processes on a .jsonl of 1 GB, with --long also a .txt of one document | 300 MiB |
 | loader | samples that one loader thread gives at 1,024 tokens, next to those that GPT-2 124M trains on here | 50 × |
+| sources | tokens that the loader gives of each kind of source, in microbatches of 16 × 1,024 | 500,000/s |
 | step | share of a step of `debug_gpt` in which it waits for a blend's samples | 1 % |
 
 Sizes are multiplied by --scale. The text is the standard library's source, repeated with the lines of each file rotated,
@@ -35,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
-from data_tokenize import memory, peak_of, tokenize
+from data_tokenize import memory, peak_of, text_of, tokenize
 from overhead import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,6 +229,52 @@ def loader(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"tokens_per_second": rate, "gpt2_124m_tokens_per_second": trained, "ratio": rate / trained}
 
 
+def sources(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Tokens a second that a consumer takes if it does nothing else, by source; streams tokenize them meanwhile.
+
+    Tokens per second of processor time, over all processes and with their start, hardly depend on what else runs here.
+    """
+    import torch
+
+    from titan_like.config.schema import Data
+    from titan_like.data.loader import BackgroundLoader, GlobalSampler
+    from titan_like.data.open_source import open_source
+    from titan_like.data.source import DataRequest
+
+    text, tokenizer = text_of(options, folder, 50 * options.scale)
+    text_settings = {"paths": [str(text)], "tokenizer": tokenizer}
+    cases = {
+        "indexed": Data(dataset="indexed", paths=blend_of(folder, 50257)),
+        "text": Data(dataset="text", **text_settings),
+        "streamed by the loader's thread": Data(dataset="hf", **text_settings),
+        "streamed by 1 worker": Data(dataset="hf", num_workers=1, **text_settings),
+        "streamed by 2 workers": Data(dataset="hf", num_workers=2, num_readers=32, **text_settings),
+        "streamed by 2 workers with 16 readers": Data(dataset="hf", num_workers=2, **text_settings),
+    }
+    found: dict[str, Any] = {}
+    for name, section in cases.items():
+        source = open_source(DataRequest(section, "train", 1024, 0, 50304, folder / name))
+        used, ahead = sum(os.times()[:4]), options.sized(20)  # more than are prepared ahead
+        batches = BackgroundLoader(source, GlobalSampler(0, 16, 0, 1), section.num_workers, torch.device("cpu"))
+        taken, rates = options.sized(200 if section.dataset == "hf" else 2000), []
+        for _ in range(ahead):
+            next(batches)
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(taken):
+                next(batches)
+            rates.append(taken * 16 * 1024 / (time.perf_counter() - began))
+        batches.close()
+        used = max(sum(os.times()[:4]) - used, 0.01)  # the clock's resolution
+        a_core = (ahead + len(rates) * taken) * 16 * 1024 / used
+        found[name] = {"median": statistics.median(rates), "all": rates, "per_processor_second": a_core}
+        print(
+            f"sources: {name}: {found[name]['median']:,.0f} tokens/s (goal 500,000), at best {max(rates):,.0f}; "
+            f"{a_core:,.0f} per second of processor time"
+        )
+    return found
+
+
 def step(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Share of the median step that waits for data, in a short run of debug_gpt over a blend."""
     steps = options.sized(100, least=8)
@@ -252,7 +299,8 @@ def trained_steps(settings: list[str], dump: Path) -> list[dict[str, float]]:
 
 
 SECTIONS = {
-    "access": access, "index": index, "tokenize": tokenize, "memory": memory, "loader": loader, "step": step
+    "access": access, "index": index, "tokenize": tokenize, "memory": memory, "loader": loader, "sources": sources,
+    "step": step,
 }  # fmt: skip
 
 

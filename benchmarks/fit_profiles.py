@@ -1,8 +1,10 @@
 """Fit the shipped profiles to a file of measured rows, and report how well each predicts rows left out of the fit.
 
     python benchmarks/fit_profiles.py --points FILE.csv [--only NAME] [--write]
+    python benchmarks/fit_profiles.py --points benchmarks/results/titan_h100_rows.json --write
 
-Rows of arXiv 2104.04473, Table 1, are refused because they are the test set.
+It fits the profiles for which the file has rows. The second command fits this project's own; a JSON file that
+`peers.py` writes does too. Rows of arXiv 2104.04473, Table 1, are refused because they are the test set.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from titan_like.metrics.devices import find_device
 from titan_like.planner.accuracy import judgement
 from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.measured_rows import Row, read_rows
+from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import Profile, profile_to_toml
 
 FOLDER = Path(__file__).parent.parent / "titan_like/planner/profiles"
@@ -53,6 +56,11 @@ class Recipe:
     gpus_per_node: int = 8
     rows: Callable[[Row], bool] = lambda row: True
     group: Callable[[Row], str] = by_shape
+
+    def begin(self, name: str) -> Profile:
+        """The profile before the fit."""
+        profile = Profile(name, find_device(self.device), self.gpus_per_node, self.node_bandwidth, **self.start)
+        return of_own_trainer(profile, profile.dtype) if profile.trainer_state else profile
 
 
 _MEGATRON_H100 = {
@@ -289,6 +297,25 @@ RECIPES: dict[str, Recipe] = {
         },
         group=by_layout,
     ),
+    "titan_h100": Recipe(
+        "H100, this trainer: one process, bf16, compiled layers and loss; links and overlap are those of fsdp_h100",
+        (("H100", "titan_like"),),
+        "H100-80GB",
+        200e9,
+        ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "operator_time", "step_time"),
+        start={
+            "trainer_state": True,
+            "causal_half": True,
+            "attention_efficiency": 0.25,
+            "gemm_efficiency": 0.7,
+            "operator_time": 3.6e-5,  # of vtrain_a100_node, whose small models the host binds too
+            "launch_norm": 16,  # a step lasts as long as its launches or its kernels, whichever takes longer
+            "microbatch_time": 1e-4,
+            "step_time": 2e-3,
+            "overlap": 0.88,
+        },
+        group=lambda row: row.model,
+    ),
     "megatron_lm_h100": Recipe(
         "H100, Megatron-LM Core 0.8 of 2024: 8 x 400 Gb/s, fused attention, overlapped communication, bf16",
         (("H100", "tf=model"),),
@@ -339,7 +366,7 @@ RECIPES: dict[str, Recipe] = {
 def main() -> int:
     """Fit the profiles, print the errors, and write the profiles if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--points", required=True, help="CSV of measured rows")
+    parser.add_argument("--points", required=True, help="CSV or JSON of measured rows")
     parser.add_argument("--only", help="one profile")
     parser.add_argument("--write", action="store_true", help=f"write {FOLDER.name}/NAME.toml")
     options = parser.parse_args()
@@ -351,7 +378,9 @@ def main() -> int:
         if options.only not in (None, name):
             continue
         chosen = [row for row in rows if recipe.rows(row) and _covered(row, recipe.studies) and not row.out_of_memory]
-        start = Profile(name, find_device(recipe.device), recipe.gpus_per_node, recipe.node_bandwidth, **recipe.start)
+        if not chosen:
+            continue
+        start = recipe.begin(name)
         profile = fit(chosen, start, recipe.names)
         left_out = leave_one_group_out(chosen, start, recipe.names, recipe.group)
         predictions = [prediction for group in left_out.values() for prediction in group]

@@ -2,12 +2,12 @@
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
-Judges the rows of a CSV (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, which include
-the ten of arXiv 2104.04473, Table 1. Each row is predicted with the profile for its GPU and the first word of its
-notes. For each such group it prints n; the median, mean and p90 of the absolute error of the step time; the bias
-(signed median); the worst regret of choosing the layout that is predicted fastest, and the number of sweeps in which it
-is at most 2 %; the rank correlation over layouts; the errors of memory, if it was measured; and rows that ran out of
-memory.
+Judges the rows of a file (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, which include
+the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_h100_rows.json. Each row is predicted with the profile
+for its GPU and the first word of its notes. For each such group it prints n; the median, mean and p90 of the absolute
+error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
+the number of sweeps in which it is at most 2 %; the rank correlation over layouts; the errors of memory, if it was
+measured; and rows that ran out of memory.
 
 Without --points it also prints the errors on rows left out of each profile's fit; the pipeline's closed forms against
 the simulated tables; the simulation against the real steps that `simulator_check.py` measured; the state of this
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="PATH", help="also write all of it to this file")
     options = parser.parse_args(argv)
     try:
-        rows, left_out = read_rows(options.points) if options.points else (published_rows(), [])
+        rows, left_out = read_rows(options.points) if options.points else (published_rows() + own_rows(), [])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -84,6 +84,11 @@ def main(argv: list[str]) -> int:
         }
         Path(options.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
     return 0
+
+
+def own_rows() -> list[Row]:
+    """The rows of this trainer."""
+    return read_rows(RESULTS / "titan_h100_rows.json")[0]
 
 
 def predict_all(rows: list[Row]) -> tuple[list[Prediction], dict[str, int]]:

@@ -8,20 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.fit_profiles import RECIPES
 from benchmarks.published_rows import published_rows
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
+from titan_like.metrics.devices import find_device
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import flavors
 from titan_like.models.t5.config import T5Config
 from titan_like.planner.accuracy import Prediction, accuracy, predict_row, rank_correlation, sweeps
 from titan_like.planner.calibrate import calibrated, fit, leave_one_group_out, log_errors
+from titan_like.planner.commands.predict import describe
 from titan_like.planner.duration import days_by_formula, duration
-from titan_like.planner.measured_rows import Row, adapted
-from titan_like.planner.predict import for_run, predict
+from titan_like.planner.measured_rows import Row, adapted, read_rows
+from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_for_group, profile_from, profile_to_toml
 from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[2]
 ROWS = published_rows()
@@ -230,8 +234,44 @@ def test_our_own_trainer_has_its_own_loss_whosever_constants_it_takes():
     profile = builtin_profiles()["fsdp_a100"]
     assert profile.fused_loss
     run = for_run(profile, config, profile.device)
-    assert not run.fused_loss
     assert run.logit_state == 8
+    work = ROWS[0].work._replace(flash=True)
+    times = {
+        compiled: step_time(work._replace(compiled=compiled), run.changed(compiled_traffic=1.0)).total
+        for compiled in (False, True)
+    }
+    assert times[False] > times[True]  # PyTorch's loss in float32, which the compiler fuses
+
+
+OWN_ROWS, OWN_LEFT_OUT = read_rows(ROOT / "benchmarks/results/titan_h100_rows.json")
+
+
+def test_this_trainer_on_an_h100():
+    profile = profile_for_group("H100-80GB", "titan_like")
+    assert default_profile(find_device("NVIDIA H100 80GB HBM3")).name == profile.name == "titan_h100"
+    assert len(OWN_ROWS) == profile.judged["rows"] == 5
+    assert not OWN_LEFT_OUT
+    assert max(abs(predict_row(row).error) for row in OWN_ROWS) <= 0.05
+    groups = leave_one_group_out(OWN_ROWS, *_recipe("titan_h100"))
+    held = [prediction.error for found in groups.values() for prediction in found]
+    assert np.quantile(np.abs(held), 0.9) == pytest.approx(profile.error_p90, rel=1e-2)
+
+
+def _recipe(name):
+    recipe = RECIPES[name]
+    return recipe.begin(name), recipe.names, recipe.group
+
+
+@pytest.mark.parametrize(("row", "is_host_bound"), [(0, True), (1, False), (3, False), (4, False)])
+def test_what_the_host_binds_is_told(row, is_host_bound):
+    cases = json.loads((ROOT / "benchmarks/results/titan_h100_rows.json").read_text(encoding="utf-8"))["cases"]
+    found = predict(
+        load_config([*cases[row]["command"].split()[1:], "--cluster.gpu=H100", "--cluster.gpus_per_node=1"])
+    )
+    assert found.profile.name == "titan_h100"
+    assert found.time.total == pytest.approx(OWN_ROWS[row].seconds, rel=0.05)
+    assert found.is_host_bound == is_host_bound
+    assert ("host-bound: issuing a step's work takes" in describe(found)) == is_host_bound
 
 
 def test_unknown_key_in_a_profile_is_refused():

@@ -1,6 +1,7 @@
 """Reading measured rows: what they must say, what is guessed, what is refused."""
 
 import csv
+import json
 import re
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import pytest
 
 from benchmarks.published_rows import published_rows
 from titan_like.config import ConfigError
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.llama.config import LlamaConfig
 from titan_like.planner.calibrate import usable
 from titan_like.planner.measured_rows import read_rows, row_from, study_of
 from titan_like.planner.profile import builtin_profiles
@@ -131,3 +134,41 @@ def test_rate_becomes_time_by_the_convention_that_the_notes_name():
     }  # fmt: skip
     flops = 96 * 2304 * 2048 * 80 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 80 * 12288))
     assert row_from(table).seconds == pytest.approx(flops / (1536 * 148e12), rel=1e-9)
+
+
+def test_runs_of_this_trainer_are_read_from_their_commands(tmp_path):
+    path = tmp_path / "peers.json"
+    batch = "--training.seq_len=256 --training.micro_batch_size=2 --training.global_batch_size=4"
+    run = {"command": f"python peers.py worker ours --model.family=llama {batch} --compile.enable=true"}
+    cases = [
+        run | {"side": "ours", "tokens_per_second": 2048},
+        run | {"step_time_s": 0.5, "gpus": 2},
+        run | {"side": "other", "tokens_per_second": 1},
+        run | {"problem": "not run"},
+        run,
+        run | {"tokens_per_second": 0},
+        {"command": "train.py --model.familly=gpt", "tokens_per_second": 1},
+        {"tokens_per_second": 1},
+    ]
+    path.write_text(json.dumps({"machine": {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.13"}, "cases": cases}))
+    rows, left_out = read_rows(path)
+    assert [(row.seconds, row.gpu, row.gpus, row.work.microbatches) for row in rows] == [
+        (0.5, "H100-80GB", 1, 2),
+        (0.5, "H100-80GB", 2, 1),
+    ]
+    assert rows[0].work.compiled
+    assert type(rows[0].work.model) is LlamaConfig
+    assert "PyTorch 2.13" in rows[0].source
+    assert [line.split(":")[0] for line in left_out] == ["row 3", "row 4", "row 5", "row 6"]
+    assert "tokens_per_second is not stated" in left_out[0]
+    path.write_text('{"runs": []}')
+    with pytest.raises(ConfigError, match="no list of rows"):
+        read_rows(path)
+
+
+def test_a_llama_with_an_mlp_four_times_as_wide_is_known_by_its_name():
+    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "8", "ffn": "8192", "seq": "2048"}
+    table = sizes | {"model": "Llama 3.2 1B", "vocab": "128256", "gpu": "H100", "gpus": "1", "tp": "1", "gbs": "4"}
+    table |= {"step_time_s": "1", "notes": "own"}
+    assert type(row_from(table).work.model) is LlamaConfig
+    assert type(row_from(table | {"model": "GPT"}).work.model) is GPTConfig

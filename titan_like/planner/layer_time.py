@@ -265,7 +265,8 @@ def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tup
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)
-    copies = 0 if profile.fused_loss else 4
+    is_fused = profile.fused_loss and (mb.compiled or not profile.trainer_state)  # our trainer's is, once compiled
+    copies = 0 if is_fused else 4
     loss_forward = tokens * vocabulary * (element + 5 * copies) / bandwidth
     loss_backward = tokens * vocabulary * (element + (2 * copies or element)) / bandwidth
     before, around = positions * hidden * element, tokens * hidden * element

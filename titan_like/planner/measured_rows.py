@@ -3,7 +3,8 @@
 A row is one published measurement of a training step. Its columns are source, model, layers, hidden, heads, kv_heads,
 ffn, seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs,
 tflops_per_gpu, step_time_s, mem_gib and notes. Blank means unknown. The first word of the notes names the study, which
-determines the stack. A row without a time whose notes say OOM ran out of memory.
+determines the stack. A row without a time whose notes say OOM ran out of memory. Runs of this
+project's trainer may also come from a JSON file, as in `own_rows`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from titan_like.metrics.devices import builtin_devices, find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.planner.own_rows import own_run, read_cases
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
@@ -123,14 +125,40 @@ class Row:
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
-    """The rows of a CSV that say enough to be predicted, and which columns and lines are left out and why.
+    """The rows of a CSV or JSON file that say enough to be predicted, and which columns and lines are left out and why.
 
     Raises:
         ConfigError: the file cannot be read, or columns are missing or doubled.
     """
     problem = file_problem(Path(path))
     if problem is not None:
-        raise ConfigError("--points", str(path), f"{problem}; give a readable CSV file")
+        raise ConfigError("--points", str(path), f"{problem}; give a readable CSV or JSON file")
+    if Path(path).suffix == ".json":
+        return _readable(read_cases(path), _own_row, "row", 1)
+    tables, unknown = _read_csv(path)
+    rows, left_out = _readable(tables, row_from, "line", 2)
+    return rows, unknown + left_out
+
+
+def _readable(
+    tables: list[dict[str, Any]], read: Callable[[dict[str, Any]], Row], what: str, first: int
+) -> tuple[list[Row], list[str]]:
+    rows, left_out = [], []
+    for number, table in enumerate(tables, start=first):
+        try:
+            rows.append(read(table))
+        except ValueError as error:
+            left_out.append(f"{what} {number}: {error}")
+    return rows, left_out
+
+
+def _own_row(case: dict[str, Any]) -> Row:
+    run = own_run(case)
+    notes = f"titan_like; {run.work.dtype}"
+    return Row("titan_like", run.gpu, run.work.num_gpus, 8, run.work, run.seconds, None, run.source, run.model, notes)
+
+
+def _read_csv(path: str | Path) -> tuple[list[dict[str, str]], list[str]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -141,17 +169,9 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
             missing = [column for column in COLUMNS if column not in names]
             if missing:
                 raise ConfigError("--points", str(path), f"has no column {missing[0]}")
-            left_out = [f"column {name}: unknown, so not read" for name in _unknown(names)]
-            tables = list(reader)
+            return [{name: text or "" for name, text in table.items()} for table in reader], _unknown(names)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
-    rows = []
-    for number, table in enumerate(tables, start=2):
-        try:
-            rows.append(row_from({name: "" if text is None else text for name, text in table.items()}))
-        except ValueError as error:
-            left_out.append(f"line {number}: {error}")
-    return rows, left_out
 
 
 def study_of(notes: str) -> str:
@@ -162,7 +182,7 @@ def study_of(notes: str) -> str:
 
 def _unknown(names: Sequence[str]) -> list[str]:
     known = {*COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
-    return [name for name in names if name and name not in known]
+    return [f"column {name}: unknown, so not read" for name in names if name and name not in known]
 
 
 def row_from(table: dict[str, str]) -> Row:
@@ -180,7 +200,7 @@ def row_from(table: dict[str, str]) -> Row:
         )
     # Sizes: stated, or the likely ones.
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
-    model = _model(cells)
+    model = _model(cells, "llama" in table["model"].lower())
     gpus, batch = cells.gpus, cells.gbs
     data = _data_parallel(cells)
     micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
@@ -252,8 +272,8 @@ def _cells(table: dict[str, str]) -> _Cells:
         raise ValueError(f"{name} = {value}: {first_problem(error)}") from None
 
 
-def _model(cells: _Cells) -> TransformerConfig:
-    """The model's shape, with the row's sequence length."""
+def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
+    """The model's shape, with the row's sequence length. An MLP of an unusual width is taken to be Llama's."""
     layers, hidden, seq, vocab = cells.layers, cells.hidden, cells.seq, cells.vocab
     if cells.heads and cells.heads % (cells.tp or 1):
         raise ValueError(f"tp = {cells.tp}: does not divide the {cells.heads} heads")
@@ -263,7 +283,7 @@ def _model(cells: _Cells) -> TransformerConfig:
     heads = cells.heads or _likely_heads(hidden, cells.tp or 1)
     ffn = cells.ffn or 4 * hidden
     try:
-        return _shape(ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, seq, vocab)
+        return _shape(named_llama or ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, seq, vocab)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
 

@@ -21,17 +21,17 @@ from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
-from titan_like.planner.step_time import StepTime
+from titan_like.planner.step_time import StepTime, host_and_device_seconds
 from titan_like.planner.workload import Workload
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
 
-# Profiles whose constants stand in for our own trainer until it has been measured: PyTorch's FSDP with fused attention
-# on the A100 and newer GPUs, and a stack with unfused attention on the V100.
+# Our own trainer has been measured on the H100, whose constants also stand in for newer GPUs. On the A100 those of
+# PyTorch's FSDP with fused attention do, and on the V100 those of a stack with unfused attention.
 _NEAREST = {"V100": "dgx2_v100", "T4": "dgx2_v100"} | dict.fromkeys(
     ("A100", "A800", "A30", "A40", "A10", "A10G"), "fsdp_a100"
 )
-_NEWEST = "fsdp_h100"
+_NEWEST = "titan_h100"
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,16 @@ class Forecast:
     num_gpus: int
     time: StepTime
     memory: Memory
+    host_seconds: float  # to launch a step's operators
+    device_seconds: float  # to compute them
     rates: Throughput
     seconds_low: float  # nine in ten rows that the profile was not fitted on lie within these
     seconds_high: float
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the GPU waits for the host. A CPU does its own launching."""
+        return self.host_seconds > self.device_seconds and not self.profile.device.is_cpu
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast for JSON."""
@@ -55,6 +62,9 @@ class Forecast:
             "step_seconds": self.time._asdict(),
             "step_seconds_low": self.seconds_low,
             "step_seconds_high": self.seconds_high,
+            "host_bound": self.is_host_bound,
+            "host_seconds": self.host_seconds,
+            "device_seconds": self.device_seconds,
             "memory_bytes": [rank._asdict() for rank in self.memory.ranks],
             "memory_capacity_bytes": self.memory.capacity,
             "fits": self.memory.fits,
@@ -140,6 +150,7 @@ def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
         work.num_gpus,
         time,
         memory(work, profile),
+        *host_and_device_seconds(work, profile),
         rates,
         time.total / (1 + band),
         time.total / (1 - min(band, _LARGEST_BAND)),
@@ -171,7 +182,7 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
         # parameters it needs 375 µs forward and 880 µs backward instead of 90 and 150 (PyTorch 2.13, server CPU).
         tensor_host_forward=285e-6,
         tensor_host_backward=730e-6,
-        fused_loss=False,  # PyTorch's loss, in float32
+        fused_loss=True,  # by the compiler; else it is PyTorch's, in float32
         logit_state=8.0,
         recompute_whole=False,  # torch stops recomputing when nothing more is needed
         optimizer_traffic=28.0 + 8.0,  # fused AdamW in float32: weight, gradient and moments; plus the gradient norm

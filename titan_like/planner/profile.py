@@ -121,6 +121,7 @@ class Profile:
     parameter_bytes: int = 2  # per parameter in gathers
     optimizer_traffic: float = 52.0  # bytes per parameter that clipping and the update read and write
     blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
+    launch_norm: int = 4  # how sharply the slower of host and device sets a pass's time; see `host_and_device`
     host_operators: tuple[int, int] = (24, 40)  # in a layer's forward and backward pass
     tensor_host_forward: float = 0.0  # extra host time per layer with tensor parallelism, uncompiled
     tensor_host_backward: float = 0.0

@@ -47,6 +47,7 @@ class _Rank(NamedTuple):
     others: float  # both passes on the mean of the other ranks
     others_forward: float  # F alone, there
     others_weights: float  # W alone, there, if the backward pass is split; else 0
+    host: float  # to launch both passes
 
 
 class Passes(NamedTuple):
@@ -200,11 +201,23 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
     The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
     the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
-    The 4-norm is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is the sum.
+    A norm of high degree is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is
+    the sum.
     """
     if profile.device.is_cpu or profile.blocking_launches:
         return host + device
-    return (host**4 + device**4) ** 0.25
+    return (host**profile.launch_norm + device**profile.launch_norm) ** (1 / profile.launch_norm)
+
+
+def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, float]:
+    """Seconds that the host takes to launch a step's operators, and the device to compute them, on the slowest rank.
+
+    A run is bound by the host if the first exceeds the second.
+    """
+    found = passes(work, profile)
+    rank = found.rank
+    device = rank.compute + rank.recomputed + rank.tensor
+    return work.microbatches * rank.host, work.microbatches * device + sharding(work, profile, found).update
 
 
 class _Load(NamedTuple):
@@ -302,7 +315,8 @@ def _slowest_rank(
         others += others_forward
         if split and not mb.compiled:  # the trainer does not split compiled layers
             weights = mean.deferrable(profile)
-    return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights)
+    host = slowest.host_forward + slowest.host_backward
+    return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights, host)
 
 
 def message_time(work: Workload, profile: Profile) -> float:

@@ -39,6 +39,11 @@ def describe(forecast: Forecast) -> str:
         lines.append(
             f"           HFU {rates.hfu:.1%}, MFU {rates.mfu_model:.1%} (causal attention {rates.mfu_causal:.1%})"
         )
+    if forecast.is_host_bound:
+        lines.append(
+            f"host-bound: issuing a step's work takes about {1e3 * forecast.host_seconds:,.0f} ms, the GPU needs "
+            f"{1e3 * forecast.device_seconds:,.0f} ms; larger microbatches use it better"
+        )
     memory = forecast.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     if memory.fits and memory.largest > usable_bytes(profile.device):
