@@ -19,6 +19,7 @@ _KEPT_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
+    torch.ops.aten._scaled_mm.default,  # of float8 numbers
     functional_collectives.all_reduce.default,
     functional_collectives.reduce_scatter_tensor.default,
 }

@@ -113,6 +113,8 @@ def build_stage(
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
+    if config.float8.enable:
+        apply_float8(module, config, device)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
@@ -132,7 +134,28 @@ def build_stage(
     data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
     if section.zero_stage > 0:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
+    gathers_weights = section.zero_stage > 0 and mesh["dp_shard"].size() > 1
+    # The second part of a split backward pass sets gradients by hand, which float8 parameters do not take.
+    if config.float8.enable and config.float8.recipe == "tensorwise" and gathers_weights and weight_gradients is None:
+        from titan_like.parallel.float8 import Float8Gathers
+
+        Float8Gathers(module, mesh, dtype)
     return Stage(index, module, data_parallel, weight_gradients)
+
+
+def apply_float8(module: Transformer, config: JobConfig, device: torch.device) -> None:
+    """Let the layers' linear modules compute in float8. Where the device cannot, or in float64, it is emulated.
+
+    Raises:
+        ConfigError: the settings do not fit the model.
+    """
+    from titan_like.parallel.float8 import use_float8  # which imports torchao
+
+    try:
+        use_float8(module, config.float8, emulates=device.type != "cuda" or config.training.dtype == "float64")
+    except ValueError as error:
+        problem = f"{error}; change float8.filter or the sizes, or set this to false"
+        raise ConfigError("float8.enable", True, problem) from None
 
 
 def compile_layers(module: Transformer) -> None:
