@@ -28,7 +28,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_reduce
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.tensor import matches_name
-from titan_like.parallel.weight_gradients import WeightGradients, use_local_product
+from titan_like.parallel.weight_gradients import WeightGradients, linear
 from titan_like.torch_private import convert_gathers
 
 logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs that it cannot load
@@ -133,6 +133,16 @@ class _Linear(torch.autograd.Function):
         return x_gradient, None, None, None
 
 
+class _Float8Linear(nn.Linear):
+    """The class of linear modules without tensor parallelism. Were only `forward` replaced in each module, the compiler
+    would make a graph for each layer.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] → [..., out]."""
+        return linear(self, x, self.weight, self.weight, self.bias)
+
+
 def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     """Let the layers' linear modules compute in float8, in place. Apply it after tensor parallelism.
 
@@ -149,6 +159,8 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
     if not found and not section.filter:
         raise ValueError(f"no linear module of the layers has sides that are multiples of {MULTIPLE}")
+    # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
+    products: dict[int | None, Float8Product] = {}
     for name, module in found:
         weight, split, group = module.weight, None, None
         if isinstance(weight, DTensor):
@@ -159,8 +171,10 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
             here = tuple(weight.to_local().shape)
             if any(size % MULTIPLE for size in here):
                 raise ValueError(f"a process holds {here[0]} × {here[1]} of {name}, not multiples of {MULTIPLE}")
-        module.float8 = Float8Product(config, emulates, split, group)  # type: ignore[assignment]
-        use_local_product(module)
+        product = products.setdefault(split, Float8Product(config, emulates, split, group))
+        module.float8 = product  # type: ignore[assignment]
+        if "forward" not in vars(module):  # else tensor parallelism has replaced it already
+            module.__class__ = _Float8Linear
 
 
 def float8_linears(model: Transformer, section: Float8) -> Iterator[tuple[str, nn.Linear]]:

@@ -67,14 +67,9 @@ def defer_weight_gradients(model: Transformer) -> WeightGradients:
     for module in model.modules():
         if isinstance(module, nn.Linear | TiedOutput):
             module.deferred = deferred  # type: ignore[assignment]
-            use_local_product(module)
+            if "forward" not in vars(module):  # else tensor parallelism has replaced it already
+                replace_forward(module, partial(_forward, module))
     return deferred
-
-
-def use_local_product(module: nn.Linear | TiedOutput) -> None:
-    """Let a module compute its product by `linear`, unless tensor parallelism has seen to that already."""
-    if "forward" not in vars(module):
-        replace_forward(module, partial(_forward, module))
 
 
 def _forward(module: nn.Linear | TiedOutput, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
