@@ -149,7 +149,7 @@ def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecision
 
 
 def convert_gathers(
-    units: Iterable[nn.Module],
+    units: Iterable[Any],
     modules: list[nn.Module],
     convert: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     restore: Callable[..., torch.Tensor],

@@ -308,8 +308,8 @@ class Float8(Section):
     )
     recipe: Literal["tensorwise", "rowwise"] = Field(
         "tensorwise",
-        description="scale each tensor by one number, or each row or column that a product sums over by its own: slower "
-        "and more accurate",
+        description="scale each tensor by one number, or each row or column that a product sums over by its own, which "
+        "is slower and more accurate",
     )
     filter: TextList = Field(
         default_factory=list,

@@ -165,7 +165,9 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
         weight, split, group = module.weight, None, None
         if isinstance(weight, DTensor):
             if "forward" not in vars(module):
-                raise ValueError(f"{name} is split by a style of torch's; use a style of ours, or name it in the filter")
+                raise ValueError(
+                    f"{name} is split by a style of torch's; use a style of ours, or name it in the filter"
+                )
             (placement,), group = weight.placements, Group.of(weight.device_mesh)
             split = placement.dim if isinstance(placement, Shard) else None
             here = tuple(weight.to_local().shape)

@@ -30,8 +30,8 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
-from titan_like.verify.float8 import take_float8
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
+from titan_like.verify.float8 import take_float8
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.reference import (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from titan_like.config.schema import Float8
-from titan_like.models.transformer import Transformer
+from titan_like.models.transformer import Transformer, replace_forward
 
 TIPPED = 2.0**-4  # half the distance of neighbouring float8 numbers, relative to the smaller
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -23,9 +23,10 @@ def take_float8(model: Transformer, section: Float8) -> None:
     """Let the linear modules that ``section`` is for compute in float8. Changes the model in place."""
     for name, module in model.named_modules() if section.enable else ():
         parts = name.split(".")
-        if parts[0] == "layers" and isinstance(module, nn.Linear) and not any(n % 16 for n in module.weight.shape):
-            if not any(_begins_with(parts, pattern.split(".")) for pattern in section.filter):
-                setattr(module, "forward", partial(_forward, module, section.recipe == "rowwise"))  # noqa: B010
+        if parts[0] != "layers" or not isinstance(module, nn.Linear) or any(n % 16 for n in module.weight.shape):
+            continue
+        if not any(_begins_with(parts, pattern.split(".")) for pattern in section.filter):
+            replace_forward(module, partial(_forward, module, section.recipe == "rowwise"))
 
 
 def _begins_with(parts: list[str], patterns: list[str]) -> bool:

@@ -377,7 +377,9 @@ def allowances(
             if exact.values[key].numel() < _FEW:  # so few numbers may be right by chance in one step, but not in all
                 share = worst[key._replace(step=0)]
             # The step with large logits uses the weights as they are after the last update.
-            least = max(FLOOR[dtype], rounding, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES))
+            least = max(
+                FLOOR[dtype], rounding, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES)
+            )
             if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
                 least = max(least, CANCELLED[dtype])
             allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
