@@ -12,6 +12,7 @@ import torch._dynamo
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import Case, Result, base_config, launch, read_results, run_cases, train_case, worst
+from titan_like.config.errors import ConfigError
 from titan_like.parallel.float8 import Float8Gathers
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -97,6 +98,7 @@ def compile_many_layers(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile attention in float64 here")
 def test_compiled_layers_share_a_graph_and_compute_the_same(tmp_path: Path) -> None:
     base_config(tmp_path, {})
     launch(compile_many_layers, 2, tmp_path)
@@ -119,3 +121,18 @@ def resume(rank: int, folder: Path, case: Case) -> None:
     assert training.step == 1
     training.train()
     assert training.step == 2
+
+
+def test_shards_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base_config(tmp_path, {})
+    launch(refuse, 2, tmp_path)
+
+
+def refuse(rank: int, folder: Path) -> None:
+    changes = {"model.overrides": SHAPE | {"ffn_hidden_size": 80}, "parallelism.tensor_parallel_degree": 2}
+    message = (
+        r"tensor_parallel_degree = 2: leaves a process 40 × 32 of layers\.0\.mlp\.fc1, but .* multiples of 16; lower"
+    )
+    with pytest.raises(ConfigError, match=message):
+        train_case(Case("", TINY | changes), folder)
+    train_case(Case("", TINY | changes | {"float8.filter": ["layers.*.mlp"], "training.steps": 1}), folder)

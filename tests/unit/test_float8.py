@@ -92,6 +92,8 @@ def test_torchao_s_own_module_computes_the_same_bits(recipe: str, dtype: torch.d
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_torch_s_kernel_computes_what_is_emulated(recipe: str) -> None:
+    if recipe == "rowwise" and torch.__version__ < "2.13":
+        pytest.skip("here the CPU has no kernel for this")
     found = []
     for emulates in (True, False):  # 21 tokens: a number that the kernel has to fill up
         module = float8_linear(recipe, torch.bfloat16, emulates)
@@ -152,10 +154,12 @@ def test_the_filter_and_the_sizes_choose_modules_of_the_layers(
 
 def test_what_cannot_be_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(model_config(config().model))
-    with pytest.raises(ValueError, match=r'its pattern "layers\.\*\.mlp\.fc9" fits no module of the model'):
+    with pytest.raises(ConfigError, match=r'float8\.filter.*"layers\.\*\.mlp\.fc9" fits no module of the model; use'):
         use_float8(model, Float8(enable=True, filter=["layers.*.mlp.fc9"]), emulates=True)
     odd = JobConfig.model_validate({"model": {"overrides": {"hidden_size": 36, "ffn_hidden_size": 36}}})
-    with pytest.raises(ValueError, match="no linear module of the layers has sides that are multiples of 16"):
+    with pytest.raises(
+        ConfigError, match=r"float8\.enable.*no linear module .* has sides that are multiples of 16; set"
+    ):
         use_float8(model_of(model_config(odd.model)), Float8(enable=True), emulates=True)
     assert resolve_settings(config(), 1)
     original = util.find_spec

@@ -99,7 +99,7 @@ def build_stage(
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
     Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
+        ConfigError: the tensor-parallel plan, or float8, does not fit the model.
     """
     section = config.parallelism
     dtype = getattr(torch, config.training.dtype)
@@ -114,7 +114,9 @@ def build_stage(
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
     if config.float8.enable:
-        apply_float8(module, config, device)
+        from titan_like.parallel.float8 import use_float8  # which imports torchao
+
+        use_float8(module, config.float8, emulates=device.type != "cuda" or dtype == torch.float64)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
@@ -141,21 +143,6 @@ def build_stage(
 
         Float8Gathers(module, mesh, dtype)
     return Stage(index, module, data_parallel, weight_gradients)
-
-
-def apply_float8(module: Transformer, config: JobConfig, device: torch.device) -> None:
-    """Let the layers' linear modules compute in float8. Where the device cannot, or in float64, it is emulated.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-    """
-    from titan_like.parallel.float8 import use_float8  # which imports torchao
-
-    try:
-        use_float8(module, config.float8, emulates=device.type != "cuda" or config.training.dtype == "float64")
-    except ValueError as error:
-        problem = f"{error}; change float8.filter or the sizes, or set this to false"
-        raise ConfigError("float8.enable", True, problem) from None
 
 
 def compile_layers(module: Transformer) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Float8
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.collectives import Group, all_reduce
@@ -149,34 +150,47 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     Modules that ``section.filter`` names, or whose sides are no multiples of 16, stay as they are.
 
     Raises:
-        ValueError: a pattern of the filter fits no module, or the sides of a module or of its shards do not fit.
+        ConfigError: a pattern of the filter fits no module, or the sides of all modules or of a shard do not fit.
     """
     names = {name for name, _ in model.named_modules()} | model.absent
     for pattern in section.filter:
         if not any(matches_name(pattern, name) for name in names):
-            raise ValueError(f'its pattern "{pattern}" fits no module of the model')
+            problem = f'"{pattern}" fits no module of the model; use names such as "layers.*.mlp"'
+            raise ConfigError("float8.filter", section.filter, problem)
     convert_to_float8_training(nn.Identity())  # corrects torch's compiler where that writes wrong float8 numbers
     config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
     if not found and not section.filter:
-        raise ValueError(f"no linear module of the layers has sides that are multiples of {MULTIPLE}")
+        problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
+        raise ConfigError("float8.enable", True, problem)
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
     products: dict[int | None, Float8Product] = {}
     for name, module in found:
-        weight, split, group = module.weight, None, None
-        if isinstance(weight, DTensor):
-            if "forward" not in vars(module):
-                raise ValueError(
-                    f"{name} is split by a style of torch's; use a style of ours, or name it in the filter"
-                )
-            (placement,), group = weight.placements, Group.of(weight.device_mesh)
-            split = placement.dim if isinstance(placement, Shard) else None
-            here = tuple(weight.to_local().shape)
-            if any(size % MULTIPLE for size in here):
-                raise ValueError(f"a process holds {here[0]} × {here[1]} of {name}, not multiples of {MULTIPLE}")
+        split, group = _split_of(name, module)
         product = products.setdefault(split, Float8Product(config, emulates, split, group))
         module.float8 = product  # type: ignore[assignment]
         if "forward" not in vars(module):  # else tensor parallelism has replaced it already
             module.__class__ = _Float8Linear
+
+
+def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
+    """The dimension of a module's weight that tensor-parallel ranks share, and these ranks; None if they do not.
+
+    Raises:
+        ConfigError: float8 products cannot take the shards, or the module was split by a style of torch's.
+    """
+    weight = module.weight
+    if not isinstance(weight, DTensor):
+        return None, None
+    if "forward" not in vars(module):
+        problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
+        raise ConfigError("float8.enable", True, problem)
+    rows, columns = weight.to_local().shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        problem = f"leaves a process {rows} × {columns} of {name}, but float8 takes multiples of {MULTIPLE}; lower it, "
+        problem += "or name the module in float8.filter"
+        raise ConfigError("parallelism.tensor_parallel_degree", weight.device_mesh.size(), problem)
+    (placement,) = weight.placements
+    return placement.dim if isinstance(placement, Shard) else None, Group.of(weight.device_mesh)
 
 
 def float8_linears(model: Transformer, section: Float8) -> Iterator[tuple[str, nn.Linear]]:
@@ -201,7 +215,8 @@ class Float8Gathers:
         self.dtype, self.scales = dtype, torch.empty(0)
         self.groups = [mesh[name].get_group() for name in ("dp_shard", "tp") if mesh[name].size() > 1]
         self.shards = convert_gathers(sharded_modules(model), modules, self.cast, self.wrap)
-        model.register_forward_pre_hook(self.find_scales, prepend=True)
+        if self.shards:  # else the filter names all modules of this stage
+            model.register_forward_pre_hook(self.find_scales, prepend=True)
 
     @torch.no_grad()
     def find_scales(self, *_: Any) -> None:
