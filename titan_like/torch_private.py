@@ -6,6 +6,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 |---|---|---|
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | finding which elements a rank holds | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
+| `ops.aten._scaled_mm` | float8 products that selective recomputation keeps | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
 | `distributed.distributed_c10d._get_default_store` | the watchdog's heartbeats | all |
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["local_shape_and_offset"]
 
 functional_collectives = torch.ops._c10d_functional
+float8_product = torch.ops.aten._scaled_mm.default
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

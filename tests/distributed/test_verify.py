@@ -236,7 +236,8 @@ BUGS = [
     (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
     (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
-    (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.LOSS, ""),
+    # Scales that are powers of 2 matter only to numbers that are too small for float8.
+    (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]
 ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 

@@ -238,6 +238,7 @@ class Float8Gathers:
         """
         if known is None:
             return Float8TrainingTensor(data, scale, self.dtype, LinearMMConfig(), GemmInputRole.WEIGHT)
-        known = known._local_tensor if isinstance(known, DTensor) else known
-        known._scale = scale
+        with torch.no_grad():
+            inner = known.to_local() if isinstance(known, DTensor) else known
+        inner._scale = scale
         return known
