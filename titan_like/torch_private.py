@@ -167,12 +167,13 @@ def convert_gathers(
         convert: (index, shard) → (what is gathered, of the shard's shape; data that belongs to it on every rank). The
             shard is filled up with zeros, so that all ranks have the same shape.
         restore: (what was gathered, the data that belongs to it) → the whole parameter. If it gets the result of an
-            earlier gather as third argument, it updates and returns that.
+            earlier gather as third argument, it updates that.
 
     Returns:
         For each weight a function that returns this rank's shard. The indices of ``convert`` are those of this list.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
+    from torch.distributed.tensor import DTensor
 
     groups = [group for unit in units for group in _parameter_groups(_fsdp_state(unit))]
     parameters = [p for group in groups for p in group.fsdp_params if p._module_info.param_name == "weight"]
@@ -186,8 +187,10 @@ def convert_gathers(
         return (data,), metadata
 
     def after(outputs: tuple[torch.Tensor], metadata: Any, dtype: Any, *, out: torch.Tensor | None = None) -> Any:
-        whole = restore(outputs[0], metadata, out)
-        return (whole, outputs) if out is None else None
+        if out is None:
+            return restore(outputs[0], metadata), outputs
+        restore(outputs[0], metadata, out._local_tensor if isinstance(out, DTensor) else out)
+        return None
 
     for index, parameter in enumerate(parameters):
         shard = parameter.sharded_param._local_tensor

@@ -233,12 +233,10 @@ class Float8Gathers:
         return to_fp8_saturated(wide * scale, e4m3_dtype), scale
 
     def wrap(self, data: torch.Tensor, scale: torch.Tensor, known: Any = None) -> torch.Tensor:
-        """The gathered weight, which autograd takes for one of this type; ``known`` is the same one of an earlier
-        gather.
+        """The gathered weight, which autograd takes for one of this type. ``known`` is that of an earlier gather, whose
+        numbers are up to date but not its scale.
         """
         if known is None:
             return Float8TrainingTensor(data, scale, self.dtype, LinearMMConfig(), GemmInputRole.WEIGHT)
-        with torch.no_grad():
-            inner = known.to_local() if isinstance(known, DTensor) else known
-        inner._scale = scale
+        known._scale = scale
         return known
