@@ -157,7 +157,8 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
         if not any(matches_name(pattern, name) for name in names):
             problem = f'"{pattern}" fits no module of the model; use names such as "layers.*.mlp"'
             raise ConfigError("float8.filter", section.filter, problem)
-    convert_to_float8_training(nn.Identity())  # corrects torch's compiler where that writes wrong float8 numbers
+    if not emulates:
+        convert_to_float8_training(nn.Identity())  # corrects torch's compiler where it writes wrong float8 numbers
     config, found = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
     if not found and not section.filter:
         problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
