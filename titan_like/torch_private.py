@@ -6,10 +6,12 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 |---|---|---|
 | `distributed.tensor._utils.compute_local_shape_and_global_offset` | finding which elements a rank holds | all |
 | `ops._c10d_functional` | collectives that can be compiled and recomputed | all |
+| `ops.aten._scaled_mm` | float8 products that selective recomputation keeps | all |
 | `distributed._coalescing_manager` | several collectives as one | all |
 | `distributed.distributed_c10d._get_default_store` | the watchdog's heartbeats | all |
 | `distributed._composable.replicate_with_fsdp` | ZeRO 0 in a lower precision than float32 | all |
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
+| `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
 | `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
@@ -29,7 +31,9 @@ Functions import what they need when they are called: planning must not load wha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["local_shape_and_offset"]
 
 functional_collectives = torch.ops._c10d_functional
+float8_product = torch.ops.aten._scaled_mm.default
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -194,6 +199,55 @@ def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecision
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicate(module, mesh=mesh, mp_policy=policy)
+
+
+def convert_gathers(
+    units: Iterable[Any],
+    modules: list[nn.Module],
+    convert: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    restore: Callable[..., torch.Tensor],
+) -> list[Callable[[], torch.Tensor]]:
+    """Let FSDP2 all-gather the weights of some modules in another form.
+
+    FSDP2 offers this for tensor subclasses that have its two hooks. Here the hooks are attributes of the plain shard,
+    which optimizers, checkpoints and the initialisation then still see as any other.
+
+    Args:
+        units: what FSDP2 has wrapped; the parameters are allocated.
+        modules: those whose ``weight`` is gathered in another form.
+        convert: (index, shard) → (what is gathered, of the shard's shape; data that belongs to it on every rank). The
+            shard is filled up with zeros, so that all ranks have the same shape.
+        restore: (what was gathered, the data that belongs to it) → the whole parameter. If it gets the result of an
+            earlier gather as third argument, it updates that.
+
+    Returns:
+        For each weight a function that returns this rank's shard. The indices of ``convert`` are those of this list.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
+    from torch.distributed.tensor import DTensor
+
+    groups = [group for unit in units for group in _parameter_groups(_fsdp_state(unit))]
+    parameters = [p for group in groups for p in group.fsdp_params if p._module_info.param_name == "weight"]
+    parameters = [p for p in parameters if p._module_info.module in modules]
+
+    def whole_shard(parameter: Any) -> torch.Tensor:
+        return parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+
+    def before(index: int, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
+        data, metadata = convert(index, whole_shard(parameters[index]))
+        return (data,), metadata
+
+    def after(outputs: tuple[torch.Tensor], metadata: Any, dtype: Any, *, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            return restore(outputs[0], metadata), outputs
+        restore(outputs[0], metadata, out._local_tensor if isinstance(out, DTensor) else out)
+        return None
+
+    for index, parameter in enumerate(parameters):
+        shard = parameter.sharded_param._local_tensor
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = partial(before, index), after
+        parameter._extensions_data = ExtensionsData()
+    return [partial(whole_shard, parameter) for parameter in parameters]
 
 
 def storage_info() -> type[Any]:

@@ -15,6 +15,7 @@ import pytest
 from tests.distributed.mutations import (
     dropout,
     encoder_decoder,
+    float8,
     gradients,
     layers,
     masks,
@@ -74,6 +75,9 @@ RACE = ["--job.config_file", str(REPO / "train_configs/race.toml")]
 NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
+
+FLOAT8 = ["--float8.enable", "true"]
+FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
 
 ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
 
@@ -230,6 +234,10 @@ BUGS = [
     (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
     (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
     (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
+    (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
+    (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
+    # Scales that are powers of 2 matter only to numbers that are too small for float8.
+    (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]
 ABOUT_DROPOUT = (Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION)
 
@@ -267,10 +275,14 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
     (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
+    ([*FLOAT8, *TENSOR[:2], *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
+    ([*FLOAT8_ROWS, *SEQUENCE], [EXACT, SINGLE]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     (PIPELINE, []),
     (SEQUENCE, []),
+    ([*FLOAT8, *T5, *TENSOR[:2], *ZERO_3], []),
+    ([*FLOAT8_ROWS, *ZERO_BUBBLE], []),
     ([*PAIRS, *BERT_LAYOUT], []),
     ([*T5, *BERT_LAYOUT], []),
     (["--model.overrides.init_std", "3.0", *DATA], []),

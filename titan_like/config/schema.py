@@ -300,6 +300,25 @@ class Compile(Section):
     enable: bool = Field(False, description="compile each transformer layer")
 
 
+class Float8(Section):
+    """Float8 products in the linear modules of the transformer layers (docs/float8.md)."""
+
+    enable: bool = Field(
+        False, description="multiply in float8: on CUDA from compute capability 8.9 on; on a CPU it is emulated"
+    )
+    recipe: Literal["tensorwise", "rowwise"] = Field(
+        "tensorwise",
+        description="scale each tensor by one number, or each row or column that a product sums over by its own, which "
+        "is slower and more accurate",
+    )
+    filter: TextList = Field(
+        default_factory=list,
+        description="modules of the layers that stay in training.dtype, by name, with * for any one part between dots: "
+        '"layers.0", "layers.*.attention", "layers.*.mlp.fc2". The output matrix, and modules whose sides are no '
+        "multiples of 16, always stay",
+    )
+
+
 class Checkpoint(Section):
     """Saving and resuming."""
 
@@ -446,6 +465,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
     compile: Compile = Field(default_factory=Compile)
+    float8: Float8 = Field(default_factory=Float8)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     metrics: Metrics = Field(default_factory=Metrics)
     health: Health = Field(default_factory=Health)

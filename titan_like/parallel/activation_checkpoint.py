@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.transformer import Transformer
-from titan_like.torch_private import functional_collectives
+from titan_like.torch_private import float8_product, functional_collectives
 
 # Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
 # tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
@@ -19,6 +19,7 @@ _KEPT_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
+    float8_product,
     functional_collectives.all_reduce.default,
     functional_collectives.reduce_scatter_tensor.default,
 }

@@ -99,7 +99,7 @@ def build_stage(
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
     Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
+        ConfigError: the tensor-parallel plan, or float8, does not fit the model.
     """
     section = config.parallelism
     dtype = getattr(torch, config.training.dtype)
@@ -113,6 +113,10 @@ def build_stage(
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
+    if config.float8.enable:
+        from titan_like.parallel.float8 import use_float8  # which imports torchao
+
+        use_float8(module, config.float8, emulates=device.type != "cuda" or dtype == torch.float64)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = pipeline_shape(config).schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
@@ -134,6 +138,12 @@ def build_stage(
     data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
+    gathers_weights = section.zero_stage > 0 and mesh["dp_shard"].size() > 1
+    # The second part of a split backward pass sets gradients by hand, which float8 parameters do not take.
+    if config.float8.enable and config.float8.recipe == "tensorwise" and gathers_weights and weight_gradients is None:
+        from titan_like.parallel.float8 import Float8Gathers
+
+        Float8Gathers(module, mesh, dtype)
     return Stage(index, module, data_parallel, weight_gradients)
 
 

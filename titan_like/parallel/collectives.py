@@ -39,9 +39,9 @@ class Group:
         return range(min(self.rank * largest, size), min((self.rank + 1) * largest, size))
 
 
-def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group; x and the result have the same shape."""
-    return _operations.wait_tensor(_operations.all_reduce(x.contiguous(), "sum", group.name))
+def all_reduce(x: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
+    """Sum over the group, or its "max"; x and the result have the same shape."""
+    return _operations.wait_tensor(_operations.all_reduce(x.contiguous(), operation, group.name))
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

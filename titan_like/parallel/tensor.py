@@ -85,10 +85,10 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
             raise ValueError(
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
-        found = [name for name in here if _matches(pattern, name)]
+        found = [name for name in here if matches_name(pattern, name)]
         # Of a module that the stage lacks as a whole, another stage knows the parts.
         is_absent = pattern.partition(".")[0] in left_out | model.absent
-        is_elsewhere = is_absent or any(_matches(pattern, name) for name in model.absent)
+        is_elsewhere = is_absent or any(matches_name(pattern, name) for name in model.absent)
         if not found and not is_elsewhere:
             raise ValueError(f"the tensor-parallel plan does not fit {type(model).__name__}: it has no {pattern}")
         one = STYLES[style](sequence_parallel) if isinstance(style, str) else style
@@ -96,7 +96,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
     return styles
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches_name(pattern: str, name: str) -> bool:
     """Whether a plan's pattern is for the module of this name: `*` stands for any one part between dots."""
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))

@@ -7,6 +7,7 @@ and embeddings) stay in the first part. Activations are recomputed only once, in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_like.models.transformer import TiedOutput, Transformer
+from titan_like.models.transformer import TiedOutput, Transformer, replace_forward
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,12 @@ class Product:
     """A deferred weight gradient: the layer's input and the gradient of its output, yet to be multiplied."""
 
     weight: torch.Tensor  # the parameter
-    x: torch.Tensor  # [..., input features here]
-    gradient: torch.Tensor  # [..., output features here]
+    compute: Callable[[], torch.Tensor]  # returns gradientᵀ · x, [out here, in here]
 
     @torch.no_grad()
     def add(self) -> None:
-        """Compute gradientᵀ · x, [out here, in here], and add it to the weight's gradient."""
-        value = self.gradient.flatten(0, -2).t() @ self.x.flatten(0, -2)
+        """Compute the product and add it to the weight's gradient."""
+        value = self.compute()
         weight = self.weight
         summed_in = getattr(weight, "grad_dtype", None)  # set by FSDP2 from torch 2.15 on
         value = value if summed_in is None else value.to(summed_in)
@@ -48,9 +48,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self._products: list[Product] = []
 
-    def defer(self, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Store a product for later. x: [..., in here]; gradient: [..., out here]."""
-        self._products.append(Product(weight, x, gradient))
+    def defer(self, weight: torch.Tensor, compute: Callable[[], torch.Tensor]) -> None:
+        """Store a product for later."""
+        self._products.append(Product(weight, compute))
 
     def take(self) -> list[Product]:
         """Return and forget the products deferred since the last call."""
@@ -68,7 +68,7 @@ def defer_weight_gradients(model: Transformer) -> WeightGradients:
         if isinstance(module, nn.Linear | TiedOutput):
             module.deferred = deferred  # type: ignore[assignment]
             if "forward" not in vars(module):  # else tensor parallelism has replaced it already
-                setattr(module, "forward", partial(_forward, module))  # noqa: B010
+                replace_forward(module, partial(_forward, module))
     return deferred
 
 
@@ -83,7 +83,10 @@ def linear(
     module: nn.Module, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x · partᵀ + bias: [..., in here] → [..., out here]. ``part`` is what this process holds of ``weight``."""
-    deferred = getattr(module, "deferred", None)
+    deferred, float8 = getattr(module, "deferred", None), getattr(module, "float8", None)
+    if float8 is not None:  # a `titan_like.parallel.float8.Float8Product`
+        product = float8.linear(x, part, weight, deferred)
+        return product if bias is None else product + bias
     if deferred is None:
         return F.linear(x, part, bias)
     return _LinearWithoutWeightGradient.apply(x, bias, part.detach(), weight, deferred)
@@ -108,6 +111,6 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, part = ctx.saved_tensors
-        ctx.deferred.defer(ctx.weight, x, gradient)
+        ctx.deferred.defer(ctx.weight, lambda: gradient.flatten(0, -2).t() @ x.flatten(0, -2))
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return gradient @ part, bias_gradient, None, None, None

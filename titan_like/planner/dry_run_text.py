@@ -10,6 +10,7 @@ from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.actions import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
+from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.step_plan import SchedulePlan
 
 _WHOLE_ROW = 64  # the most actions that are printed in full
@@ -24,6 +25,8 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     check_output_file("--json", json_path, config)
     result = dry_run(config)
     print(format_dry_run(result))
+    if config.float8.enable:
+        print(f"\n{FLOAT8_NOTE}")
     if json_path is not None:
         write_output_file("--json", json_path, json.dumps(result.as_dict(), indent=2) + "\n")
 

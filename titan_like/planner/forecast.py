@@ -77,12 +77,14 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     """Forecast a run's step on this machine; None on a CPU without a profile.
 
     Raises:
-        ConfigError: the GPU is unknown, or the profile is not for this machine.
+        ConfigError: the GPU is unknown, the profile is not for this machine, or products are in float8.
     """
     config, on_gpu = run.config, run.device.type == "cuda"
     profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
+    if config.float8.enable:
+        raise ConfigError("float8.enable", True, "is not predicted")
     if profile is not None and on_gpu and profile.device.is_cpu:
         raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
     here: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}

@@ -33,6 +33,8 @@ _NEAREST = {"V100": "dgx2_v100", "T4": "dgx2_v100"} | dict.fromkeys(
 )
 _NEWEST = "titan_h100"
 
+FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all products were in training.dtype"
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
-from titan_like.config.schema import JobConfig, Parallelism
+from titan_like.config.schema import Float8, JobConfig, Parallelism
 from titan_like.data.batch_size import batch_sizes_to_check, check_length, check_rampup
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
@@ -77,6 +78,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         lambda: _check_health(config),
         lambda: _check_evaluation(config),
         lambda: _check_available(config),
+        lambda: _check_float8(config),
     ]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
@@ -132,12 +134,13 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     """As `resolve_settings`, for a command that only reads a checkpoint: batches, data and optimizer play no part.
 
     Returns:
-        The configuration in whose layout the checkpoint is loaded, the model, and that layout. A single process takes
-        the whole model.
+        The configuration in whose layout the checkpoint is loaded, without float8, the model, and that layout. A single
+        process takes the whole model.
 
     Raises:
         ConfigError: a rule is broken; the first one is reported.
     """
+    config = config.model_copy(update={"float8": Float8()})
     if world_size == 1:
         config = config.model_copy(update={"parallelism": Parallelism()})
     model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
@@ -306,6 +309,12 @@ def _check_precision(config: JobConfig) -> None:
     if dtype in ("float32", "float64") and config.training.reduce_dtype != "float32":
         problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
         raise ConfigError("training.reduce_dtype", config.training.reduce_dtype, problem)
+
+
+def _check_float8(config: JobConfig) -> None:
+    if config.float8.enable and find_spec("torchao") is None:
+        problem = 'needs torchao; pip install "titan_like[float8]", or set it to false'
+        raise ConfigError("float8.enable", True, problem)
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:

@@ -57,7 +57,7 @@ def prepare_run(settings: Settings) -> Run:
         ConfigError: the user has to change something.
     """
     config, model = settings.config, settings.model
-    device, saved = select_device(config.training.dtype), checkpoint_bytes(config, model)
+    device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
     check_folders(config, model, make=True)
     if config.checkpoint.enable:
         check_room(checkpoint_folder(config), saved)
@@ -92,11 +92,11 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> No
         check_initial_weights(config, model)
 
 
-def select_device(dtype: str) -> torch.device:
+def select_device(dtype: str, float8: bool = False) -> torch.device:
     """Select this process's GPU, or the CPU if there is none.
 
     Raises:
-        ConfigError: the machine has fewer GPUs than processes, or the GPU does not support ``dtype``.
+        ConfigError: the machine has fewer GPUs than processes, or the GPU does not support ``dtype`` or ``float8``.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -108,6 +108,9 @@ def select_device(dtype: str) -> torch.device:
     if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise ConfigError("training.dtype", dtype, f'{name} has no bfloat16 arithmetic; use "float16" or "float32"')
+    if float8 and torch.cuda.get_device_capability(device) < (8, 9):
+        problem = "has no float8 arithmetic, which takes compute capability 8.9 or above (Ada, Hopper); set it to false"
+        raise ConfigError("float8.enable", True, f"{torch.cuda.get_device_name(device)} {problem}")
     return device
 
 

@@ -54,12 +54,12 @@ def _no_zero(config: JobConfig) -> JobConfig:
 
 
 def _no_accumulation(config: JobConfig) -> JobConfig:
-    """As few and as large microbatches as the schedule allows."""
+    """As few and as large microbatches as the schedule allows. Float8 scales are a microbatch's, so those stay."""
     size, layout = config.training.micro_batch_size, layout_of(config)
     microbatches = min(rampup_batch_sizes(config.training)) // (size * layout.data_parallel)
     fewest = fewest_microbatches(config, layout.pipeline, config.parallelism.virtual_stages_per_rank, 1)
     larger = {"training.micro_batch_size": size * (microbatches // fewest)}
-    return config if microbatches % fewest else edit(config, larger)
+    return config if config.float8.enable or microbatches % fewest else edit(config, larger)
 
 
 def _no_replicas(config: JobConfig) -> JobConfig:

@@ -31,6 +31,7 @@ from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
+from titan_like.verify.float8 import take_float8
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.reference import (
@@ -153,8 +154,9 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     changes = {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True}
     run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
     trainer = WatchedTrainer(run, known_samples=batch)
+    piece = run.config.training.micro_batch_size
     held_out = described(cast(Samples, run.datasets["validation"]), range(batch), run.config)
-    untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, batch))
+    untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, piece))
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
     ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
     data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
@@ -209,6 +211,7 @@ def _fresh_model(run: Run) -> Transformer:
     model = build_model(run.model, run.config.model.family).double()
     model.init_weights(run.config.job.seed)
     take_definitions(model, run.config)
+    take_float8(model, run.config.float8)
     return model
 
 

@@ -7,6 +7,10 @@ so they consume samples and update nothing.
 Tolerances follow from rounding alone. One process that computes in a type is itself some way from the exact result. A
 layout adds the same numbers in another order, which is another draw of the same rounding, so it may be `MARGIN` times
 as far away. The measured distance may be tiny by chance; the tolerance is at least a few units of rounding.
+
+Float8 products are part of what is computed exactly. In float64 the numbers that they round differ too little to tip a
+rounding, so layouts must agree as closely as without them. In narrower types some roundings tip, in one layout and not
+in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.float8 import TIPPED, take_float8
 from titan_like.verify.masks import described, model_arguments, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
 from titan_like.verify.places import Outputs
@@ -103,7 +108,8 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
     init.BLOCK_ELEMENTS, device, config = BLOCK_ELEMENTS, torch.device(member.device), small.config
     if model_config(config.model).num_parameters() > _LARGE_MODEL:  # threads only slow a small model down
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    batch, piece = config.training.global_batch_size, config.training.micro_batch_size
+    piece = config.training.micro_batch_size
+    batch = piece if config.float8.enable else config.training.global_batch_size  # float8 scales are a microbatch's
     if config.training.max_norm:
         whole_norm = train(replace(small, num_steps=1), EXACT, batch, device).number(1, Row.NORM)
         config = edit(config, {"training.max_norm": float(f"{_CLIPPED_SHARE * whole_norm:.3g}")})
@@ -151,6 +157,7 @@ def train(
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
     take_definitions(model, config)
+    take_float8(model, config.float8)
     parameters = dict(model.named_parameters())
     noise = torch.Generator(device).manual_seed(config.job.seed)
     for parameter in parameters.values() if is_perturbed else ():
@@ -158,7 +165,9 @@ def train(
         parameter.data.mul_(1 + EPS[dtype] * math.sqrt(max(parameter.shape)) * signs)
     optimizer = build_optimizer(list(parameters.items()), config)
     samples, validation = training_samples(config), validation_samples(config)
-    held_out = described(validation, range(len(validation)), config).to(device)
+    unit = config.training.micro_batch_size if config.float8.enable else 1
+    filled = -(-len(validation) // unit) * unit  # the last microbatch is full, and float8 scales depend on all of it
+    held_out = described(validation, range(filled), config).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
     trace.keep(0, Row.INITIAL, parameters)
@@ -355,6 +364,7 @@ def allowances(
     small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
 ) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
+    rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
     allowed, tips, shares, worst = {}, tipped(small, dtype, traces[0], exact), dict[Key, float](), dict[Key, float]()
     for key in traces[0].values:
         shares[key] = max(distance(trace.values[key], exact.values[key]) for trace in traces) / sizes[key]
@@ -367,7 +377,9 @@ def allowances(
             if exact.values[key].numel() < _FEW:  # so few numbers may be right by chance in one step, but not in all
                 share = worst[key._replace(step=0)]
             # The step with large logits uses the weights as they are after the last update.
-            least = max(FLOOR[dtype], WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES))
+            least = max(
+                FLOOR[dtype], rounding, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES)
+            )
             if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
                 least = max(least, CANCELLED[dtype])
             allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])

@@ -108,7 +108,8 @@ def shrink(
         if per_stage is None and stages > 1 and model.has_decoder:
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
-        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len, on_gpus)
+        for_float8 = config.float8.enable
+        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len, on_gpus, for_float8)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     spans = {} if full_size or model.objective != "span_corruption" else small_spans(config, model, seq_len, degrees)
@@ -154,6 +155,8 @@ def shrink(
         "data.num_workers": min(config.data.num_workers, 1),
         **spans,
     }
+    if not full_size:
+        values["float8.filter"] = small_filter(config.float8.filter, model.num_layers, fields["num_layers"])
     sections = {
         "job": Job(seed=config.job.seed),
         "evaluation": Evaluation(interval=2, steps=1),  # the held-out samples would fill two batches
@@ -233,12 +236,19 @@ def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
 
 
 def small_fields(
-    model: TransformerConfig, original_tensor: int, tensor: int, original_seq_len: int, seq_len: int, on_gpus: bool
+    model: TransformerConfig,
+    original_tensor: int,
+    tensor: int,
+    original_seq_len: int,
+    seq_len: int,
+    on_gpus: bool,
+    float8: bool,
 ) -> dict[str, Any]:
     """Fields of the small model.
 
     Every tensor-parallel process gets two groups of heads, because their order within a process can be wrong. The
-    initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations.
+    initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations. With ``float8`` all
+    sides of matrices are multiples of 16, which float8 products need.
     """
     queries = model.num_attention_heads // model.num_kv_heads
     kv_heads = 1 if model.num_kv_heads == 1 else 2 * tensor
@@ -247,7 +257,8 @@ def small_fields(
     if on_gpus and not model.has_decoder:  # a decoder's attention takes a bias, and never FlexAttention
         head_dim = FLEX_HEAD_DIM
     hidden = heads * head_dim
-    ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tensor)) * tensor
+    unit = 16 * tensor if float8 else tensor
+    ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / unit)) * unit
     vocab, multiple = small_vocabulary(model, original_tensor, tensor)
     fields: dict[str, Any] = {
         "hidden_size": hidden,
@@ -273,6 +284,15 @@ def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, layou
     is_filled = had.decoder > targets_length(had.raw, config.data)
     decoder = -(-(needed + is_filled) // layout.tensor) * layout.tensor
     return values | {"training.decoder_seq_len": decoder}
+
+
+def small_filter(patterns: list[str], layers: int, small_layers: int) -> list[str]:
+    """Patterns of module names in which numbers of layers become those of the small model, at the same share of it."""
+    parts = [pattern.split(".") for pattern in patterns]
+    for names in parts:
+        if len(names) > 1 and names[1].isdecimal():
+            names[1] = str(int(names[1]) * small_layers // layers)
+    return [".".join(names) for names in parts]
 
 
 def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:

@@ -172,6 +172,8 @@ class Verifier:
         """The module at which a layout departs from the reference, in words; None if it cannot be found."""
         if first.kind not in (EXACT, SINGLE) or first.row not in _LOCATED or first.step == 0:
             return None
+        if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
+            return None
         outcomes = self._run_layout(compare_places, config, first.step)
         if any(outcome.result is None for outcome in outcomes):
             return None

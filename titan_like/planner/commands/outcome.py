@@ -12,6 +12,7 @@ from typing import Any
 from titan_like.config import ConfigError, JobConfig, load_config
 from titan_like.config.options import path_option
 from titan_like.planner.memory import Memory
+from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import set_keys
@@ -57,8 +58,20 @@ def run_of(settings: list[str], profile: Profile | None) -> JobConfig:
     Raises:
         ConfigError: the user has to change something.
     """
-    config = load_config(settings, CHECKS)
+    config = loaded(settings)
     return search(config, None, profile, set_keys(config), kinds=1).config if config.parallelism.auto else config
+
+
+def loaded(settings: list[str]) -> JobConfig:
+    """The settings that the command line names, with a line on stderr if predictions leave out one of them.
+
+    Raises:
+        ConfigError: the user has to change something.
+    """
+    config = load_config(settings, CHECKS)
+    if config.float8.enable:
+        print(FLOAT8_NOTE, file=sys.stderr)
+    return config
 
 
 def chosen_profile(options: argparse.Namespace) -> Profile | None:

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from titan_like.config import ConfigError, JobConfig, load_config
+from titan_like.config import ConfigError, JobConfig
 from titan_like.config.change import edit
 from titan_like.config.load import parse_overrides
 from titan_like.config.options import path_option
@@ -20,6 +20,7 @@ from titan_like.planner.commands.outcome import (
     check_toml,
     chosen_profile,
     gpus,
+    loaded,
     per_gpu,
 )
 from titan_like.planner.explanations import described, differences, why_slower, why_too_large
@@ -27,7 +28,6 @@ from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
-from titan_like.train.rules import CHECKS
 
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.gpus is not None and options.gpus > _MOST_GPUS:
         raise ConfigError("--gpus", options.gpus, f"must be at most {_MOST_GPUS:,}")
     check_toml(options.out)
-    config = load_config(settings, CHECKS)
+    config = loaded(settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     if config.parallelism.auto:
         fixed |= set_keys(config)

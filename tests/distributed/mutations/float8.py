@@ -1,0 +1,30 @@
+"""Bugs in the scales of float8 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from titan_like.parallel import float8
+
+
+@contextmanager
+def each_rank_scales_its_own_part() -> Iterator[None]:
+    """Tensor-parallel ranks take the largest magnitude of what they hold."""
+    with patch.object(float8, "all_reduce", lambda amax, *_: amax):
+        yield
+
+
+@contextmanager
+def each_shard_has_its_own_scale() -> Iterator[None]:
+    """A rank casts its shard of a weight, before ZeRO gathers it, with a scale that others do not know."""
+    original = float8.Float8Gathers.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.groups = []
+
+    with patch.object(float8.Float8Gathers, "__init__", init):
+        yield

@@ -1,0 +1,199 @@
+"""Float8 products: what they compute, which modules have them, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.float8 import convert_to_float8_training
+
+from titan_like.config.errors import ConfigError
+from titan_like.config.schema import Float8, JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import build_model, model_config
+from titan_like.parallel.float8 import Float8LinearConfig, float8_linears, use_float8
+from titan_like.parallel.weight_gradients import defer_weight_gradients
+from titan_like.train.rules import resolve_for_inference, resolve_settings
+from titan_like.train.setup import select_device
+from titan_like.verify.shrink import resolve, shrink, small_filter
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def config(**fields: Any) -> JobConfig:
+    tree = {"model": {"overrides": {"num_layers": 2}}, "training": {"steps": 1}, "float8": {"enable": True} | fields}
+    return JobConfig.model_validate(tree)
+
+
+def model_of(shape: TransformerConfig) -> Any:
+    with torch.device("meta"):
+        return build_model(shape, "gpt")
+
+
+def float8_linear(recipe: str, dtype: torch.dtype, emulates: bool = True) -> nn.Linear:
+    torch.manual_seed(1)
+    model = nn.Linear(64, 48).to(dtype)
+    layers = nn.ModuleDict({"0": nn.ModuleDict({"fc": model})})
+    whole: Any = nn.Module()
+    whole.layers, whole.absent = layers, frozenset()
+    use_float8(whole, Float8(enable=True, recipe=recipe), emulates)
+    return model
+
+
+def kept(matrix: torch.Tensor, dim: int, recipe: str, kind: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """What float8 keeps of a matrix in a product that sums over ``dim``."""
+    largest = matrix.abs().amax(dim, keepdim=True) if recipe == "rowwise" else matrix.abs().max()
+    scale = (torch.finfo(kind).max / largest.double()).float()
+    if recipe == "rowwise":
+        scale = 2 ** torch.floor(torch.log2(scale))
+    return (matrix * scale).to(kind).to(matrix.dtype) / scale
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_all_three_products_multiply_what_float8_keeps(recipe: str) -> None:
+    module = float8_linear(recipe, torch.float32)
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    gradient = torch.randn(2, 10, 48)
+    module(x).backward(gradient)
+    rows, outer, weight = x.detach().flatten(0, 1), gradient.flatten(0, 1), module.weight.detach()
+    kind = torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
+    output = kept(rows, 1, recipe) @ kept(weight, 1, recipe).t() + module.bias
+    of_x = kept(outer, 1, recipe, kind) @ kept(weight, 0, recipe)
+    of_weight = kept(outer, 0, recipe, kind).t() @ kept(rows, 0, recipe)
+    torch.testing.assert_close(module(x).flatten(0, 1), output, rtol=1e-6, atol=1e-5)
+    assert x.grad is not None and module.weight.grad is not None and module.bias.grad is not None
+    torch.testing.assert_close(x.grad.flatten(0, 1), of_x, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(module.weight.grad, of_weight, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(module.bias.grad, outer.sum(0), rtol=1e-6, atol=1e-5)
+    exact = nn.functional.linear(rows, weight, module.bias)
+    assert 0.01 < ((output - exact).norm() / exact.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchao_s_own_module_computes_the_same_bits(recipe: str, dtype: torch.dtype) -> None:
+    module = float8_linear(recipe, dtype)
+    plain = nn.Sequential(nn.Linear(64, 48).to(dtype))
+    plain[0].load_state_dict(module.state_dict())
+    options = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    theirs = convert_to_float8_training(plain, config=options)
+    found = []
+    for model in (module, theirs):
+        x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+        output = model(x)
+        output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(dtype))
+        found.append([output, x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(ours, other) for ours, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torch_s_kernel_computes_what_is_emulated(recipe: str) -> None:
+    if recipe == "rowwise" and torch.__version__ < "2.13":
+        pytest.skip("here the CPU has no kernel for this")
+    found = []
+    for emulates in (True, False):  # 21 tokens: a number that the kernel has to fill up
+        module = float8_linear(recipe, torch.bfloat16, emulates)
+        x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        module(x).square().sum().backward()
+        found.append([x.grad, module.weight.grad])
+    for emulated, computed in zip(*found, strict=True):
+        assert emulated is not None and computed is not None
+        torch.testing.assert_close(computed, emulated, rtol=2**-7, atol=0.05)
+
+
+def test_float64_is_emulated_in_float64() -> None:
+    module = float8_linear("tensorwise", torch.float64)
+    x = torch.randn(4, 64, dtype=torch.float64)
+    expected = kept(x, 1, "") @ kept(module.weight, 1, "").t() + module.bias
+    assert (module(x) - expected).abs().max() < 1e-14
+
+
+def test_a_split_backward_pass_defers_the_same_product() -> None:
+    shape = model_config(config().model)
+    gradients = []
+    for defers in (False, True):
+        model = build_model(shape, "gpt")
+        model.init_weights(3)
+        use_float8(model, config().float8, emulates=True)
+        deferred = defer_weight_gradients(model) if defers else None
+        torch.manual_seed(0)
+        model.eval()(torch.arange(8)[None])[..., : shape.vocab_size].logsumexp(-1).sum().backward()
+        for product in deferred.take() if deferred is not None else ():
+            product.add()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "patterns", "expected"),
+    [
+        ({}, [], {"attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2"}),
+        ({}, ["layers.*.mlp.fc?"], {"attention.qkv", "attention.proj"}),
+        ({}, ["layers.*.attention", "layers.*.mlp.fc2"], {"mlp.fc1"}),
+        ({"tied_embeddings": False}, ["layers.0", "layers.1.mlp"], {"attention.qkv", "attention.proj"}),
+        ({"ffn_hidden_size": 100}, [], {"attention.qkv", "attention.proj"}),
+    ],
+)
+def test_the_filter_and_the_sizes_choose_modules_of_the_layers(
+    overrides: dict[str, Any], patterns: list[str], expected: set[str]
+) -> None:
+    job = JobConfig.model_validate({"model": {"overrides": overrides | {"num_layers": 2}}})
+    model = model_of(model_config(job.model))
+    found = {name for name, _ in float8_linears(model, Float8(enable=True, filter=patterns))}
+    layers = (1,) if "layers.0" in patterns else (0, 1)
+    assert found == {f"layers.{number}.{name}" for number in layers for name in expected}
+    use_float8(model, Float8(enable=True, filter=patterns), emulates=True)
+    assert {name for name, module in model.named_modules() if hasattr(module, "float8")} == found
+    assert len({id(module.float8) for module in model.modules() if hasattr(module, "float8")}) == 1
+
+
+def test_what_cannot_be_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(model_config(config().model))
+    with pytest.raises(ConfigError, match=r'float8\.filter.*"layers\.\*\.mlp\.fc9" fits no module of the model; use'):
+        use_float8(model, Float8(enable=True, filter=["layers.*.mlp.fc9"]), emulates=True)
+    odd = JobConfig.model_validate({"model": {"overrides": {"hidden_size": 36, "ffn_hidden_size": 36}}})
+    with pytest.raises(
+        ConfigError, match=r"float8\.enable.*no linear module .* has sides that are multiples of 16; set"
+    ):
+        use_float8(model_of(model_config(odd.model)), Float8(enable=True), emulates=True)
+    assert resolve_settings(config(), 1)
+    original = util.find_spec
+    monkeypatch.setattr("titan_like.train.rules.find_spec", lambda name: None if name == "torchao" else original(name))
+    with pytest.raises(ConfigError, match=r"float8\.enable.*needs torchao; pip install \"titan_like\[float8\]\""):
+        resolve_settings(config(), 1)
+    assert not resolve_for_inference(config(), 1)[0].float8.enable
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_a_gpu_without_float8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    assert select_device("bfloat16").type == "cuda"
+    if not refused:
+        assert select_device("bfloat16", float8=True).type == "cuda"
+        return
+    with pytest.raises(ConfigError, match=r"float8\.enable.*A100 has no float8 arithmetic, .* 8\.9 .* set it to false"):
+        select_device("bfloat16", float8=True)
+
+
+def test_a_small_run_keeps_float8_products() -> None:
+    """A gated MLP's usual ratio of 8/3 gives no multiple of 16 for small sizes."""
+    tree = {"model": {"family": "llama"}, "training": {"steps": 1}, "float8": {"enable": True, "filter": ["layers.3"]}}
+    job = JobConfig.model_validate(tree | {"parallelism": {"tensor_parallel_degree": 2}})
+    small = shrink(job, resolve(job, 2), 3)
+    assert model_config(small.config.model).ffn_hidden_size % 32 == 0
+    assert small.config.float8.filter == ["layers.1"]
+    assert small_filter(["layers.*.mlp", "layers.47", "layers.0.mlp.up"], 48, 4) == [
+        "layers.*.mlp",
+        "layers.3",
+        "layers.0.mlp.up",
+    ]
