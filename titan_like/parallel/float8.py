@@ -169,7 +169,7 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
         split, group = _split_of(name, module)
         product = products.setdefault(split, Float8Product(config, emulates, split, group))
         module.float8 = product  # type: ignore[assignment]
-        if "forward" not in vars(module):  # else tensor parallelism has replaced it already
+        if not hasattr(module, "tensor_style"):  # which computes its products with `linear` already
             module.__class__ = _Float8Linear
 
 
@@ -182,7 +182,7 @@ def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     weight = module.weight
     if not isinstance(weight, DTensor):
         return None, None
-    if "forward" not in vars(module):
+    if not hasattr(module, "tensor_style"):
         problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
         raise ConfigError("float8.enable", True, problem)
     rows, columns = weight.to_local().shape

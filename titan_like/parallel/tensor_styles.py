@@ -1,7 +1,7 @@
 """How tensor parallelism splits each kind of module: `ParallelStyle`s for torch's `parallelize_module`.
 
 A family's plan names them by the keys of `STYLES`. Each style turns the module's own parameters into DTensors, of which
-a rank holds a shard or a copy, and replaces its forward pass by one on plain local tensors. torch's own styles dispatch
+a rank holds a shard or a copy, and computes its output from plain local tensors. torch's own styles dispatch
 every operation on DTensors, which takes 1.2 to 1.6 times the CPU time of a small model's step. A plan may also name
 torch's styles, except inside a "region", where both would sum the same gradient.
 
@@ -11,8 +11,7 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import TokenLoss, Vocabulary, scaled_loss
 from titan_like.models.layers.random import generator_of
-from titan_like.models.transformer import PaddingMask, VocabularyBias, replace_forward
+from titan_like.models.transformer import PaddingMask, VocabularyBias
 from titan_like.parallel.collectives import (
     CopyFromFirstRank,
     CopyToTensorRegion,
@@ -49,14 +48,36 @@ class LocalStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, self.placements)
-        replace_forward(module, partial(self.forward, module, Group.of(device_mesh)))
+        self.take_over(module, device_mesh)
         if self.sequence_parallel and self.partial_gradients:
             mark_partial(module, *self.partial_gradients)
         return module
 
+    def take_over(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Let this style compute the module's output from now on."""
+        module.tensor_style, module.tensor_group = self, Group.of(mesh)  # type: ignore[assignment]
+        module.__class__ = split_class(type(module))  # type: ignore[arg-type]  # classes have a hash
+
+    def run(self, module: Any, *inputs: Any, **named: Any) -> Any:
+        """What the module's forward pass does."""
+        return self.forward(module, module.tensor_group, *inputs, **named)
+
     def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
         """Compute the module's output from this rank's shards. Each style says what the shapes are."""
         raise NotImplementedError
+
+
+@cache
+def split_class(whole: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of modules whose style computes their output. Its attribute ``whole`` is the class itself.
+
+    If each module had a forward pass of its own instead, the compiler would make a graph for each layer.
+    """
+
+    def forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        return self.tensor_style.run(self, *inputs, **named)
+
+    return type(whole.__name__, (whole,), {"forward": forward, "whole": whole})
 
 
 class Region(LocalStyle):
@@ -65,15 +86,16 @@ class Region(LocalStyle):
     enters = 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replace_forward(module, partial(self.enter, module.forward, Group.of(device_mesh)))
+        self.take_over(module, device_mesh)
         return module
 
-    def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+    def run(self, module: Any, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on full activations.
 
         x: activation between layers → the module's result: activation between layers.
         """
-        return forward(CopyToTensorRegion.apply(x, self.sequence_parallel, group), *inputs, **named)
+        x = CopyToTensorRegion.apply(x, self.sequence_parallel, module.tensor_group)
+        return module.whole.forward(module, x, *inputs, **named)
 
 
 class CrossRegion(Region):
@@ -81,14 +103,14 @@ class CrossRegion(Region):
 
     enters = 2
 
-    def enter(self, forward: Callable, group: Group, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+    def run(self, module: Any, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on both full activations.
 
         x and memory: activations between layers → activation between layers.
         """
         memory, *others = inputs
-        memory = CopyToTensorRegion.apply(memory, self.sequence_parallel, group)
-        return super().enter(forward, group, x, memory, *others, **named)
+        memory = CopyToTensorRegion.apply(memory, self.sequence_parallel, module.tensor_group)
+        return Region.run(self, module, x, memory, *others, **named)
 
 
 class ColumnLinear(LocalStyle):
@@ -280,15 +302,16 @@ class VocabularyMask(LocalStyle):
         assert isinstance(module, PaddingMask)
         here = Group.of(device_mesh).vocabulary(module.padded_vocab_size)
         module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
-        replace_forward(module, partial(self.mask, module, module.forward, device_mesh))
+        self.mesh = device_mesh
+        self.take_over(module, device_mesh)
         return module
 
-    @staticmethod
-    def mask(module: PaddingMask, forward: Callable, mesh: DeviceMesh, logits: torch.Tensor) -> torch.Tensor:
+    def run(self, module: Any, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
         batch, seq, size = *logits.shape[:2], module.padded_vocab_size
         shape, stride = torch.Size((batch, seq, size)), (seq * size, size, 1)
-        return DTensor.from_local(forward(logits), mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+        masked = module.whole.forward(module, logits)
+        return DTensor.from_local(masked, self.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
 class SplitHeads(LocalStyle):
@@ -297,14 +320,14 @@ class SplitHeads(LocalStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, AttentionCore)
         if module.dropout > 0 and not self.sequence_parallel:
-            replace_forward(module, partial(self.attend, module, module.forward, Group.of(device_mesh)))
+            self.take_over(module, device_mesh)
         return module
 
-    @staticmethod
-    def attend(module: AttentionCore, forward: Callable, group: Group, *inputs: Any) -> torch.Tensor:
+    def run(self, module: Any, *inputs: Any) -> torch.Tensor:
         """Run the module's own pass on [batch, heads here, seq, head_dim], with a random stream of this rank."""
+        group = module.tensor_group
         if not module.training:
-            return forward(*inputs)
+            return module.whole.forward(module, *inputs)
         # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
         # checkpointing restores that generator, so a recomputation draws the same number again.
         seed = int(torch.randint(2**48, ())) * group.size + group.rank
@@ -312,7 +335,7 @@ class SplitHeads(LocalStyle):
         state = generator.get_state()
         generator.manual_seed(seed)
         try:
-            return forward(*inputs)
+            return module.whole.forward(module, *inputs)
         finally:
             generator.set_state(state)
 

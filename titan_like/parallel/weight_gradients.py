@@ -67,7 +67,7 @@ def defer_weight_gradients(model: Transformer) -> WeightGradients:
     for module in model.modules():
         if isinstance(module, nn.Linear | TiedOutput):
             module.deferred = deferred  # type: ignore[assignment]
-            if "forward" not in vars(module):  # else tensor parallelism has replaced it already
+            if not hasattr(module, "tensor_style"):  # which computes its products with `linear` already
                 replace_forward(module, partial(_forward, module))
     return deferred
 

@@ -117,7 +117,7 @@ def key_heads_of_the_next_group() -> Iterator[None]:
     def split_heads(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         original(self, module, mesh)
         forward = module.forward
-        tensor_styles.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
+        transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
         return module
 
     with patch.object(tensor_styles.SplitHeads, "_apply", split_heads):
