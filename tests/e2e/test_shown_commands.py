@@ -41,6 +41,7 @@ ONLY_CALLED = {
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",
+    "benchmarks/fit_profiles.py": "writes a profile; tests/unit/test_planner_accuracy.py fits the same rows",
     "pytest": "scripts/test.sh would run this test",
 }
 
