@@ -107,7 +107,7 @@ BUGS = [
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
     (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),
-    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "output"),
+    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "the loss"),
     (
         layers.positions_begin_anew_in_each_part,
         LLAMA_SEQUENCE,

@@ -15,7 +15,7 @@ from torch import nn
 from titan_like.config.schema import Float8
 from titan_like.models.transformer import Transformer, replace_forward
 
-TIPPED = 2.0**-4  # half the distance of neighbouring float8 numbers, relative to the smaller
+TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

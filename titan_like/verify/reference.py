@@ -10,7 +10,8 @@ as far away. The measured distance may be tiny by chance; the tolerance is at le
 
 Float8 products are part of what is computed exactly. In float64 the numbers that they round differ too little to tip a
 rounding, so layouts must agree as closely as without them. In narrower types some roundings tip, in one layout and not
-in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8.
+in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
+for every update, which passes on what has tipped before it.
 """
 
 from __future__ import annotations
@@ -378,7 +379,10 @@ def allowances(
                 share = worst[key._replace(step=0)]
             # The step with large logits uses the weights as they are after the last update.
             least = max(
-                FLOOR[dtype], rounding, WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS), REPORTED * (key.row in _LOSSES)
+                FLOOR[dtype],
+                rounding * key.step,
+                WEIGHTS_FLOOR * (key.row in _AS_WEIGHTS),
+                REPORTED * (key.row in _LOSSES),
             )
             if key.row in _GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, _GRADIENTS[key.row])):
                 least = max(least, CANCELLED[dtype])

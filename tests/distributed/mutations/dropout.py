@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
-from titan_like.parallel.collectives import Group
 from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
 from titan_like.train.random_streams import dropout_stream, seed_everything
@@ -32,10 +31,10 @@ def same_dropout_everywhere() -> Iterator[None]:
 def same_dropout_in_all_heads() -> Iterator[None]:
     """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
 
-    def attend(_module: nn.Module, forward: Any, _group: Group, *inputs: torch.Tensor) -> torch.Tensor:
-        return forward(*inputs)
+    def run(_style: Any, module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        return module.whole.forward(module, *inputs)
 
-    with patch.object(tensor_styles.SplitHeads, "attend", staticmethod(attend)):
+    with patch.object(tensor_styles.SplitHeads, "run", run):
         yield
 
 

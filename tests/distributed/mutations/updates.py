@@ -192,7 +192,7 @@ def small_gradients_scaled_up() -> Iterator[None]:
 
     def scale(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
         factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
-        trainer.update(self.optimizer, self.model.parameters(), lr, factor, skip)
+        trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
 
     with patch.object(Trainer, "_update", scale):
         yield
