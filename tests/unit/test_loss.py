@@ -139,3 +139,22 @@ def test_a_second_backward_pass_is_refused():
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_never_holds_float32_logits(monkeypatch):
+    positions, vocab, hidden = 2048, 32_000, 256
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cuda": positions * vocab // 4})
+    x = torch.randn(1, positions, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels, factor = torch.randint(vocab, (1, positions), device="cuda"), torch.ones((), device="cuda")
+    loss_of_gpu = TokenLoss(vocab, vocab)
+    loss_of_gpu(x, weight, None, labels, factor).backward()  # compiles
+    x.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss_of_gpu(x, weight, None, labels, factor).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    # A chunk of logits, the matrix's gradient in float32 and in bfloat16, and little else.
+    assert used < 1.2 * (2 * positions * vocab / 4 + 6 * vocab * hidden)
