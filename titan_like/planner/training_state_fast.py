@@ -63,7 +63,8 @@ def trainer_states(
     """
     stage = _stages(model, sharing)
     of_ranks = [_sizes(here, stage) for here in ranks]
-    return [_state(sizes, _fullest(sizes, splits_backward, rounds, accumulates, sharing.zero)) for sizes in of_ranks]
+    fullest = [_fullest(sizes, splits_backward, rounds, accumulates, sharing.zero) for sizes in of_ranks]
+    return [_state(sizes, most, sharing) for sizes, most in zip(of_ranks, fullest, strict=True)]
 
 
 @lru_cache(maxsize=4096)
@@ -82,16 +83,19 @@ def exact_state(
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
     peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(sharing))
-    return _state(sizes, peak - sum([size.shards for size in sizes]))
+    return _state(sizes, peak - sum([size.shards for size in sizes]), sharing)
 
 
 _table = lru_cache(maxsize=128)(schedule_table)
 
 
-def _state(sizes: Sequence[StageSizes], moving: int) -> tuple[int, int, int, int]:
-    """Split up the fullest moment; ``moving`` is the most bytes at once apart from weights and optimizer state."""
+def _state(sizes: Sequence[StageSizes], moving: int, sharing: Sharing) -> tuple[int, int, int, int]:
+    """Split up the fullest moment; ``moving`` is the most bytes at once apart from what is always there."""
     weights = gradients = sum([size.gradients for size in sizes])  # both in float32
-    return weights, gradients, sum([size.shards for size in sizes]) - weights, max(0, moving - gradients)
+    storage = _storage(sharing)
+    copies = weights // storage.master * storage.compute if storage.copied else 0
+    state = sum([size.shards for size in sizes]) - weights - copies
+    return weights, gradients, state, copies + max(0, moving - gradients)
 
 
 def _sizes(here: RankStages, stage: Callable[[Counts, bool, bool], StageSizes]) -> list[StageSizes]:
