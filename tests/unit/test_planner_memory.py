@@ -90,6 +90,18 @@ def test_state_of_our_trainer_is_its_own_formula(zero_stage, dtype, model):
     assert rank.parameters + rank.gradients + rank.optimizer + rank.gathered == exact.peak
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_one_process_in_a_half_type_keeps_a_copy_and_its_fresh_gradients(zero_stage):
+    model = MODELS[0]
+    parameters = model.num_parameters()
+    exact = state_bytes(model, zero_stage, 1, compute_bytes=2)
+    assert (exact.between_steps, exact.peak) == (14 * parameters, 20 * parameters)  # they are below `UNIT_BYTES`
+    work = Workload(model, 1024, 1, 32, zero_stage=zero_stage, dtype="bfloat16")
+    (rank,) = memory(work, TRAINER).ranks
+    assert (rank.parameters, rank.gradients, rank.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
+    assert rank.gathered == 4 * parameters
+
+
 def test_parameters_of_all_ranks_are_those_of_the_model():
     for model in MODELS:
         once = sum(

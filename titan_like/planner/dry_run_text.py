@@ -119,11 +119,14 @@ def _split(split: dict[str, int]) -> str:
 def _format_memory(run: DryRun) -> list[str]:
     state = run.state
     share = 100 * state.num_parameters / run.num_parameters
-    between = state.parameters + state.optimizer
+    copies = run.plan.state.copies
+    between = state.parameters + state.optimizer + copies
+    copied = f", copies in the half type {_size(copies)}" if copies else ""
     return [
         f"parameters here: {state.num_parameters:,} of {run.num_parameters:,} ({share:.3g} %)",
         f"memory: parameters {_size(state.parameters)}, gradients {_size(state.gradients)}, optimizer "
-        f"{_size(state.optimizer)}; {_size(between)} between steps, at most {_size(run.plan.peak_state)} in a step",
+        f"{_size(state.optimizer)}{copied}; {_size(between)} between steps, at most {_size(run.plan.peak_state)} in a "
+        "step",
         "        (activations and buffers of collectives come on top)",
     ]
 

@@ -50,6 +50,7 @@ class RankState:
     parameters: int
     gradients: int  # freed after the update
     optimizer: int
+    copies: int = 0  # of the weights in the compute type, where `Storage.copied`
 
 
 def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
@@ -57,7 +58,8 @@ def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
     parts = [(parameter.name, storage.split.here(parameter)) for unit in units for parameter in unit.parameters]
     count = sum(prod(shape) for _, shape in parts)
     weights = storage.master * count
-    return RankState(count, weights, weights, int(storage.master * sum(storage.optimizer.of(*part) for part in parts)))
+    optimizer = int(storage.master * sum(storage.optimizer.of(*part) for part in parts))
+    return RankState(count, weights, weights, optimizer, storage.compute * count if storage.copied else 0)
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def state_bytes(
     storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, optimizer=optimizer)
     state = rank_state(units, storage)
     two_microbatches = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
-    copies = compute_bytes * state.num_parameters if storage.copied else 0
-    return StateBytes(state.parameters + state.optimizer + copies, peak_state({0: units}, two_microbatches, storage))
+    return StateBytes(
+        state.parameters + state.optimizer + state.copies, peak_state({0: units}, two_microbatches, storage)
+    )
 
 
 def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], storage: Storage) -> int:
