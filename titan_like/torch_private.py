@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["local_shape_and_offset"]
 
 functional_collectives = torch.ops._c10d_functional
+
+SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; before, all layouts round the sum
 float8_product = torch.ops.aten._scaled_mm.default
 
 
@@ -173,8 +175,9 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
 def sum_uses_in_full(module: nn.Module, name: str) -> None:
     """Let the gradients of a parameter's several uses be added in the type of the reduction, such as float32.
 
-    From torch 2.15 on, FSDP2 rounds that sum to the half type in some microbatches and not in others, depending on
-    which of them it reduces. Call it before every backward pass: FSDP2 makes its list in the first forward pass.
+    From torch 2.15 on (`SUMS_USES_IN_FULL`), FSDP2 rounds that sum to the half type in some microbatches and not in
+    others, depending on which of them it reduces. Call it before every backward pass: FSDP2 makes its list in the first
+    forward pass.
 
     Args:
         module: what FSDP2 has wrapped with the parameter.

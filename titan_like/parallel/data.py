@@ -24,7 +24,7 @@ from titan_like.models.transformer import Transformer
 from titan_like.parallel.compute_copies import ComputeCopies
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.replicate import GradientAllReduce
-from titan_like.torch_private import reduce_fsdp_gradients, replicate_module, sum_uses_in_full
+from titan_like.torch_private import SUMS_USES_IN_FULL, reduce_fsdp_gradients, replicate_module, sum_uses_in_full
 
 
 class DataParallel:
@@ -46,7 +46,9 @@ class DataParallel:
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         full_precision = dtype in (torch.float32, torch.float64)
         if size == 1:
-            self._copies = None if full_precision else ComputeCopies(model, dtype)
+            is_summed = self._uses_table_twice and SUMS_USES_IN_FULL
+            used_twice = [p for p in model.embedding.parameters() if is_summed]
+            self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
