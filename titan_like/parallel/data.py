@@ -46,8 +46,8 @@ class DataParallel:
         size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         full_precision = dtype in (torch.float32, torch.float64)
         if size == 1:
-            is_summed = self._uses_table_twice and SUMS_USES_IN_FULL
-            used_twice = [p for p in model.embedding.parameters() if is_summed]
+            sums_in_full = self._uses_table_twice and SUMS_USES_IN_FULL
+            used_twice = list(model.embedding.parameters()) if sums_in_full else []
             self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
