@@ -368,6 +368,13 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="run only these parts")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
+    from titan_like.config.errors import ConfigError
+    from titan_like.config.options import check_output_file
+
+    try:
+        check_output_file("--json", None if options.json is None else str(options.json))
+    except ConfigError as error:
+        parser.error(str(error))
     tiny = options.tiny or not torch.cuda.is_available()
     result: dict[str, Any] = {"machine": machine(), "tiny": tiny}
     chosen, ends = [name for name in PARTS if name in (options.only or PARTS)], time.monotonic() + LIMIT

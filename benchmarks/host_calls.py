@@ -121,7 +121,7 @@ def main() -> None:
     """Count for each depth and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 48])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="do not compile layers")
     parser.add_argument("--names", action="store_true", help="print what is counted, by name")

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -246,6 +246,13 @@ def main() -> int:
     parser.add_argument("--only", choices=MODELS, action="append", help="run only this model; may be repeated")
     parser.add_argument("--json", type=Path, help="file to write the result to")
     options = parser.parse_args()
+    from titan_like.config.errors import ConfigError
+    from titan_like.config.options import check_output_file
+
+    try:
+        check_output_file("--json", None if options.json is None else str(options.json))
+    except ConfigError as error:
+        parser.error(str(error))
     tiny = options.tiny or not torch.cuda.is_available()
     cases: list[Row] = []
     result: dict[str, Any] = {

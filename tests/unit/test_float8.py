@@ -154,7 +154,7 @@ def test_the_filter_and_the_sizes_choose_modules_of_the_layers(
 
 def test_what_cannot_be_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(model_config(config().model))
-    with pytest.raises(ConfigError, match=r'float8\.filter.*"layers\.\*\.mlp\.fc9" fits no module of the model; use'):
+    with pytest.raises(ConfigError, match=r'float8\.filter.*"layers\.\*\.mlp\.fc9" fits no module of the layers; use'):
         use_float8(model, Float8(enable=True, filter=["layers.*.mlp.fc9"]), emulates=True)
     odd = JobConfig.model_validate({"model": {"overrides": {"hidden_size": 36, "ffn_hidden_size": 36}}})
     with pytest.raises(

@@ -98,6 +98,15 @@ def test_compiled_form_is_the_same():
     torch.testing.assert_close(found, cross_entropy._statistics(logits, columns, VOCAB), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", [VOCAB, PADDED, -5])
+def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(wrong):
+    leaves, labels = some(torch.float32)
+    labels[0, 0] = wrong
+    value = loss_of(leaves, labels)
+    value.backward()
+    assert value.isnan() and leaves[1].grad[:VOCAB].isnan().all()
+
+
 def test_no_valid_label_is_no_loss():
     leaves, labels = some(torch.float32)
     value = loss_of(leaves, torch.full_like(labels, IGNORED_LABEL))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Optimizer
 from titan_like.optim.exchange import assign_owners
+from titan_like.optim.fused_adamw import FusedAdamW
 from titan_like.optim.optimizer import build_optimizer, update
 from titan_like.train.rules import resolve_settings
 
@@ -203,3 +205,21 @@ def test_bad_settings_are_one_sentence(setting: str, told: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_settings(load_config(["--training.steps=1", *(f"--optimizer.{part}" for part in setting.split())]), 1)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_fused_adamw_lets_go_of_its_state_and_takes_new_groups():
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = FusedAdamW([parameters[0]], lr=0.1, fused=True)
+    for _ in range(2):
+        parameters[0].grad = torch.ones(4)
+        optimizer.step()
+    moment = weakref.ref(optimizer.state[parameters[0]]["exp_avg"])
+    optimizer.forget_state()
+    assert moment() is None
+    optimizer.add_param_group({"params": [parameters[1]]})
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        optimizer.step()
+        assert all((parameter < old).all() for parameter, old in zip(parameters, before, strict=True))

@@ -15,6 +15,7 @@ from titan_like.checkpoint.lock import hold
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps, read_run_state, sweep
 from titan_like.checkpoint.tensor_names import (
+    forget_state,
     materialise_optimizer_state,
     model_tensors,
     optimizer_tensors,
@@ -88,7 +89,7 @@ def load_checkpoint(
         name: tensor for name, tensor in model_tensors(model).items() if name in stored or not name.startswith(new)
     }
     if optimizer is not None:
-        optimizer.state.clear()
+        forget_state(optimizer)
         if any(name.startswith("optimizer.") for name in stored):  # before the first update there is no state
             materialise_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_like.optim.fused_adamw import FusedAdamW
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
@@ -48,6 +49,14 @@ def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in model.named_parameters():
         parameters.setdefault(name, parameter)
     return parameters
+
+
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Free an optimizer's state."""
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.forget_state()
+    else:
+        optimizer.state.clear()
 
 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -40,6 +40,16 @@ class FusedAdamW(torch.optim.AdamW):
             parts = [local(one) for one in found] if group.is_sharded else found
             fused_adamw_(group.tensors, parts, group.settings, self.found_inf)
 
+    def forget_state(self) -> None:
+        """Free the state, to be loaded or created again."""
+        self.state.clear()
+        self._groups, self._known = (), None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in the base class."""
+        super().add_param_group(param_group)
+        self._groups, self._known = (), None
+
     def _prepared(self) -> tuple[_Group, ...]:
         """The groups, or none while a parameter has no state."""
         known = next((self.state.get(group["params"][0]) for group in self.param_groups if group["params"]), None)

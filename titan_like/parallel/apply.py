@@ -114,7 +114,11 @@ def build_stage(
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
     if config.float8.enable:
-        from titan_like.parallel.float8 import use_float8  # which imports torchao
+        try:
+            from titan_like.parallel.float8 import use_float8  # which imports torchao
+        except ImportError as error:
+            problem = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
+            raise ConfigError("float8.enable", True, problem) from None
 
         use_float8(module, config.float8, emulates=device.type != "cuda" or dtype == torch.float64)
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 
 import torch
 
@@ -21,7 +22,9 @@ class CompileCache:
         shapes = training.seq_len, training.decoder_seq_len, training.micro_batch_size, training.dtype
         split = parallelism.tensor_parallel_degree, parallelism.sequence_parallel
         data = config.data.reset_attention_mask, config.data.prefix_lm
-        known = (torch.__version__, name, model.model_dump_json(), shapes, split, data, config.activation_checkpoint)
+        versions = torch.__version__, version("titan_like")
+        applied = config.activation_checkpoint, config.float8
+        known = (versions, name, model.model_dump_json(), shapes, split, data, applied)
         self.folder = compiler_cache()
         self._marker = self.folder / "titan_like" / hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 

@@ -152,10 +152,10 @@ def use_float8(model: Transformer, section: Float8, emulates: bool) -> None:
     Raises:
         ConfigError: a pattern of the filter fits no module, or the sides of all modules or of a shard do not fit.
     """
-    names = {name for name, _ in model.named_modules()} | model.absent
+    names = {name for name in (*dict(model.named_modules()), *model.absent) if name.startswith("layers.")}
     for pattern in section.filter:
         if not any(matches_name(pattern, name) for name in names):
-            problem = f'"{pattern}" fits no module of the model; use names such as "layers.*.mlp"'
+            problem = f'"{pattern}" fits no module of the layers; use names such as "layers.*.mlp"'
             raise ConfigError("float8.filter", section.filter, problem)
     if not emulates:
         convert_to_float8_training(nn.Identity())  # corrects torch's compiler where it writes wrong float8 numbers

@@ -275,7 +275,8 @@ class VocabularyLoss(LocalStyle):
         """x is an activation between layers; all else is as in `TokenLoss`, where weight and bias are split."""
         x, here = CopyToTensorRegion.apply(x, self.sequence_parallel, group), group.vocabulary(module.padded_vocab_size)
         tokens = min(max(module.vocab_size - here.start, 0), len(here))
-        vocabulary = Vocabulary(tokens, -(-module.padded_vocab_size // group.size), here.start, partial(combine, group))
+        most = -(-module.padded_vocab_size // group.size)
+        vocabulary = Vocabulary(tokens, module.vocab_size, most, here.start, partial(combine, group))
         return scaled_loss(x, local(weight), None if bias is None else local(bias), labels, factor, vocabulary)
 
 

@@ -30,6 +30,7 @@ class Vocabulary(NamedTuple):
     """The tokens whose logits a process computes, and what it needs of processes that have the others."""
 
     size: int  # tokens here; further columns of the logits are padding, which never gets probability
+    whole: int  # tokens of all processes; another label makes the loss and its gradients NaN
     columns: int  # of logits, on the process that has the most
     first: int = 0  # number of the first token here
     # [2, positions] of this process → of all: log of the softmax's denominator, and the label's logit
@@ -63,7 +64,9 @@ class TokenLoss(nn.Module):
 
         x [batch, seq, hidden], weight [padded vocab, hidden], bias [padded vocab], labels [batch, seq], factor scalar.
         """
-        return scaled_loss(x, weight, bias, labels, factor, Vocabulary(self.vocab_size, self.padded_vocab_size))
+        return scaled_loss(
+            x, weight, bias, labels, factor, Vocabulary(self.vocab_size, self.vocab_size, self.padded_vocab_size)
+        )
 
 
 def scaled_loss(
@@ -154,12 +157,13 @@ def _loss(
     parts = zip(logits.split(rows), columns.split(rows), strict=True)
     found = torch.cat([statistics(block, column, vocabulary.size) for block, column in parts], 1)
     denominator, target = found if vocabulary.combine is None else vocabulary.combine(found)
-    scale = factor * is_valid  # [positions]
+    is_wrong = is_valid & ((labels < 0) | (labels >= vocabulary.whole))
+    scale = (factor * is_valid).masked_fill(is_wrong, torch.nan)  # [positions]
     if with_gradient:
         split = (part.split(rows) for part in (logits, columns, denominator, scale))
         for block, column, total, factors in zip(*split, strict=True):
             write_gradient(block, column, total, factors, vocabulary.size)
-    return (denominator - target).masked_fill(~is_valid, 0).sum() * factor
+    return (denominator - target).masked_fill(~is_valid, 0).masked_fill(is_wrong, torch.nan).sum() * factor
 
 
 def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int) -> torch.Tensor:
