@@ -11,7 +11,12 @@ install_environment() {
       echo "error: $(.venv/bin/python --version) is too old: remove .venv and set PYTHON to Python 3.11 or newer" >&2
       exit 2
     }
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}"
+    local log
+    log=$(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+      -e ".${extras:+[$extras]}" 2>&1) || {
+      printf '%s\n' "$log" >&2
+      exit 1
+    }
     touch "$stamp"
   fi
   export PATH="$PWD/.venv/bin:$PATH"

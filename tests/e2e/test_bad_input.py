@@ -62,9 +62,9 @@ OVERRIDES = {
         [STEPS, "--training.seq_len=1025"],
         ["training.seq_len = 1025", "max_seq_len is 1024", "model.overrides.max_seq_len"],
     ),
-    "long warm-up": (
-        [STEPS, "--lr_scheduler.warmup_steps=6"],
-        ["lr_scheduler.warmup_steps = 6", "run of 5 steps", "use at most 5"],
+    "long decay": (
+        [STEPS, "--lr_scheduler.decay=wsd", "--lr_scheduler.decay_steps=6"],
+        ["lr_scheduler.decay_steps = 6", "does not fit the 5", "use at most 5"],
     ),
     "short ramp-up": (
         ["--training.samples=99", "--training.batch_size_rampup=[2, 2]"],
@@ -339,6 +339,12 @@ def test_bad_number_of_processes(monkeypatch, capfd, folder, case):
     world_size, settings, words = WORLDS[case]
     monkeypatch.setenv("WORLD_SIZE", world_size)
     check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, *settings])), words)
+
+
+def test_compiler_without_a_folder(monkeypatch, capfd, folder):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "text.txt"))
+    words = ["TORCHINDUCTOR_CACHE_DIR", "{tmp}/text.txt", "cannot be created", "name one"]
+    check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS])), words, folder)
 
 
 def test_other_processes_of_a_job_leave_the_first_time_to_speak(monkeypatch, capfd, folder):

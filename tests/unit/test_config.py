@@ -274,7 +274,7 @@ WRONG_KEYS = [
 def test_all_wrong_keys_are_named_at_once_without_torch(tmp_path):
     file = write_toml(tmp_path, WRONG)
     rules = ["--training.steps=5", "--training.seq_len=9999", "--training.global_batch_size=5"]
-    rules += ["--lr_scheduler.warmup_steps=6", "--training.reduce_dtype=bfloat16"]
+    rules += ["--lr_scheduler.decay=wsd", "--lr_scheduler.decay_steps=6", "--training.reduce_dtype=bfloat16"]
     code = f"""
 import runpy, sys
 sys.modules["torch"] = None  # an import of it raises
@@ -293,7 +293,7 @@ for arguments in {[[file, *WRONG_ARGUMENTS], rules, ["--help"]]!r}:
         assert sum(line.strip().startswith(wanted) for line in lines) == 1, (wanted, first)
     assert len(lines) == len(WRONG_KEYS), first
     assert second.startswith("2\nerror: ")
-    for key in ("training.seq_len", "training.global_batch_size", "lr_scheduler.warmup_steps", "training.reduce_dtype"):
+    for key in ("training.seq_len", "training.global_batch_size", "lr_scheduler.decay_steps", "training.reduce_dtype"):
         assert len(re.findall(rf"^(?:error: |       ){key} = ", second, re.MULTILINE)) == 1, second
     assert third == "2\n"
     assert done.stderr.endswith("ended with 0\n")

@@ -9,13 +9,16 @@ import runpy
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import asdict
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import load_config
+from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import DryRun, dry_run
 from titan_like.planner.dry_run_text import format_dry_run
 
@@ -276,6 +279,21 @@ def test_another_machine_s_files_are_only_noted(
     assert tree["plan"]["schedule"]["actions"] == ["F0:0", "B0:0"]
     assert tree["state"]["parameters"] == 4 * 973_568
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_checkpoint_of_another_run_is_only_noted(tmp_path: Path) -> None:
+    config = load_config(["--training.steps=5"])
+    shape = model_config(config.model).model_dump(mode="json")
+    state = RunState(3, 48, 0, 0, 1.0, 0, shape, config.model_dump(mode="json"))
+    folder = tmp_path / "outputs" / "checkpoint" / "step-3"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(asdict(state)))
+    saves = "--checkpoint.enable=true"
+    assert plan(saves, "--data.dataset=stdlib", "--data.paths=[]").notes == []
+    (note,) = plan(saves, "--optimizer.name=muon").notes
+    assert note.startswith(
+        'the run itself will not start: optimizer.name = "muon": outputs/checkpoint/step-3 was saved'
+    )
 
 
 def test_a_stream_is_read_but_not_counted(

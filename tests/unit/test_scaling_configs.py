@@ -22,7 +22,7 @@ GPT_GPUS = {
     "1t": 3072,
 }  # arXiv 2104.04473, Table 1
 GPUS = {f"gpt_{size}": gpus for size, gpus in GPT_GPUS.items()}
-GPUS |= {"gpt3_175b": 1024, "llama3_70b": 256, "llama3_405b": 16384}
+GPUS |= {"gpt3_175b": 1024, "llama3.1_70b": 256, "llama3.1_405b": 16384}
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -9,7 +9,7 @@ from titan_like.config.schema import LRScheduler, Training
 from titan_like.data.batch_size import global_batch_size_at, rampup_batch_sizes, total_samples, total_steps
 from titan_like.models.registry import model_config
 from titan_like.optim.loss_scaler import LossScaler
-from titan_like.optim.schedule import lr_factor
+from titan_like.optim.schedule import describe_warmup, lr_factor
 from titan_like.parallel.layout import Layout
 from titan_like.train.rules import check_rules
 
@@ -176,7 +176,6 @@ def check(*argv, data_parallel=1):
         (["training.batch_size_rampup=[12, 4, 10]", "training.steps=9"], ["batch_size_rampup", "12", "8 or 16"]),
         (["training.batch_size_rampup=[8, 8, 99]", "training.samples=7"], ["training.samples = 7", "at least 8"]),
         (["training.tokens=4095"], ["training.tokens = 4095", "at least 4096"]),
-        (["training.steps=5", "lr_scheduler.warmup_steps=6"], ["lr_scheduler.warmup_steps = 6", "at most 5"]),
         (
             ["training.steps=9", "lr_scheduler.warmup_steps=6", "lr_scheduler.decay_steps=5"],
             ["lr_scheduler.decay_steps = 5", "before the warm-up of 6"],
@@ -193,6 +192,19 @@ def test_contradicting_lengths_and_batches_are_refused(argv, words):
         check(*argv)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("decay", "peak"), [("cosine", 60), ("constant", 60), ("inverse_sqrt", 60), ("wsd", 54)])
+def test_warmup_ends_with_a_shorter_run(decay, peak):
+    settings = LRScheduler(warmup_steps=100, decay=decay)
+    assert check("training.steps=60", "lr_scheduler.warmup_steps=100", f"lr_scheduler.decay={decay}") == 60
+    values = [lr_factor(settings, step, 60) for step in range(1, 61)]
+    assert values[:peak] == [step / peak for step in range(1, peak + 1)]
+    assert all(value < 1 for value in values[peak:])  # wsd decays over the last tenth
+    assert describe_warmup(settings, 60) == (
+        f"lr_scheduler.warmup_steps = 100 is too long for this run; the warm-up takes {peak}"
+    )
+    assert describe_warmup(settings, 111 if decay == "wsd" else 100) is None
 
 
 def test_matching_lengths_and_batches_pass():

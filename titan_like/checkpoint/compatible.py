@@ -12,6 +12,11 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 
+
+class OtherRunError(ConfigError):
+    """A checkpoint in the run's folder belongs to another model, optimizer or data."""
+
+
 _MAY_CHANGE = {"dropout"}
 # Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
 _MUST_STAY = [
@@ -37,7 +42,7 @@ def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) ->
     """Refuse a checkpoint of another model. A damaged one passes here and fails when it is loaded.
 
     Raises:
-        ConfigError: the first difference.
+        OtherRunError: the first difference.
     """
     state = _readable_state(path)
     if state is not None:
@@ -48,7 +53,7 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> N
     """Refuse to resume from a checkpoint of another model, optimizer or data. A damaged one fails when it is loaded.
 
     Raises:
-        ConfigError: the first difference.
+        OtherRunError: the first difference.
     """
     state = _readable_state(path)
     if state is None:
@@ -101,7 +106,7 @@ def _compare(path: Path, compared: list[tuple[str, Any, Any]]) -> None:
     for key, value, saved in compared:
         if saved is PydanticUndefined:
             problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
-            raise ConfigError(key, value, problem)
+            raise OtherRunError(key, value, problem)
         if value != saved:
             then = "none" if saved is None else saved
-            raise ConfigError(key, value, f"{path} was saved with {then}; keep that, or name another folder")
+            raise OtherRunError(key, value, f"{path} was saved with {then}; keep that, or name another folder")

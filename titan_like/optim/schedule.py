@@ -9,15 +9,12 @@ from titan_like.config.schema import LRScheduler
 
 
 def check_decay(section: LRScheduler, total_steps: int) -> None:
-    """Check that warm-up and decay fit a run of ``total_steps``.
+    """Check that the decay fits a run of ``total_steps``.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
-    warmup = section.warmup_steps
-    if warmup > total_steps:
-        problem = f"longer than the run of {total_steps} steps; use at most {total_steps}"
-        raise ConfigError("lr_scheduler.warmup_steps", warmup, problem)
+    warmup = warmup_steps(section, total_steps)
     if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
         problem = f"the decay ends before the warm-up of {warmup} steps; use a larger number"
         raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
@@ -30,14 +27,14 @@ def check_decay(section: LRScheduler, total_steps: int) -> None:
 def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     """Learning rate at a step, counted from 1, as a fraction of the peak.
 
-    Warm-up rises linearly and reaches 1 at ``warmup_steps``. Then:
+    Warm-up rises linearly and reaches 1 at its last step. Then:
 
     - constant stays at 1.
     - cosine (arXiv 1608.03983) and linear fall to ``min_lr_ratio`` at ``decay_steps``.
     - inverse_sqrt falls as √(warmup/step) (arXiv 1706.03762, section 5.3), but not below ``min_lr_ratio``.
     - wsd stays at 1 and falls linearly over the last ``decay_steps`` steps (arXiv 2404.06395, section 4).
     """
-    warmup = section.warmup_steps
+    warmup = warmup_steps(section, total_steps)
     if step <= warmup:
         return step / warmup
     floor = section.min_lr_ratio
@@ -54,6 +51,20 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
     progress = min(max(progress, 0.0), 1.0)
     falling = 0.5 * (1 + math.cos(math.pi * progress)) if section.decay == "cosine" else 1 - progress
     return floor + (1 - floor) * falling
+
+
+def warmup_steps(section: LRScheduler, total_steps: int) -> int:
+    """Number of steps in the warm-up: as configured, but at most the run, without the final decay that wsd chooses."""
+    chosen = wsd_decay_steps(section, total_steps) if section.decay == "wsd" and not section.decay_steps else 0
+    return min(section.warmup_steps, total_steps - chosen)
+
+
+def describe_warmup(section: LRScheduler, total_steps: int) -> str | None:
+    """A line for the log if the run is too short for the configured warm-up."""
+    warmup = warmup_steps(section, total_steps)
+    if warmup == section.warmup_steps:
+        return None
+    return f"lr_scheduler.warmup_steps = {section.warmup_steps} is too long for this run; the warm-up takes {warmup}"
 
 
 def wsd_decay_steps(section: LRScheduler, total_steps: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_like.checkpoint.compatible import OtherRunError
 from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import file_problem
@@ -36,6 +37,7 @@ from titan_like.evaluate.tasks import check_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.schedule import describe_warmup
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.mesh import build_mesh
@@ -92,7 +94,7 @@ class DryRun:
     state: RankState  # of the stages as built, and of their optimizer after one step
     plan: StepPlan
     data: str
-    notes: list[str]  # what could not be checked on this machine
+    notes: list[str]  # settings that the run changes, and what is wrong on this machine
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON. Actions become short words: F2:0 is the forward pass of microbatch 2 in stage 0."""
@@ -117,7 +119,8 @@ def dry_run(config: JobConfig) -> DryRun:
     model, layout = settings.model, settings.layout
     _check_gpu_type(config)
     data = describe_data(config, model)
-    notes = _check_this_machine(config, model)
+    warmup = describe_warmup(config.lr_scheduler, total_steps(config.training))
+    notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
     # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):
         mesh = build_mesh(layout, "cpu")
@@ -233,16 +236,20 @@ def _check_gpu_type(config: JobConfig) -> None:
 def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
     """Check folders, checkpoints and tasks. If the run is for another machine, only report what is missing on this one.
 
+    A checkpoint of another run is reported too: the dry run does not touch it.
+
     Raises:
         ConfigError: the run is for this machine, and something is wrong.
     """
     try:
         check_tasks("evaluation.datasets", config.evaluation.datasets)
         check_folders(config, model, make=False)
+    except OtherRunError as error:
+        return [f"the run itself will not start: {error}"]
     except ConfigError as error:
         if config.cluster.nodes is None:
             raise
-        return [str(error)]
+        return [f"not checked on this machine: {error}"]
     return []
 
 

@@ -39,7 +39,7 @@ def format_dry_run(run: DryRun) -> str:
         f"samples × {run.seq_len} tokens, data parallel {replicas} × {shards}, ZeRO {run.zero_stage}; "
         f"{run.samples:,} samples, {run.tokens:,} tokens",
         f"data: {run.data}",
-        *(f"not checked on this machine: {note}" for note in run.notes),
+        *run.notes,
         "",
         f"rank {run.rank} of {_several(run.world_size, 'process', 'es')}: " + ", ".join(_places(run)),
     ]

@@ -78,7 +78,6 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         lambda: _check_health(config),
         lambda: _check_evaluation(config),
         lambda: _check_available(config),
-        lambda: _check_float8(config),
     ]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
@@ -124,7 +123,9 @@ def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settin
     except ConfigError as error:
         errors.append(error)
     errors += broken_rules(config, model, layout)
-    errors += _errors_of([lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu)])
+    errors += _errors_of(
+        [lambda: check_wandb(config.metrics), lambda: _check_gpu(config.cluster.gpu), lambda: _check_float8(config)]
+    )
     if errors or model is None or layout is None:
         raise all_of(errors)
     return Settings(config, model, layout)

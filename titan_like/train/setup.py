@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +58,8 @@ def prepare_run(settings: Settings) -> Run:
         ConfigError: the user has to change something.
     """
     config, model = settings.config, settings.model
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch's optimizers import the compiler, which makes it
+        check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)
     device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
     check_folders(config, model, make=True)
     if config.checkpoint.enable:

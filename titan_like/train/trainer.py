@@ -30,7 +30,7 @@ from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.labels import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
-from titan_like.optim.schedule import lr_factor
+from titan_like.optim.schedule import describe_warmup, lr_factor
 from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.model import ModelOutput
 from titan_like.parallel.tensor import sum_partial_gradients
@@ -59,6 +59,8 @@ class Trainer(TrainingState):
         self.unlogged: list[StepRecord] = []  # steps since the last log line
         self.validation_losses: list[float] = []  # of the last validation, by prediction
         self.console.print(f" {describe_run(run)}")
+        if told := describe_warmup(config.lr_scheduler, run.total_steps):
+            self.console.print(f" {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
         self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
