@@ -171,6 +171,8 @@ def format_kind(checks: list[Check], kind: str) -> str:
     mine = [check for check in checks if check.kind == kind]
     if not mine or not all(check.ok for check in mine):
         return f"{kind:9} {'different' if mine else 'not compared'}"
+    if kind == "data":
+        return f"{kind:9} same  {mine[0].detail}"
     steps = max(check.step for check in mine)
     line = f"{kind:9} same  {len({check.row for check in mine})} rows, {steps} step{'s' if steps > 1 else ''}"
     measured = [check for check in mine if check.allowed and math.isfinite(check.nearness)]
