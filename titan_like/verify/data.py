@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from titan_like.config.change import edit
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, blended, raw_text, reader_blend, shards, stream_reader
 from titan_like.data.blended import BlendedSource
@@ -119,7 +119,10 @@ def compare_with_definition(config: JobConfig) -> Found:
     model, covered = model_config(config.model), list[str]()
     masks, micro_batch = masks_of(config, model), min(2, config.training.micro_batch_size)
     for split, source in open_data(config, model).items():
-        stored, defined = pickle.dumps(source), MaskedSamples(_Defined(source), masks)
+        try:
+            stored, defined = pickle.dumps(source), MaskedSamples(_Defined(source), masks)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError("data.dataset", config.data.dataset, f"cannot be copied ({first_line(error)})") from None
         starts = sorted({0, max(0, _epoch_end(source) - _WINDOW // 2)}) if len(source) else []
         covered += [f"{start}–{start + _WINDOW - 1} of {split}" for start in starts]
         for start in starts:
