@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.indexed import FormatError, IndexedDataset
+from titan_like.data.indexed import FormatError, IndexedDataset, StoredTokens
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.text import open_corpus
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
 

@@ -25,8 +25,9 @@ import torch
 from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.schema import JobConfig
-from titan_like.data import blend, blended, raw_text, reader_blend, shards, stream_reader
-from titan_like.data.blended import BlendedSource
+from titan_like.data import blend, raw_text, shards, stream_blend, stream_reader
+from titan_like.data.blend import BlendedSource, shares_of
+from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples, masks_of
 from titan_like.data.open_source import open_data
@@ -34,11 +35,9 @@ from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
 from titan_like.data.race import RaceSource
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, Source
-from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.stream import StreamSource
 from titan_like.data.stream_blend import BlendedStream
 from titan_like.data.text import corpus_folder, corpus_job
-from titan_like.data.weights import shares_of
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.verify.processes import Member
@@ -51,7 +50,7 @@ _MOST_TEXT = 16 << 20  # bytes that are tokenized for this
 _MOST_DRAWN = 100_000  # samples of a blend that are counted to find the end of an epoch
 _BLOCK = 24  # samples of a blend
 _SMALL = [
-    *((module, "BLOCK", _BLOCK) for module in (blend, blended, reader_blend)),
+    *((blend, "BLOCK", _BLOCK), (stream_blend, "BLOCK", _BLOCK)),
     *((stream_reader, "INTERVAL", 2), (stream_reader, "_BATCH", 256)),
     *((raw_text, "_PIECE", 1 << 14), (raw_text, "_CHUNK", 1 << 12), (raw_text, "_ROWS", 5), (shards, "_ROWS", 5)),
 ]

@@ -11,12 +11,11 @@ import numpy as np
 
 from titan_like.data import source, stream, stream_reader
 from titan_like.data.blend import Blend
-from titan_like.data.bookmarks import Place
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
-from titan_like.data.reader_blend import ReaderBlend
-from titan_like.data.stream_reader import Documents, Reader
+from titan_like.data.stream_blend import ReaderBlend
+from titan_like.data.stream_reader import Documents, Place, Reader
 
 
 @contextmanager
