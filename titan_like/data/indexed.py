@@ -104,7 +104,7 @@ class IndexedDataset:
             if problem is not None:
                 raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
         try:
-            self.dtype, self._lengths, self._pointers, self._documents, self._modes = _open_index(index)
+            self.dtype, self._lengths, self._pointers, self._documents = _open_index(index)
             self.tokens = StoredTokens(data, self.dtype)
         except OSError as error:
             raise FormatError(Path(error.filename or index), f"cannot be read ({error.strerror})") from None
@@ -163,8 +163,8 @@ class IndexedDataset:
                 raise FormatError(index, "is damaged: its documents are not in order")
 
 
-def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Type of the tokens; lengths, pointers, document boundaries and modes, memory-mapped."""
+def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Type of the tokens; lengths, pointers, and document boundaries, memory-mapped."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
@@ -189,8 +189,7 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     at = _HEADER.size
     lengths, pointers = mapped("<i4", at, sequences), mapped("<i8", at + 4 * sequences, sequences)
     documents = mapped("<i8", at + 12 * sequences, boundaries)
-    modes = mapped("i1", wanted, sequences) if size > wanted else None
-    return DTYPES[code], lengths, pointers, documents, modes
+    return DTYPES[code], lengths, pointers, documents
 
 
 class IndexedWriter:

@@ -31,13 +31,12 @@ from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples, masks_of
 from titan_like.data.open_source import open_data
-from titan_like.data.packed import PackedDataset
+from titan_like.data.packed import PackedDataset, corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.race import RaceSource
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, Source
 from titan_like.data.stream import StreamSource
 from titan_like.data.stream_blend import BlendedStream
-from titan_like.data.text import corpus_folder, corpus_job
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.verify.processes import Member

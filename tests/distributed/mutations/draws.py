@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
-from titan_like.data.draws import sample_generator
 from titan_like.data.masked_tokens import MaskedTokens
+from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 
 _USERS = (masked_tokens, sentence_pairs, span_corruption)
