@@ -121,19 +121,17 @@ def compare_with_definition(config: JobConfig) -> Found:
             stored, defined = pickle.dumps(source), MaskedSamples(_Defined(source), masks)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError("data.dataset", config.data.dataset, f"cannot be copied ({first_line(error)})") from None
-        starts = sorted({0, max(0, _epoch_end(source) - _WINDOW // 2)}) if len(source) else []
-        covered += [f"{start}–{start + _WINDOW - 1} of {split}" for start in starts]
-        for start in starts:
+        for start in sorted({0, max(0, _epoch_end(source) - _WINDOW // 2)}) if len(source) else ():
+            covered.append(f"{start}–{start + _WINDOW - 1} of {split}")
             parts = [(start + _PART * number, _PART, *ranks) for number, ranks in enumerate(_RELAY)]
             for first, size, ranks, workers in [(start, _WINDOW, 1, 0), *parts]:
                 copies = [MaskedSamples(pickle.loads(stored), masks) for _ in range(ranks)]
-                found = read(copies, first, size, micro_batch, workers)
-                wrong = [
-                    at for at in range(size) if at >= len(found) or not torch.equal(found[at], defined[first + at])
-                ]
+                found = dict(enumerate(read(copies, first, size, micro_batch, workers), start=first))
+                due = range(first, first + size)
+                wrong = [i for i in sorted({*due, *found}) if not (i in found and torch.equal(found[i], defined[i]))]
                 if wrong or len(found) > size:
                     where = f"{split}, read by {ranks} ranks with {workers} workers each from sample {first} on"
-                    return Found(problem=f"{where}: samples {[first + at for at in wrong[:4]]} of {size} are wrong")
+                    return Found(problem=f"{where}: samples {wrong[:4]} of {size} are wrong")
     return Found(f"samples {', '.join(covered)}")
 
 
@@ -193,20 +191,16 @@ def _without_labels(sample: torch.Tensor) -> torch.Tensor:
 
 
 def _windows(source: PackedDataset) -> Sample:
-    """Window i of the tokens in a file: seq_len tokens, and the same a token later."""
-    stored, seq_len = source.tokens, source.request.seq_len
+    """Window i of the tokens in a file."""
+    stored, size = source.tokens, source.request.seq_len
     assert isinstance(stored, StoredTokens)
     tokens = np.memmap(stored.path, stored.dtype, "r")[stored.start : stored.stop]
-
-    def window(position: int) -> torch.Tensor:
-        return _pair(tokens[position * seq_len : (position + 1) * seq_len + 1])
-
-    return _ordered(source, window, (len(tokens) - 1) // seq_len)
+    return _ordered(source, lambda i: _window(tokens[i * size : (i + 1) * size + 1]), (len(tokens) - 1) // size)
 
 
-def _pair(window: Any) -> torch.Tensor:
-    tokens = torch.from_numpy(np.array(window, dtype=np.int64))
-    return torch.stack((tokens[:-1], tokens[1:]))
+def _window(tokens: Any) -> torch.Tensor:
+    """Inputs, and the same a token later."""
+    return torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
 
 
 def _blend(source: BlendedSource) -> Sample:
@@ -264,9 +258,9 @@ def _stream(source: StreamSource) -> Sample:
         while len(tokens) <= begin + seq_len:
             document = next(documents[reader], None)
             if document is None:
-                return _without_labels(_pair([source.tokenizer.eod_id] * (seq_len + 1)))
+                return _without_labels(_window([source.tokenizer.eod_id] * (seq_len + 1)))
             tokens += document
-        return _pair(tokens[begin : begin + seq_len + 1])
+        return _window(tokens[begin : begin + seq_len + 1])
 
     return get
 
