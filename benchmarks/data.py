@@ -51,7 +51,7 @@ GPT2 = [
 def access(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Time and state of random access, through the classes that training uses; no tokens are read."""
     from titan_like.config.schema import Data
-    from titan_like.data.blended import BlendedSource
+    from titan_like.data.blend import BlendedSource
     from titan_like.data.source import DataRequest, Source
 
     class Positions(Source):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.mutations import (
+    draws,
     dropout,
     encoder_decoder,
     float8,
@@ -209,6 +210,9 @@ BUGS = [
     (pairs.classes_swapped_on_one_process, [*NEXT, *DATA], "data_parallel", Row.LOSS, "the loss"),
     (pairs.classes_swapped, [*NEXT, *ONE], "one_process", Row.LOSS, "the loss"),
     (masks.replaced_tokens_are_their_own_labels, [*BERT, *DATA], "one_process", Row.LOSS, "the loss"),
+    (draws.loss_on_replaced_tokens_alone, [*BERT, *ONE], "one_process", Row.LOSS, "the loss"),
+    (draws.draws_ignore_the_sample, [*T5, *ONE], "one_process", Row.LOSS, "embedding"),
+    (draws.prefixes_take_half_at_most, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (pairs.pairs_drawn_by_each_process, [*NEXT, *ZERO_3], "data_parallel", Row.LOSS, ""),
     (
         pairs.pairs_divided_by_tokens,

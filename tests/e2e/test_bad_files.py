@@ -17,7 +17,7 @@ from titan_like.checkpoint.lock import hold
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
-from titan_like.data.text import corpus_files
+from titan_like.data.packed import corpus_files
 from titan_like.planner.profile import load_profile
 from titan_like.train.job import meeting_place
 from titan_like.train.out_of_memory import out_of_memory_names

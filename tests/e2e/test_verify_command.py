@@ -53,7 +53,9 @@ def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
     result = verify_forked("--steps", "2", "--json", str(tmp_path / "verdict.json"), *PIPELINE)
     assert result.returncode == 0, result.stdout + result.stderr
     *kinds, conclusion = result.stdout.splitlines()
-    assert [line.split()[:2] for line in kinds] == [[k, "same"] for k in ("float64", "float32", "dropout", "resume")]
+    names = ("float64", "float32", "dropout", "resume", "data")
+    assert [line.split()[:2] for line in kinds] == [[name, "same"] for name in names], kinds
+    assert re.fullmatch(r"data +same  samples 0–47 of train, \d+–\d+ of train, 0–47 of validation, .*", kinds[-1])
     assert conclusion.startswith("same: this layout computes the training of one process")
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["outcome"] == "same"

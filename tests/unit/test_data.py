@@ -14,19 +14,20 @@ import torch
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data import preprocess, raw_text
+from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.packed import (
     PackedDataset,
     TextSource,
+    corpus_files,
+    open_corpus,
     split_bounds,
     split_weights,
     token_fingerprint,
 )
 from titan_like.data.registry import DATASETS, find_dataset
 from titan_like.data.source import IGNORED_LABEL, SPLITS, DataRequest, Source
-from titan_like.data.stored_tokens import StoredTokens
-from titan_like.data.text import corpus_files, open_corpus
 from titan_like.data.tokenizer import ByteTokenizer
 
 EOD = ByteTokenizer.eod_id

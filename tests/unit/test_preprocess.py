@@ -377,7 +377,7 @@ def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
 
 def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:
     from titan_like.config.schema import Data
-    from titan_like.data.text import open_corpus
+    from titan_like.data.packed import open_corpus
 
     (tmp_path / "a.jsonl").write_bytes(jsonl([text_of(20, number) for number in range(30)]))
     tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titan_like.data.blend import BLOCK, PERIOD
-from titan_like.data.reader_blend import ReaderBlend
+from titan_like.data.stream_blend import ReaderBlend
 
 
 @pytest.mark.parametrize(

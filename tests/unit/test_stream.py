@@ -22,11 +22,11 @@ from pyarrow import ipc
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data import raw_text, shards, stream_reader
-from titan_like.data.bookmarks import INTERVAL
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_data, open_source
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.stream import StreamSource, tokenized_times
+from titan_like.data.stream_reader import INTERVAL
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
 

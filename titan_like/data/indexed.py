@@ -26,7 +26,6 @@ from types import TracebackType
 import numpy as np
 
 from titan_like.config.paths import file_problem
-from titan_like.data.stored_tokens import StoredTokens
 from titan_like.data.unfinished import removed_unless_renamed
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -59,6 +58,36 @@ def prefix_of(path: str | Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
+class StoredTokens:
+    """A stream of tokens in a file. Any number of threads and processes can read pieces of it on demand.
+
+    It is not a memory map. A map's pages count as the process's memory once they are touched, so a run's memory would
+    seem to grow until it has read the whole file.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None) -> None:
+        """Open tokens ``start`` to ``stop`` of the file. The file may be deleted afterwards."""
+        self.path, self.dtype, self.start = path, dtype, start
+        self._file = open(path, "rb", buffering=0)
+        self.stop = os.fstat(self._file.fileno()).st_size // dtype.itemsize if stop is None else stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        """Read a slice (with a step of 1) as a new array [tokens]."""
+        first, last, _ = piece.indices(len(self))
+        size, offset = self.dtype.itemsize, self.start + first
+        return np.frombuffer(os.pread(self._file.fileno(), (last - first) * size, offset * size), self.dtype)
+
+    def part(self, start: int, stop: int) -> StoredTokens:
+        """Tokens ``start`` to ``stop`` of this stream, not yet read."""
+        return StoredTokens(self.path, self.dtype, self.start + start, self.start + stop)
+
+    def __reduce__(self) -> tuple:
+        return StoredTokens, (self.path, self.dtype, self.start, self.stop)  # worker processes reopen the file
+
+
 class IndexedDataset:
     """An open dataset. Only the pages of the index that have been read take memory."""
 
@@ -75,7 +104,7 @@ class IndexedDataset:
             if problem is not None:
                 raise FormatError(path, "there is no such file" if problem == "does not exist" else problem)
         try:
-            self.dtype, self._lengths, self._pointers, self._documents, self._modes = _open_index(index)
+            self.dtype, self._lengths, self._pointers, self._documents = _open_index(index)
             self.tokens = StoredTokens(data, self.dtype)
         except OSError as error:
             raise FormatError(Path(error.filename or index), f"cannot be read ({error.strerror})") from None
@@ -134,8 +163,8 @@ class IndexedDataset:
                 raise FormatError(index, "is damaged: its documents are not in order")
 
 
-def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Type of the tokens; lengths, pointers, document boundaries and modes, memory-mapped."""
+def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Type of the tokens; lengths, pointers, and document boundaries, memory-mapped."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
@@ -160,8 +189,7 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     at = _HEADER.size
     lengths, pointers = mapped("<i4", at, sequences), mapped("<i8", at + 4 * sequences, sequences)
     documents = mapped("<i8", at + 12 * sequences, boundaries)
-    modes = mapped("i1", wanted, sequences) if size > wanted else None
-    return DTYPES[code], lengths, pointers, documents, modes
+    return DTYPES[code], lengths, pointers, documents
 
 
 class IndexedWriter:

@@ -1,4 +1,4 @@
-"""Attention masks, positions and loss masks of packed documents and of prefix language models.
+"""From a dataset's samples to a model's: its objective, and masks and positions of packed documents and of prefixes.
 
 A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
 `reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
@@ -13,20 +13,65 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.objective import NEXT_TOKENS, Objective, objective_of
+from titan_like.data.masked_tokens import masked_tokens_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.span_corruption import span_corruption_of
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
 MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "prefix_lm", "prefix_lm_loss")
+
+
+class Objective(Protocol):
+    """Turns a window of tokens into a sample. `titan_like.data.lengths` gives the lengths of both."""
+
+    @property
+    def encoder_len(self) -> int | None:
+        """Positions of the encoder's input, which come before the decoder's; None for a model with one stack."""
+        ...
+
+    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+        """A window's tokens and next tokens, int64 [2, raw] → inputs and labels, int64 [2, seq].
+
+        ``index`` is the sample's number in the run. The result is a function of the arguments alone.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """Causal language modelling: the labels are the next tokens, which a dataset gives."""
+
+    encoder_len: None = None
+
+    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+        """The sample as it is, int64 [2, seq]."""
+        return sample
+
+
+NEXT_TOKENS = NextTokens()
+
+
+def objective_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Objective:
+    """The objective of a run's model.
+
+    Raises:
+        ConfigError: the tokenizer or the model lacks a token that is needed.
+    """
+    if model.objective == "span_corruption":
+        return span_corruption_of(config, model, tokenizer)
+    if model.objective == "mlm" and "tokens" in model.predictions:
+        return masked_tokens_of(config.data, tokenizer, model.vocab_size)
+    return NEXT_TOKENS
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ import torch
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.data.blended import BlendedSource
+from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.stream import StreamSource
 from titan_like.data.stream_blend import BlendedStream
-from titan_like.data.weights import shares_of
 from titan_like.models.config import TransformerConfig
 
 

@@ -1,9 +1,11 @@
-"""A permutation of any size whose elements are computed one by one, instead of being looked up."""
+"""Random orders and numbers that a key chooses, computed one by one instead of being looked up."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+
+import numpy as np
 
 _ROUNDS = 8  # even; four make a pseudo-random permutation of a large domain, a small one needs more
 _LEAST_BITS = 6  # halves of one or two bits can take too few forms
@@ -47,3 +49,9 @@ class Permutation:
             index = high << shift | low
             if index < self.size:
                 return index
+
+
+def sample_generator(purpose: bytes, seed: int, index: int) -> np.random.Generator:
+    """A generator for one purpose (at most 16 bytes) in sample ``index`` of a run with this seed."""
+    digest = hashlib.blake2b(repr((seed, index)).encode(), digest_size=16, person=purpose).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from titan_like.config.errors import ConfigError
-from titan_like.data.draws import sample_generator
+from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.layers.visible import VisibleKeys

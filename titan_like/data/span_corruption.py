@@ -15,8 +15,8 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.data.draws import sample_generator
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
+from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import ByteTokenizer, Tokenizer
 from titan_like.models.config import TransformerConfig

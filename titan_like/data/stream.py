@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from titan_like.config.schema import Data
-from titan_like.data.bookmarks import Bookmarks
 from titan_like.data.packed import split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.stream_reader import Documents, Part, Reader
+from titan_like.data.stream_reader import Bookmarks, Documents, Part, Reader
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, tokenizer_files
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are

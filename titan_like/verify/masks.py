@@ -1,20 +1,22 @@
-"""Samples by definition: spans and sentinels, positions, loss mask and attention mask, one token or pair at a time."""
+"""Samples by definition: spans and sentinels, masked tokens, positions, loss mask and attention mask, one token or pair
+at a time, from the same random numbers as the product's but with code that shares nothing with it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.draws import sample_generator
 from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import prefix_length
-from titan_like.data.span_corruption import SpanCorruption, noise_mask
+from titan_like.data.span_corruption import SpanCorruption
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.relative_bias import RelativeBias
 from titan_like.models.transformer import Transformer, replace_forward
@@ -22,6 +24,7 @@ from titan_like.verify.samples import (
     END_OF_DOCUMENT,
     FIRST,
     IGNORED,
+    MASK,
     PAD,
     PADDING,
     SEPARATOR,
@@ -44,9 +47,9 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
     def describe(index: int) -> torch.Tensor:
         sample = samples[index] if masks.pairs is None else _pair(samples, index, masks.pairs.objective, seed)
         if isinstance(objective, SpanCorruption):
-            return _without_spans(sample, index, objective, seed)
+            return _without_spans(sample, index, objective, config.data, seed)
         if isinstance(objective, MaskedTokens):
-            sample = _with_masked_tokens(sample, index, objective, seed, keeps_class=masks.pairs is not None)
+            sample = _with_masked_tokens(sample, index, config.data, samples.vocab_size, seed, masks.pairs is not None)
         if masks.pair_tokens is not None:
             return _with_types(sample)
         return _with_masks(sample, index, config.data, seed) if has_masks(config.data) else sample
@@ -118,10 +121,31 @@ def _bucket(distance: int, buckets: int, farthest: int, sees_later: bool) -> int
     return later + single + begun[-1]
 
 
-def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, seed: int) -> torch.Tensor:
-    """int64 [2, raw] → [3, seq]."""
+def _generator(purpose: bytes, seed: int, index: int) -> np.random.Generator:
+    """Random numbers for one purpose in one sample."""
+    digest = hashlib.blake2b(repr((seed, index)).encode(), digest_size=16, person=purpose).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def _by_rank(values: np.ndarray) -> list[int]:
+    """Places in the order of their random numbers."""
+    return sorted(range(len(values)), key=lambda place: values[place])
+
+
+def _without_spans(
+    sample: torch.Tensor, index: int, objective: SpanCorruption, section: Data, seed: int
+) -> torch.Tensor:
+    """int64 [2, raw] → [3, seq]. Texts and spans alternate, and both are cut at random places into as many pieces."""
     tokens, given = sample.tolist()
-    is_noise = noise_mask(len(tokens), objective.num_noise, len(objective.sentinel_ids), seed, index).tolist()
+    num_noise, random = max(1, round(len(tokens) * section.noise_density)), _generator(b"span corruption", seed, index)
+    num_spans = max(1, round(num_noise / section.mean_noise_span_length))
+
+    def pieces(total: int) -> list[int]:
+        cuts = sorted(place + 1 for place in _by_rank(random.random(total - 1))[: num_spans - 1])
+        return [end - begin for begin, end in pairwise([0, *cuts, total])]
+
+    spans, texts = pieces(num_noise), pieces(len(tokens) - num_noise)
+    is_noise = [taken for text, span in zip(texts, spans, strict=True) for taken in [False] * text + [True] * span]
     inputs, targets, labels = list[int](), list[int](), list[int]()
 
     def write(token: int, label: int) -> None:
@@ -148,20 +172,55 @@ def _without_spans(sample: torch.Tensor, index: int, objective: SpanCorruption, 
 
 
 def _with_masked_tokens(
-    sample: torch.Tensor, index: int, objective: MaskedTokens, seed: int, keeps_class: bool
+    sample: torch.Tensor, index: int, section: Data, vocab_size: int, seed: int, keeps_class: bool
 ) -> torch.Tensor:
-    """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label."""
-    made = objective.apply(sample, seed, index)  # which tokens are chosen, and what replaces them
-    chosen = made[1] != IGNORED
-    labels = torch.where(chosen, sample[0], IGNORED)
+    """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label.
+
+    Words are tried in random order. Of n-grams of a drawn length, the longest is taken that has no token which cannot
+    be chosen or has been, and not more than are still to be chosen.
+    """
+    random = _generator(b"masked tokens", seed, index)
+    tokens, given = sample.tolist()
+    special = {END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING}
+    ordinary = [token for token in range(vocab_size) if token not in special]
+    free = {t for t, token in enumerate(tokens) if token not in special and given[t] != IGNORED}
+    left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
+    words = list[list[int]]()
+    for t, token in enumerate(tokens):
+        if t > 0 and section.mlm_whole_words and token % 3 and tokens[t - 1] % 3:
+            words[-1].append(t)
+        else:
+            words.append([t])
+    weights = [1 / n for n in range(1, section.mlm_max_ngram + 1)]
+    order, lengths = _by_rank(random.random(len(words))), random.random(len(words)) * sum(weights)
+    for word in order:
+        drawn = 1 + sum(lengths[word] >= sum(weights[:n]) for n in range(1, len(weights)))
+        for n in range(drawn, 0, -1):
+            span = {t for one in words[word : word + n] for t in one}
+            if word + n <= len(words) and span <= free - chosen and len(span) <= left:
+                chosen |= span
+                left -= len(span)
+                break
+    labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
     if keeps_class:
-        labels[0] = sample[1, 0]
-    return torch.stack((torch.where(chosen, made[0], sample[0]), labels))
+        labels[0] = given[0]
+    kinds, others = random.random(len(tokens)).tolist(), random.random(len(tokens)).tolist()
+    for t in chosen:
+        tokens[t] = (
+            MASK if kinds[t] < 0.8 else ordinary[int(others[t] * len(ordinary))] if kinds[t] < 0.9 else tokens[t]
+        )
+    return torch.tensor([tokens, labels])
+
+
+def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
+    """Uniform from 0 to size - 1."""
+    digest = hashlib.blake2b(repr((seed, index, begin)).encode(), digest_size=8, person=b"prefix").digest()
+    return int.from_bytes(digest, "little") % size
 
 
 def _pair(samples: Samples, index: int, objective: str, seed: int) -> torch.Tensor:
     """A pair of sentences, int64 [2, seq], from the draws of `SentencePairs`. The first label is the class."""
-    random = sample_generator(b"sentence pairs", seed, index)
+    random = _generator(b"sentence pairs", seed, index)
     given, size = samples[index], samples.seq_len
     text = _text_of(given, size - 3, random)
     cut = 1 + int(random.random() * (len(text) - 1))
@@ -218,7 +277,7 @@ def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> t
     prefix = set()
     for segment in set(segments) if section.prefix_lm else ():
         members = [t for t in range(seq_len) if segments[t] == segment]
-        prefix |= set(members[: prefix_length(len(members), seed, index, members[0])])
+        prefix |= set(members[: _prefix_length(len(members), seed, index, members[0])])
     for t in range(seq_len):
         crosses = section.eod_mask_loss and inputs[t] == END_OF_DOCUMENT
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 in prefix and segments[t] == segments[t + 1]):

@@ -12,7 +12,8 @@ from typing import Any
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.layout import Layout
 from titan_like.verify.blame import DIFFERENT, FAILS, ONE_PROCESS, SAME, UNDECIDED, Blame, find_fault, on_one_process
-from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
+from titan_like.verify.compare import DATA, DROPOUT, EXACT, HALF, RESUME, SINGLE, Check, Reference, Report, Row, combine
+from titan_like.verify.data import check_data
 from titan_like.verify.observe import compare_places, observe, observe_leg
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome, Prepare
@@ -63,7 +64,7 @@ class Verifier:
     def __post_init__(self) -> None:
         own = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
         dropout = [] if self.small.dropout is None else [DROPOUT]
-        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME]
+        self.kinds = self.kinds or [EXACT, SINGLE, *own, *dropout, RESUME, DATA]
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
@@ -72,9 +73,12 @@ class Verifier:
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
-                self._compute_reference(verdict)
-                if verdict.outcome == SAME:
+                if self.kinds != [DATA]:
+                    self._compute_reference(verdict)
+                if verdict.outcome == SAME and self.kinds != [DATA]:
                     self._verify_layout(verdict)
+                if verdict.outcome == SAME and DATA in self.kinds:
+                    self._verify_data(verdict)
             except UndecidedError as error:
                 verdict.outcome, verdict.reason = UNDECIDED, str(error)
         return verdict
@@ -96,7 +100,7 @@ class Verifier:
     def _verify_layout(self, verdict: Verdict) -> None:
         config, layout = self.small.config, verdict.layout
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        self.check(config, self.kinds, verdict.checks)
+        self.check(config, [kind for kind in self.kinds if kind != DATA], verdict.checks)
         first = verdict.first_difference
         if first is None:
             return
@@ -104,6 +108,19 @@ class Verifier:
         symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
         verdict.place, verdict.blame = self.locate(config, first), self.blame(config, first, symptom)
         verdict.outcome = DIFFERENT
+
+    def _verify_data(self, verdict: Verdict) -> None:
+        self.progress("the run's own data")
+        (made,) = self._start(check_data, 1, self.small.original).wait(self.timeout)
+        unchecked = made.reason if made.is_undecided else made.result and made.result.unchecked
+        if unchecked:
+            verdict.not_applicable.append(f"data: {unchecked}")
+            return
+        problem = f"reading it fails: {made.reason}" if made.result is None else made.result.problem
+        verdict.checks.append(Check(DATA, 0, Row.DATA, "", float(bool(problem)), detail=problem or made.result.covered))
+        if problem:
+            told = "the dataset, its loader or its bookmarks, whatever the model and the layout"
+            verdict.outcome, verdict.blame = DIFFERENT, Blame(DATA, told, {})
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first run that does not finish.

@@ -1,0 +1,132 @@
+"""Bugs in what is drawn for a sample: masked tokens, spans, prefixes and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
+from titan_like.data.masked_tokens import MaskedTokens
+from titan_like.data.permutation import sample_generator
+from titan_like.data.source import IGNORED_LABEL
+
+_USERS = (masked_tokens, sentence_pairs, span_corruption)
+
+
+def _drawn_by(generator: Callable[[bytes, int, int], np.random.Generator]) -> list[AbstractContextManager[object]]:
+    return [patch.object(module, "sample_generator", generator) for module in _USERS]
+
+
+@contextmanager
+def draws_ignore_the_sample() -> Iterator[None]:
+    """All samples of a run draw the same."""
+    prefix_length = masks.prefix_length
+    first, second, third = _drawn_by(lambda purpose, seed, index: sample_generator(purpose, seed, 0))
+    same = patch.object(masks, "prefix_length", lambda size, seed, index, begin: prefix_length(size, seed, 0, begin))
+    with first, second, third, same:
+        yield
+
+
+@contextmanager
+def draws_ignore_the_seed() -> Iterator[None]:
+    """All runs draw the same."""
+    prefix_length = masks.prefix_length
+    first, second, third = _drawn_by(lambda purpose, seed, index: sample_generator(purpose, 0, index))
+    same = patch.object(masks, "prefix_length", lambda size, seed, index, begin: prefix_length(size, 0, index, begin))
+    with first, second, third, same:
+        yield
+
+
+@contextmanager
+def loss_on_replaced_tokens_alone() -> Iterator[None]:
+    """A chosen token that stays as it is has no label."""
+    original = MaskedTokens.apply
+
+    def apply(self: MaskedTokens, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
+        inputs, labels = original(self, sample, seed, index)
+        return torch.stack((inputs, labels.masked_fill(inputs == sample[0], IGNORED_LABEL)))
+
+    with patch.object(MaskedTokens, "apply", apply):
+        yield
+
+
+@contextmanager
+def every_chosen_token_is_masked() -> Iterator[None]:
+    """None stays, and none becomes a random one."""
+    with patch.object(masked_tokens, "_MASKED", 1.0):
+        yield
+
+
+@contextmanager
+def random_tokens_never_come() -> Iterator[None]:
+    """Those that would become a random token stay."""
+    with patch.object(masked_tokens, "_RANDOM", 0.0):
+        yield
+
+
+@contextmanager
+def the_first_tokens_are_masked() -> Iterator[None]:
+    """Words are tried in the order in which they come."""
+
+    class Sorted:
+        def __init__(self, generator: np.random.Generator) -> None:
+            self.generator, self.is_first = generator, True
+
+        def random(self, size: int) -> np.ndarray:
+            drawn, is_first = self.generator.random(size), self.is_first
+            self.is_first = False
+            return np.sort(drawn) if is_first else drawn
+
+    def generator(*arguments: Any) -> Sorted:
+        return Sorted(sample_generator(*arguments))
+
+    with patch.object(masked_tokens, "sample_generator", generator):
+        yield
+
+
+@contextmanager
+def special_tokens_are_masked() -> Iterator[None]:
+    """Any token with a label can be chosen."""
+    with patch.object(np, "isin", lambda tokens, known: np.ones(np.shape(tokens), dtype=bool)):
+        yield
+
+
+@contextmanager
+def spans_are_all_of_one_length() -> Iterator[None]:
+    """Spans and the texts between them are cut evenly."""
+    original = span_corruption.noise_mask
+
+    def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
+        class Even:
+            def random(self, size: int) -> np.ndarray:
+                cuts = np.linspace(0, size + 1, num_spans + 1).astype(int)[1:-1] - 1
+                drawn = np.ones(size)
+                drawn[cuts] = 0
+                return drawn
+
+        with patch.object(span_corruption, "sample_generator", lambda *_: Even()):
+            return original(raw, num_noise, num_spans, seed, index)
+
+    with patch.object(span_corruption, "noise_mask", noise_mask):
+        yield
+
+
+@contextmanager
+def spans_begin_a_token_early() -> Iterator[None]:
+    """The first token can be taken out, and the last one stays."""
+    original = span_corruption.noise_mask
+    with patch.object(span_corruption, "noise_mask", lambda *arguments: np.roll(original(*arguments), -1)):
+        yield
+
+
+@contextmanager
+def prefixes_take_half_at_most() -> Iterator[None]:
+    """A prefix ends in the first half of its document."""
+    original = masks.prefix_length
+    with patch.object(masks, "prefix_length", lambda size, *others: original(size // 2 + 1, *others)):
+        yield

@@ -1,0 +1,185 @@
+"""What is drawn for a sample: masked tokens, spans and prefixes are as their definition says, one by one in the
+verifier's words, and in their distribution by the papers'.
+
+Counts may be as far from their expectation as Bernstein's inequality allows independent draws with a probability of one
+in a million. Where draws exclude one another, as the chosen tokens of a sample do, they deviate less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.mutations import draws
+from titan_like.config import load_config
+from titan_like.config.schema import Data
+from titan_like.data import masks
+from titan_like.data.lengths import raw_length, span_counts
+from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.masks import MaskedSamples
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.span_corruption import noise_mask
+from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.verify.masks import described
+from titan_like.verify.samples import masks_of_run, training_samples
+from titan_like.verify.shrink import resolve, shrink
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+BERT = ["--job.config_file", str(CONFIGS / "debug_bert.toml")]
+OBJECTIVES = {
+    "masked tokens": BERT,
+    "half of the tokens": [*BERT, "--data.mlm_probability=0.5"],
+    "words": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_probability=0.4"],
+    "n-grams": [*BERT, "--data.mlm_whole_words=true", "--data.mlm_max_ngram=3", "--data.mlm_probability=0.4"],
+    "pairs": ["--job.config_file", str(CONFIGS / "debug_bert_pairs.toml")],
+    "spans": ["--job.config_file", str(CONFIGS / "debug_t5.toml")],
+    "prefixes": ["--job.config_file", str(CONFIGS / "debug_gpt.toml"), "--data.prefix_lm=true"],
+}
+
+
+def are_as_described(objective: str, seed: int = 5) -> bool:
+    """Whether the product makes the samples that the verifier's reference makes."""
+    config = load_config([*OBJECTIVES[objective], f"--job.seed={seed}"])
+    small = shrink(config, resolve(config, None), 3).config
+    samples = training_samples(small)
+    made, rows = MaskedSamples(samples, masks_of_run(small)), range(40)
+    wanted = described(samples, rows, small)
+    for index, sample in zip(rows, wanted, strict=True):
+        found, wanted_rows = made[index], sample[:2]
+        if objective == "prefixes":  # a query sees the keys from `first` to `end`
+            first, end = (row[:, None] for row in found[-2:])
+            order = torch.arange(found.shape[1])
+            seen = (order >= first) & (order < end)
+            if not torch.equal(seen, sample[3:].bool()):
+                return False
+        if not torch.equal(found[:2], wanted_rows):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_samples_are_as_the_reference_writes_them(objective: str) -> None:
+    assert are_as_described(objective)
+
+
+MASKED = ["masked tokens", "words", "pairs"]
+BUGS: list[tuple[Callable, list[str]]] = [
+    (draws.draws_ignore_the_sample, ["masked tokens", "pairs", "spans", "prefixes"]),
+    (draws.draws_ignore_the_seed, ["masked tokens", "pairs", "spans", "prefixes"]),
+    (draws.loss_on_replaced_tokens_alone, MASKED),
+    (draws.every_chosen_token_is_masked, MASKED),
+    (draws.random_tokens_never_come, MASKED[:2]),
+    (draws.the_first_tokens_are_masked, MASKED),
+    (draws.special_tokens_are_masked, ["pairs"]),
+    (draws.spans_are_all_of_one_length, ["spans"]),
+    (draws.spans_begin_a_token_early, ["spans"]),
+    (draws.prefixes_take_half_at_most, ["prefixes"]),
+]
+
+
+@pytest.mark.parametrize(("bug", "objective"), [(bug, one) for bug, objectives in BUGS for one in objectives])
+def test_bugs_are_found(bug: Callable, objective: str) -> None:
+    with bug():
+        assert not are_as_described(objective)
+
+
+def near(found: float, probability: float, draws: int) -> bool:
+    """Whether a count of independent draws is as near to its expectation as all but one in a million are."""
+    log, variance = math.log(2e6), draws * probability * (1 - probability)
+    return abs(found - probability * draws) <= log / 3 + math.sqrt(log**2 / 9 + 2 * variance * log)
+
+
+SEQ, SAMPLES = 100, 2000
+END, MASK = ByteTokenizer.eod_id, ByteTokenizer.mask_id
+
+
+@pytest.mark.parametrize("ngram", [1, 3])
+def test_fifteen_percent_are_chosen_of_which_80_10_and_10(ngram: int) -> None:
+    masked = masked_tokens_of(Data(mlm_max_ngram=ngram), ByteTokenizer(), 258)
+    tokens = torch.arange(SEQ + 1) * 7 % 256
+    tokens[::20] = END  # five that are never chosen
+    sample, ordinary = torch.stack((tokens[:-1], tokens[1:])), torch.ones(SEQ, dtype=torch.bool)
+    sample[1, 90:] = IGNORED_LABEL  # nor are those that the dataset gives no label
+    ordinary[::20] = ordinary[90:] = False
+    made = torch.stack([masked.apply(sample, 3, index) for index in range(SAMPLES)])
+    inputs, chosen = made[:, 0], made[:, 1] != IGNORED_LABEL
+    each = round(0.15 * int(ordinary.sum()))  # exactly so many in each sample
+    assert (chosen.sum(1) == each).all() and not chosen[:, ~ordinary].any()
+    assert torch.equal(made[:, 1][chosen], sample[0].expand(SAMPLES, -1)[chosen])
+    assert torch.equal(inputs[~chosen], sample[0].expand(SAMPLES, -1)[~chosen])
+    total = SAMPLES * each
+    is_mask, stays = inputs == MASK, inputs == sample[0]
+    assert near(int((is_mask & chosen).sum()), 0.8, total)
+    assert near(int((stays & chosen).sum()), 0.1 + 0.1 / 256, total)  # a random token may be the same
+    others = inputs[chosen & ~is_mask & ~stays]
+    assert near(len(others), 0.1 * 255 / 256, total) and others.max() < 256
+    counts = torch.bincount(others, minlength=256)
+    assert all(near(int(count), 1 / 256, len(others)) for count in counts)
+    if ngram == 1:  # longer ones fit the middle of a text better
+        assert all(near(int(count), each / int(ordinary.sum()), SAMPLES) for count in chosen[:, ordinary].sum(0))
+
+
+def drawn_masked(seed: int, index: int) -> object:
+    masked: MaskedTokens = masked_tokens_of(Data(), ByteTokenizer(), 258)
+    sample = torch.stack((torch.arange(SEQ), torch.arange(SEQ)))
+    return tuple(masked.apply(sample, seed, index).flatten().tolist())
+
+
+def drawn_spans(seed: int, index: int) -> object:
+    return noise_mask(200, 30, 10, seed, index).tobytes()
+
+
+def drawn_prefixes(seed: int, index: int) -> object:
+    return tuple(masks.prefix_length(1 << 40, seed, index, begin) for begin in (0, 10))
+
+
+@pytest.mark.parametrize("draw", [drawn_masked, drawn_spans, drawn_prefixes])
+def test_draws_depend_on_the_seed_and_the_sample_s_number_and_so_on_the_epoch(draw: Callable) -> None:
+    # The sample at a position has another number in every epoch: 7, 7 + n, 7 + 2 · n, … of n samples an epoch.
+    found = {draw(seed, index) for seed in range(20) for index in (0, 1, 7, 7 + 50, 7 + 100, 2**33, 2**33 + 7)}
+    assert len(found) == 20 * 7
+    assert draw(3, 7) == draw(3, 7)
+
+
+def runs_of(mask: np.ndarray) -> tuple[list[int], list[int]]:
+    """Lengths of the texts, and of the spans, of which the first is a text."""
+    runs = [(bool(taken), len(list(run))) for taken, run in groupby(mask.tolist())]
+    return [length for taken, length in runs if not taken], [length for taken, length in runs if taken]
+
+
+@pytest.mark.parametrize("seq_len", [30, 114, 512])
+def test_spans_have_the_paper_s_noise_density_and_mean_length(seq_len: int) -> None:
+    """arXiv 1910.10683, section 3.1.4: 15 % of the tokens, in spans of 3 on average; both hold in every sample."""
+    section = Data()
+    raw = raw_length(seq_len, section)
+    noise, spans = span_counts(raw, section)
+    assert abs(noise - 0.15 * raw) <= 0.5 and abs(spans - noise / 3) <= 0.5
+    drawn = [runs_of(noise_mask(raw, noise, spans, 3, index)) for index in range(SAMPLES)]
+    for texts, lengths in drawn:
+        assert len(texts) == len(lengths) == spans and sum(lengths) == noise and sum(texts) == raw - noise
+    # All ways to cut k tokens into s pieces are equally likely: in C(k-n-1, s-2) of C(k-1, s-1) a piece has n tokens.
+    for total, place in ((noise, 1), (raw - noise, 0)):
+        ways = math.comb(total - 1, spans - 1)
+        for piece in range(spans):
+            counts = Counter(run[place][piece] for run in drawn)
+            for length in range(1, total - spans + 2):
+                assert near(counts[length], math.comb(total - length - 1, spans - 2) / ways, SAMPLES), (piece, length)
+
+
+@pytest.mark.parametrize("size", [1, 2, 10])
+def test_prefixes_are_uniform_from_none_to_all_tokens_but_one(size: int) -> None:
+    for begin in (0, 5):
+        counts = Counter(masks.prefix_length(size, 3, index, begin) for index in range(SAMPLES))
+        assert set(counts) == set(range(size))
+        assert all(near(count, 1 / size, SAMPLES) for count in counts.values())
+    both = Counter(
+        (masks.prefix_length(4, 3, index, 0), masks.prefix_length(4, 3, index, 9)) for index in range(SAMPLES)
+    )
+    assert len(both) == 16 and all(near(count, 1 / 16, SAMPLES) for count in both.values())  # documents do not agree
