@@ -206,7 +206,7 @@ class Verifier:
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
-        if first.kind != RESUME and first.row != Row.DROPOUT_RESUMED:
+        if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
