@@ -199,11 +199,10 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     # Run one operation at a time, compiled layers draw the same random numbers as others.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         again = WatchedTrainer(_changed(run, {"checkpoint.enable": False, "compile.enable": compiles}))
-        again.validate()  # as above, because loading data draws random numbers
         again.steps_alone(1)
-    dtype = small.config.training.dtype
-    types = {"training.dtype": dtype, "training.reduce_dtype": small.config.training.reduce_dtype}
-    own_run = _changed(run, types | {"checkpoint.enable": False, "job.seed": run.config.job.seed + _OTHER_SEED})
+    dtype, reduce_dtype = small.config.training.dtype, small.config.training.reduce_dtype
+    values = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype, "checkpoint.enable": False}
+    own_run = _changed(run, values | {"job.seed": run.config.job.seed + _OTHER_SEED})
     own = WatchedTrainer(own_run, known_samples=batch)
     if own.scaler is not None:
         own.scaler.scale.fill_(FLOAT16_SCALE)
@@ -215,7 +214,7 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     mine = (recorder.draws + own_recorder.draws, recorder.data_rank, drawn, own.drawn)
     dist.all_gather_object(everywhere, mine)
-    results: list[Any] = [None]
+    results: list[Any] = [None] * 3
     if dist.get_rank() == 0:
         draws = [draw for draws, *_ in everywhere for draw in draws]
         forward: dict[Where, dict[int, Draw]] = defaultdict(dict)
@@ -226,18 +225,26 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
         _check_kept(report, forward, rate)
         _check_masks(run, report, forward)
         step, own_step = ({rank: steps[number] for _, rank, *steps in everywhere} for number in range(2))
-        exact = _replay(run, report, forward, step, rate)
-        exact_own, rounded = (
-            _replay(own_run, report, forward, own_step, rate, getattr(torch, one)) for one in (EXACT, dtype)
-        )
-        results = [(exact, exact_own, _allowed(exact_own[1], rounded[1], dtype, run.config.float8.enable))]
+        wanted_loss, wanted = _replay(run, report, forward, step, rate)
+        _, wanted_own = _replay(own_run, report, forward, own_step, rate)
+        _, rounded = _replay(own_run, report, forward, own_step, rate, getattr(torch, dtype))
+        least = _GRADIENT_ROUNDING if dtype == EXACT else max(FLOOR[dtype], TIPPED * run.config.float8.enable)
+        results = [
+            wanted_loss,
+            _bounds(wanted, wanted, EXACT, _GRADIENT_ROUNDING),
+            _bounds(wanted_own, rounded, dtype, least),
+        ]
     dist.broadcast_object_list(results, src=0)
-    (wanted_loss, wanted), (_, wanted_own), allowed_own = results[0]
-    _compare_loss(report, Row.DROPOUT_LOSS, loss, wanted_loss)
-    allowed = _allowed(wanted, wanted, EXACT, False)
-    _compare_gradients(report, Row.DROPOUT_GRADIENT, gradients, wanted, allowed)
-    _compare_gradients(report, Row.DROPOUT_AGAIN, again.gradients, wanted, allowed)
-    _compare_gradients(report, Row.DROPOUT_OWN_TYPE, own_gradients, wanted_own, allowed_own)
+    _compare_loss(report, Row.DROPOUT_LOSS, loss, results[0])
+    for row, found, bounds in (
+        (Row.DROPOUT_GRADIENT, gradients, results[1]),
+        (Row.DROPOUT_AGAIN, again.gradients, results[1]),
+        (Row.DROPOUT_OWN_TYPE, own_gradients, results[2]),
+    ):
+        for name, gradient in found:
+            (part, offset), (whole, size, allowed) = local_part(gradient), bounds[name]
+            expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
+            report.add(Key(1, row, name), distance(part.cpu(), expected) / size, allowed)
 
 
 def _changed(run: Run, values: dict[str, Any]) -> Run:
@@ -245,40 +252,22 @@ def _changed(run: Run, values: dict[str, Any]) -> Run:
     return replace(run, config=config, masks=masks_of_run(config))
 
 
-def _allowed(
-    exact: dict[str, torch.Tensor], rounded: dict[str, torch.Tensor], dtype: str, is_float8: bool
-) -> dict[str, float]:
-    """How far each gradient may be from the exact one in a type, relative to its size, as in `allowances`.
+def _bounds(
+    exact: dict[str, torch.Tensor], rounded: dict[str, torch.Tensor], dtype: str, least: float
+) -> dict[str, tuple[torch.Tensor, float, float]]:
+    """Each gradient, what a difference from it is relative to, and how large that may be in a type.
 
-    ``rounded`` are the gradients of one process in that type.
+    ``rounded`` are the gradients of one process in that type, which bound the difference as in `allowances`.
     """
-    whole, sizes = _sizes(exact)
+    whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in exact.values()))
+    sizes = {name: max(norm(gradient), NEGLIGIBLE * whole) for name, gradient in exact.items()}
     shares = {name: distance(rounded[name], gradient) / sizes[name] for name, gradient in exact.items()}
-    least = _GRADIENT_ROUNDING if dtype == EXACT else max(FLOOR[dtype], TIPPED * is_float8)
-    return {
-        name: max(
-            MARGIN * (shares[name] if gradient.numel() >= FEW else max(shares.values())),
-            CANCELLED[dtype] if is_cancelled(gradient, whole) else least,
-        )
-        for name, gradient in exact.items()
-    }
-
-
-def _sizes(wanted: dict[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """The norm of all gradients, and what the difference of each is relative to."""
-    whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in wanted.values()))
-    return whole, {name: max(norm(gradient), NEGLIGIBLE * whole) for name, gradient in wanted.items()}
-
-
-def _compare_gradients(
-    report: Report, row: Row, found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor],
-    allowed: dict[str, float],
-) -> None:  # fmt: skip
-    _, sizes = _sizes(wanted)
-    for name, gradient in found:
-        local, offset = local_part(gradient)
-        part = wanted[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
-        report.add(Key(1, row, name), distance(local.cpu(), part) / sizes[name], allowed[name])
+    bounds = {}
+    for name, gradient in exact.items():
+        share = shares[name] if gradient.numel() >= FEW else max(shares.values())
+        floor = CANCELLED[dtype] if is_cancelled(gradient, whole) else least
+        bounds[name] = gradient, sizes[name], max(MARGIN * share, floor)
+    return bounds
 
 
 def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:

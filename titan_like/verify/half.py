@@ -51,8 +51,13 @@ def _noted(original: Callable, name: str, note: Callable[[str, torch.dtype], Non
     return original(*args, **options)
 
 
+def state_of(scaler: LossScaler) -> tuple[float, int]:
+    """Loss scale and number of good steps since it last changed."""
+    return scaler.scale.item(), int(scaler.good_steps)
+
+
 def scale_after(scale: float, good_steps: int, overflowed: bool) -> tuple[float, int]:
-    """Loss scale and number of good steps since it last changed, after one more step."""
+    """`state_of` a loss scaler after one more step, by definition."""
     if overflowed:
         return max(scale / 2, 1.0), 0
     return (scale, good_steps + 1) if good_steps + 1 < _GROWTH else (2 * scale, 0)
@@ -60,29 +65,22 @@ def scale_after(scale: float, good_steps: int, overflowed: bool) -> tuple[float,
 
 def check_loss_scaler(report: Report, scaler: LossScaler) -> None:
     """Let a copy of a loss scaler grow, and then shrink as far as it may."""
-    copy, wanted = deepcopy(scaler), (scaler.scale.item(), int(scaler.good_steps))
+    copy, wanted = deepcopy(scaler), state_of(scaler)
     for overflowed in [False] * (_GROWTH + 1) + [True] * 20:
         copy.update(overflowed=torch.tensor(overflowed, device=copy.scale.device))
         wanted = scale_after(*wanted, overflowed)
-        report.equal(Key(0, Row.LOSS_SCALE), (copy.scale.item(), int(copy.good_steps)), wanted)
+        report.equal(Key(0, Row.LOSS_SCALE), state_of(copy), wanted)
 
 
 def check_resumed(report: Report, trainer: Trainer) -> None:
     """Resume from what a trainer has saved at its end, and compare the states bit for bit."""
     resumed = WatchedTrainer(trainer.run)
-    report.equal(Key(trainer.step, Row.RESUMED), _scale(resumed), _scale(trainer))
-    pairs = zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True)
-    for (name, parameter), other in pairs:
+    scales = [state_of(one.scaler) for one in (resumed, trainer) if one.scaler is not None]
+    report.equal(Key(trainer.step, Row.RESUMED, "loss scale"), scales[:1], scales[1:])
+    for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = _bits(trainer, parameter) == _bits(resumed, other)
         told = None if same else "its weights or its optimizer's state are others, or of another type"
         report.exact(Key(trainer.step, Row.RESUMED, name), told)
-
-
-def _scale(trainer: Trainer) -> str:
-    scaler = trainer.scaler
-    return (
-        "no loss scale" if scaler is None else f"scale {scaler.scale.item()} with {int(scaler.good_steps)} good steps"
-    )
 
 
 def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:
