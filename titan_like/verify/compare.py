@@ -33,6 +33,7 @@ class Row(StrEnum):
     BATCH = "batch size, samples and tokens"
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
+    SUMS = "precision of sums"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
     MISSING = "missing gradients"
@@ -46,6 +47,7 @@ class Row(StrEnum):
     UPDATE = "updates from these gradients"
     WEIGHT = "weights"
     REPLICAS = "copies equal on all ranks"
+    RESUMED = "state of a resumed run"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
     LARGE_LOSS = "loss with large logits"
@@ -57,6 +59,8 @@ class Row(StrEnum):
     MASKS_AGAIN = "dropout drawn again in recomputation"
     DROPOUT_LOSS = "loss of one process with these masks"
     DROPOUT_GRADIENT = "gradients of one process with these masks"
+    DROPOUT_AGAIN = "gradients of another run with this seed"
+    DROPOUT_OWN_TYPE = "gradients of one process with these masks in the run's own type"
     DROPOUT_VALIDATION = "no dropout in validation"
     DROPOUT_RESUMED = "a resumed run draws the same dropout"
     RUNS = "the layout runs"
@@ -125,6 +129,14 @@ class Reference:
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type, the largest relative difference
 
+    def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This process's part of ``value``, and what the reference has there."""
+        part, offset = local_part(value)
+        where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
+        file = _opened(self.file)
+        expected = file.get_slice(str(key))[where] if where else file.get_tensor(str(key))
+        return part, expected.to(part.device)
+
 
 @cache
 def _opened(file: Path) -> Any:
@@ -171,12 +183,8 @@ class Report:
         if not isinstance(value, torch.Tensor):
             self.share(Key(key.step, Row.EQUAL, f"{key.row} {key.name}".rstrip()), repr(value))
             value = torch.tensor(value, dtype=torch.float64)
-        part, offset = local_part(value)
+        part, expected = reference.part(key, value)
         if part.numel():
-            where = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
-            file = _opened(reference.file)
-            expected = file.get_slice(str(key))[where] if where else file.get_tensor(str(key))
-            expected = expected.to(part.device)
             told = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
             self.add(key, difference, reference.allowed[dtype][key], told)

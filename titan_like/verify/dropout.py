@@ -4,6 +4,9 @@ Masks must be equal where processes hold the same activations (tensor-parallel p
 sequence parallelism) and different everywhere else: other samples, layers, attention heads, parts of the sequence.
 Recomputation must draw the forward pass's masks again. One process with the layout's masks must compute the same loss
 and gradients, which shows that rate and scale are right wherever dropout is applied.
+
+A second trainer with the same seed, whose layers are compiled if the configuration compiles them, must compute the same
+gradients. A third, with another seed and in the configuration's own type, must draw other masks everywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -31,12 +35,15 @@ from titan_like.parallel.split import kinds_of_layers
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.setup import Run
 from titan_like.verify.compare import EXACT, Key, Report, Row, distance
-from titan_like.verify.float8 import take_float8
+from titan_like.verify.float8 import TIPPED, take_float8
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
 from titan_like.verify.reference import (
     CANCELLED,
+    FEW,
+    FLOAT16_SCALE,
     FLOOR,
+    MARGIN,
     NEGLIGIBLE,
     REPORTED,
     add_gradients,
@@ -45,11 +52,13 @@ from titan_like.verify.reference import (
     norm,
     num_labels,
 )
-from titan_like.verify.samples import Samples
+from titan_like.verify.samples import Samples, masks_of_run
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest
 
-_RATE = 0.1  # for a model whose own rate is 0
+_RATE = 0.3  # at least: without the factor 1/(1 - rate), gradients differ by more than a half type's rounding
+_NORM_EPS = 1.0  # norms would undo a factor that is missing everywhere, if this were small
+_OTHER_SEED = 1_000_003  # more than the seed; neighbouring seeds share the streams of neighbouring processes
 _TELLING = 128  # elements that a mask is drawn from, for it hardly ever to be drawn twice
 _DEVIATIONS = 6.0  # standard deviations of a binomial distribution by which the kept share may be off
 _ATTENTION = F.scaled_dot_product_attention
@@ -63,12 +72,14 @@ class Where(NamedTuple):
 
     site: str  # the module whose forward pass began last
     is_attention: bool
+    seed: int  # of the run
     step: int
     data_rank: int
     microbatch: int  # counted at this site
 
     def __str__(self) -> str:
-        return f"after {self.site} in step {self.step}, data rank {self.data_rank}, microbatch {self.microbatch}"
+        step = f"step {self.step} with seed {self.seed}"
+        return f"after {self.site} in {step}, data rank {self.data_rank}, microbatch {self.microbatch}"
 
 
 @dataclass
@@ -86,10 +97,20 @@ class Draw:
 class Recorder:
     """Records every draw while it is installed."""
 
-    def __init__(self, data_rank: int, tensor_rank: int) -> None:
-        self.data_rank, self.tensor_rank, self.step, self.site = data_rank, tensor_rank, 1, ""
+    def __init__(self, data_rank: int, tensor_rank: int, seed: int) -> None:
+        self.data_rank, self.tensor_rank, self.seed, self.step, self.site = data_rank, tensor_rank, seed, 1, ""
         self.draws: list[Draw] = []
         self._counts: Counter[tuple[str, bool, bool, int]] = Counter()
+
+    @classmethod
+    def of(cls, trainer: WatchedTrainer) -> Recorder:
+        """A recorder of the draws of a trainer's model on this process."""
+        ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
+        data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
+        recorder = cls(data_rank, ranks["tp"], trainer.config.job.seed)
+        for stage in trainer.model.stages:
+            recorder.follow(stage.module)
+        return recorder
 
     def follow(self, model: nn.Module) -> None:
         """Keep ``site`` at the module whose forward pass, or recomputation, began last."""
@@ -129,7 +150,7 @@ class Recorder:
             kept = draw(ones)
         generator.set_state(after)
         place = (self.site, is_attention, is_in_backward_pass(), self.step)
-        where = Where(self.site, is_attention, self.step, self.data_rank, self._counts[place])
+        where = Where(self.site, is_attention, self.seed, self.step, self.data_rank, self._counts[place])
         self._counts[place] += 1
         parts = [(local(tensor) != 0).cpu() for tensor in (kept, everything)]
         self.draws.append(Draw(where, self.tensor_rank, is_in_backward_pass(), digest(before), *parts))
@@ -148,21 +169,18 @@ def _unit_vectors(values: torch.Tensor) -> torch.Tensor:
 
 def observe_dropout(run: Run, report: Report, small: Small) -> None:
     """Train two steps with dropout, and repeat the second in a resumed run. Rank 0 checks the masks of all ranks."""
-    rate, batch = small.dropout or _RATE, run.config.training.global_batch_size
-    flavor = run.config.model.flavors[FLAVOR] | {"dropout": rate}
+    rate, batch = max(small.dropout or 0.0, _RATE), run.config.training.global_batch_size
+    fields, compiles = {"dropout": rate, "norm_eps": _NORM_EPS}, run.config.compile.enable
+    run = replace(run, model=run.model.model_copy(update=fields))
     # Compiled layers do not call the functions that are watched.
-    changes = {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True}
-    run = replace(run, config=edit(run.config, changes), model=run.model.model_copy(update={"dropout": rate}))
-    trainer = WatchedTrainer(run, known_samples=batch)
+    flavor = run.config.model.flavors[FLAVOR] | fields
+    run = _changed(run, {"model.flavors": {FLAVOR: flavor}, "compile.enable": False, "checkpoint.enable": True})
     piece = run.config.training.micro_batch_size
     held_out = described(cast(Samples, run.datasets["validation"]), range(batch), run.config)
     untrained = sum(mean_losses(_fresh_model(run), held_out, torch.float64, piece))
+    trainer = WatchedTrainer(run, known_samples=batch)
     _compare_loss(report, Row.DROPOUT_VALIDATION, trainer.validate(), untrained)
-    ranks = {name: trainer.mesh[name].get_local_rank() for name in ("tp", "dp_replicate", "dp_shard")}
-    data_rank = ranks["dp_replicate"] * trainer.mesh["dp_shard"].size() + ranks["dp_shard"]
-    recorder = Recorder(data_rank, ranks["tp"])
-    for stage in trainer.model.stages:
-        recorder.follow(stage.module)
+    recorder = Recorder.of(trainer)
     data = trainer._load_data()
     with recorder.installed():
         loss = trainer.read_step(trainer.train_step(data)).loss
@@ -178,11 +196,27 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
     for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
         same = digest(local_part(parameter)[0]) == digest(local_part(other)[0])
         report.exact(Key(2, Row.DROPOUT_RESUMED, name), None if same else "its weights are others")
+    # Run one operation at a time, compiled layers draw the same random numbers as others.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        again = WatchedTrainer(_changed(run, {"checkpoint.enable": False, "compile.enable": compiles}))
+        again.steps_alone(1)
+    dtype, reduce_dtype = small.config.training.dtype, small.config.training.reduce_dtype
+    values = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype, "checkpoint.enable": False}
+    own_run = _changed(run, values | {"job.seed": run.config.job.seed + _OTHER_SEED})
+    own = WatchedTrainer(own_run, known_samples=batch)
+    if own.scaler is not None:
+        own.scaler.scale.fill_(FLOAT16_SCALE)
+    own_recorder = Recorder.of(own)
+    with own_recorder.installed():
+        own.steps_alone(1)
+    scale = 1.0 if own.scaler is None else FLOAT16_SCALE
+    own_gradients = [(name, gradient / scale) for name, gradient in own.gradients]
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (recorder.draws, data_rank, drawn))
-    results: list[Gradients] = [(0.0, {})]
+    mine = (recorder.draws + own_recorder.draws, recorder.data_rank, drawn, own.drawn)
+    dist.all_gather_object(everywhere, mine)
+    results: list[Any] = [None] * 3
     if dist.get_rank() == 0:
-        draws = [draw for draws, _, _ in everywhere for draw in draws]
+        draws = [draw for draws, *_ in everywhere for draw in draws]
         forward: dict[Where, dict[int, Draw]] = defaultdict(dict)
         for draw in draws:
             if not draw.is_recomputed:
@@ -190,17 +224,50 @@ def observe_dropout(run: Run, report: Report, small: Small) -> None:
         _check_recomputed(report, draws)
         _check_kept(report, forward, rate)
         _check_masks(run, report, forward)
-        results = [_replay(run, report, forward, {data_rank: drawn for _, data_rank, drawn in everywhere}, rate)]
+        step, own_step = ({rank: steps[number] for _, rank, *steps in everywhere} for number in range(2))
+        wanted_loss, wanted = _replay(run, report, forward, step, rate)
+        _, wanted_own = _replay(own_run, report, forward, own_step, rate)
+        _, rounded = _replay(own_run, report, forward, own_step, rate, getattr(torch, dtype))
+        least = _GRADIENT_ROUNDING if dtype == EXACT else max(FLOOR[dtype], TIPPED * run.config.float8.enable)
+        results = [
+            wanted_loss,
+            _bounds(wanted, wanted, EXACT, _GRADIENT_ROUNDING),
+            _bounds(wanted_own, rounded, dtype, least),
+        ]
     dist.broadcast_object_list(results, src=0)
-    wanted_loss, wanted = results[0]
-    _compare_loss(report, Row.DROPOUT_LOSS, loss, wanted_loss)
-    whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in wanted.values()))
-    for name, gradient in gradients:
-        local, offset = local_part(gradient)
-        part = wanted[name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
-        difference = distance(local.cpu(), part) / max(norm(wanted[name]), NEGLIGIBLE * whole)
-        allowed = CANCELLED[EXACT] if is_cancelled(wanted[name], whole) else _GRADIENT_ROUNDING
-        report.add(Key(1, Row.DROPOUT_GRADIENT, name), difference, allowed)
+    _compare_loss(report, Row.DROPOUT_LOSS, loss, results[0])
+    for row, found, bounds in (
+        (Row.DROPOUT_GRADIENT, gradients, results[1]),
+        (Row.DROPOUT_AGAIN, again.gradients, results[1]),
+        (Row.DROPOUT_OWN_TYPE, own_gradients, results[2]),
+    ):
+        for name, gradient in found:
+            (part, offset), (whole, size, allowed) = local_part(gradient), bounds[name]
+            expected = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
+            report.add(Key(1, row, name), distance(part.cpu(), expected) / size, allowed)
+
+
+def _changed(run: Run, values: dict[str, Any]) -> Run:
+    config = edit(run.config, values)
+    return replace(run, config=config, masks=masks_of_run(config))
+
+
+def _bounds(
+    exact: dict[str, torch.Tensor], rounded: dict[str, torch.Tensor], dtype: str, least: float
+) -> dict[str, tuple[torch.Tensor, float, float]]:
+    """Each gradient, what a difference from it is relative to, and how large that may be in a type.
+
+    ``rounded`` are the gradients of one process in that type, which bound the difference as in `allowances`.
+    """
+    whole = math.sqrt(sum(norm(gradient) ** 2 for gradient in exact.values()))
+    sizes = {name: max(norm(gradient), NEGLIGIBLE * whole) for name, gradient in exact.items()}
+    shares = {name: distance(rounded[name], gradient) / sizes[name] for name, gradient in exact.items()}
+    bounds = {}
+    for name, gradient in exact.items():
+        share = shares[name] if gradient.numel() >= FEW else max(shares.values())
+        floor = CANCELLED[dtype] if is_cancelled(gradient, whole) else least
+        bounds[name] = gradient, sizes[name], max(MARGIN * share, floor)
+    return bounds
 
 
 def _compare_loss(report: Report, row: Row, loss: float, wanted: float) -> None:
@@ -216,28 +283,29 @@ def _fresh_model(run: Run) -> Transformer:
 
 
 def _replay(
-    run: Run, report: Report, draws: dict[Where, dict[int, Draw]], step: dict[int, list[list[int]]], rate: float
-) -> Gradients:
-    """The first step's loss and gradients of one process that drops what the layout dropped.
+    run: Run, report: Report, draws: dict[Where, dict[int, Draw]], step: dict[int, list[list[int]]], rate: float,
+    dtype: torch.dtype = torch.float64,
+) -> Gradients:  # fmt: skip
+    """The first step's loss and gradients of one process that drops what the layout dropped, computed in ``dtype``.
 
     ``step`` has the sample indices of each microbatch, by data-parallel rank.
     """
-    model, recorder = _fresh_model(run), Recorder(0, 0)
+    model, recorder, seed = _fresh_model(run), Recorder(0, 0, 0), run.config.job.seed
     recorder.follow(model)
     places = [(rank, number) for rank, microbatches in step.items() for number in range(len(microbatches))]
     samples, lengths = cast(Samples, run.datasets["train"]), sample_length(run.config, run.model)
     pieces = [described(samples, step[rank][number], run.config) for rank, number in places]
 
     def mask(is_attention: bool, shape: torch.Size) -> torch.Tensor:
-        parts = draws.get(Where(recorder.site, is_attention, 1, *current), {})
+        parts = draws.get(Where(recorder.site, is_attention, seed, 1, *current), {})
         kept = [draw.kept for _, draw in sorted(parts.items())]
         if kept and kept[0].shape != shape:  # each rank has a part of the sequence, or of the heads
             kept = [torch.cat(kept, 1) if is_attention else joined(kept, lengths)]
         if kept and kept[0].shape == shape:
-            return kept[0].double() / (1 - rate)
+            return (kept[0].double() / (1 - rate)).to(dtype)
         told = f"data rank {current[0]} has no mask {list(shape)} after {recorder.site}"
         report.exact(Key(1, Row.MASKS_EVERYWHERE, recorder.site), told)
-        return torch.ones(shape, dtype=torch.float64)
+        return torch.ones(shape, dtype=dtype)
 
     def dropout(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return x * mask(False, x.shape)
@@ -249,17 +317,17 @@ def _replay(
     counts, loss = num_labels(model, pieces), 0.0
     with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
         for current, piece in zip(places, pieces, strict=True):  # noqa: B007 (mask() reads it)
-            loss += sum(add_gradients(model, (piece,), counts, torch.float64))
+            loss += sum(add_gradients(model, (piece,), counts, dtype))
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_kept(report: Report, draws: dict[Where, dict[int, Draw]], rate: float) -> None:
     """Check that every site keeps its share, within what chance allows."""
-    kept: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
+    kept: dict[tuple[str, bool, int], list[torch.Tensor]] = defaultdict(list)
     for where, parts in draws.items():
         for draw in parts.values():
-            kept[where.site, where.is_attention].append(draw.kept[draw.drawn_from])
-    for (site, is_attention), masks in kept.items():
+            kept[where.site, where.is_attention, where.seed].append(draw.kept[draw.drawn_from])
+    for (site, is_attention, _), masks in kept.items():
         total = sum(mask.numel() for mask in masks)
         found, wanted = sum(int(mask.sum()) for mask in masks) / total, 1 - rate
         allowed = _DEVIATIONS * math.sqrt(rate * wanted / total) + 1 / total

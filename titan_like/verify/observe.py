@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.models.layers import cross_entropy, init, interval_attention
 from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
+from titan_like.models.transformer import ModelInputs
 from titan_like.optim.schedule import lr_factor
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.issued_step import IssuedStep
@@ -29,9 +31,10 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
+from titan_like.verify.half import check_loss_scaler, check_resumed, finer, scale_after, state_of, watched_sums
 from titan_like.verify.places import Outputs, Place, differing, up_to_the_loss
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import BLOCK_ELEMENTS, FLOAT16_SCALE, LARGE, learning_rate, train
+from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
@@ -61,6 +64,9 @@ class ObservedTrainer(WatchedTrainer):
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
             assert self.scaler is not None
             self.scaler.scale.fill_(FLOAT16_SCALE)
+            self.wanted_scale = state_of(self.scaler)
+        self.is_in_passes = False
+        self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the half type
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
         """Take one step. The loop reads it at once, because it logs every step."""
@@ -104,11 +110,34 @@ class ObservedTrainer(WatchedTrainer):
         self.report.share(Key(step, Row.EQUAL, Row.NORM), repr(found.grad_norm))
         self._compare(Key(step, Row.NORM), found.grad_norm)
         self._compare(Key(step, Row.ZEROS), math.nan if found.num_zeros is None else found.num_zeros)
-        if overflows:
-            scale = FLOAT16_SCALE / 2 ** len([bad for bad in bad_so_far if bad < step])
-            equal(Key(step, Row.LOSS_SCALE), found.loss_scale, scale)
+        if self.scaler is not None:
+            equal(Key(step, Row.LOSS_SCALE), found.loss_scale, self.wanted_scale[0])
+            self.wanted_scale = scale_after(*self.wanted_scale, overflowed=not is_good)
+            equal(Key(step, Row.LOSS_SCALE, "after the step"), state_of(self.scaler), self.wanted_scale)
+        if self.dtype in HALF and is_good:
+            for name, number in zip(self.finer, (found.loss, found.grad_norm), strict=True):
+                self.finer[name] += finer(torch.tensor(number), self.dtype)
+
+    def _with_labels(self, inputs: Any, labels: Any, factors: torch.Tensor) -> list[ModelInputs]:
+        self._note_sum("the factor of the loss", factors.dtype)
+        self.is_in_passes = True
+        return super()._with_labels(inputs, labels, factors)
+
+    def _note_sum(self, name: str, dtype: torch.dtype) -> None:
+        """Check that a sum is computed in float32, or if it is of gradients between processes in their type."""
+        allowed = {self.config.training.reduce_dtype} if self.is_in_passes else set()
+        told = str(dtype).removeprefix("torch.")
+        key = Key(min(self.step + 1, self.num_steps), Row.SUMS, name)
+        self.report.exact(key, f"it is in {told}" if told in HALF and told not in allowed else None)
+
+    def _check_digits(self, name: str, gradient: torch.Tensor) -> None:
+        """Check that a sum over microbatches has more digits than the numbers in a half type that are summed."""
+        part, expected = self.reference.part(Key(1, Row.SAME_TYPE, name), gradient)
+        is_rounded = finer(expected, self.dtype) >= FEW and not finer(part, self.dtype)
+        self.report.exact(Key(1, Row.SUMS, name), f"it is rounded to {self.dtype}" if is_rounded else None)
 
     def _complete_gradients(self) -> None:
+        self.is_in_passes = False
         self._spoil()
         super()._complete_gradients()
         if self.scaler is not None:  # only then, because operations on DTensors are slow
@@ -119,8 +148,11 @@ class ObservedTrainer(WatchedTrainer):
         for name, _ in self.model.named_parameters():
             self.report.exact(Key(step, Row.MISSING, name), None if name in held else "it has no gradient")
         row = Row.GRADIENT if step <= self.num_steps else Row.LARGE_GRADIENT
+        has_sums = len(self.drawn) * self.dp_size > 1 and self.config.training.reduce_dtype not in HALF
         for name, gradient in self.gradients:
             self._compare(Key(step, row, name), gradient)
+            if step == 1 and self.dtype in HALF and has_sums:
+                self._check_digits(name, gradient)
             if self._rounds_as_one_process(name):
                 self._compare(Key(step, Row.SAME_TYPE, name), gradient)
 
@@ -188,15 +220,26 @@ class ObservedTrainer(WatchedTrainer):
         self.note_copies(0)
         if self.dtype == EXACT:
             self.report.exact(Key(0, Row.SCHEDULE), schedule_problem(self.reference.small.original))
-        self.train()
+        with watched_sums(self._note_sum) if self.dtype in HALF else nullcontext():
+            self.train()
         self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
         self._compare(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
         if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives
-            for stage in self.model.stages:
-                for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
-                    local_part(parameter)[0].mul_(LARGE)
+            self.enlarge_logits()
             self.read_step(self.train_step(self._microbatches(self.num_steps + 1)))
             self._check_end()
+        if self.dtype in HALF:
+            for name, steps in self.finer.items():
+                self.report.exact(Key(1, Row.SUMS, name), None if steps else f"it is rounded to {self.dtype}")
+            if self.scaler is not None:
+                check_loss_scaler(self.report, self.scaler)
+            check_resumed(self.report, self)
+
+    def enlarge_logits(self) -> None:
+        """Multiply the last norm's weights."""
+        for stage in self.model.stages:
+            for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
+                local_part(parameter)[0].mul_(LARGE)
 
     def _check_end(self) -> None:
         """Let the loop end by itself, which a signal has done so far, and check that it takes the run's last step."""
@@ -216,6 +259,8 @@ class ObservedTrainer(WatchedTrainer):
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Run one kind (a type, or dropout) and compare it with the reference."""
     report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
+    if kind in HALF:  # saves at its end
+        config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": reference.small.total})
     run = prepare_run(member, reference, config, dtype, member.folder)
     if kind == DROPOUT:
         observe_dropout(run, report, reference.small)
@@ -238,8 +283,8 @@ def observe_leg(
 
 def compare_places(
     member: Member, reference: Reference, config: JobConfig, step: int
-) -> tuple[list[str], set[str], dict[Place, float]]:
-    """The modules in forward order, those that feed the loss, and those that are wrong here in a step's two passes."""
+) -> tuple[list[Place], set[str], dict[Place, float]]:
+    """The order of `Outputs`, the modules that feed the loss, and those that are wrong here in a step's two passes."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
     run = prepare_run(member, reference, config, EXACT, member.folder)
@@ -247,6 +292,8 @@ def compare_places(
     trainer = ObservedTrainer(run, reference, Report(EXACT, member.rank), step - 1)
     if step > 1:
         trainer.train()
+    if step > small.num_steps:
+        trainer.enlarge_logits()
     for stage in trainer.model.stages:
         found.follow(stage.module)
     trainer.steps_alone(1)

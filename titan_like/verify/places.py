@@ -1,9 +1,14 @@
-"""Find the module at which a layout departs from the reference: the first of the forward pass whose output differs, or
-else the first of the backward pass that passes a wrong gradient on."""
+"""Find the module at which a layout departs from the reference.
+
+It is the first of the forward pass whose output differs, or else the first of the backward pass that passes a wrong
+gradient on. Several modules may take one tensor, so the gradient that each of them passes back is recorded by itself.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,49 +16,72 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import SampleLength
+from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, INPUT = "forward", "backward", "input"
 _FIRST_STEP, _LATER = 1e-9, 1e-6  # relative differences in float64 that rounding cannot explain
 _LOGITS = ("output", "output_bias", "mask_padding")  # modules in whose place `TokenLoss` computes
 _SMALL = 1e-3  # a microbatch whose norm is below this share of the batch's is measured against that share instead
 
-Place = tuple[str, str]  # pass (FORWARD or BACKWARD), module name
+# A module and what of it: FORWARD, its output; BACKWARD, the gradient of that; INPUT and a number, that of an input.
+Place = tuple[str, str]
 
 
 class Outputs:
-    """Records every module's output in training, and the gradient of that output, by microbatch."""
+    """Records every module's output in training, its gradient and those of the inputs, by microbatch."""
 
     def __init__(self) -> None:
         self.tensors: dict[Place, dict[int, torch.Tensor]] = defaultdict(dict)
-        self.order: list[str] = []  # modules in the order of the forward pass
+        self.order: list[Place] = []  # beginning (INPUT) and end (FORWARD) of each module's forward pass
         self.predictions: set[str] = set()  # modules whose outputs the model returns
         self._latest: dict[str, object] = {}
+        self._calls: Counter[str] = Counter()
 
     def follow(self, model: nn.Module) -> None:
         """Record every forward pass from now on, except recomputed ones."""
         for name, module in model.named_modules():
             if name:
-                module.register_forward_hook(lambda module, _, output, name=name: self._note(module, name, output))
+                module.register_forward_pre_hook(partial(self._note_inputs, name))
+                module.register_forward_hook(partial(self._note, name))
         model.register_forward_hook(lambda model, _, output: self._note_predictions(output))
 
-    def _note(self, module: nn.Module, name: str, output: object) -> None:
+    def _note_inputs(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note when a module begins, and give it copies of its inputs, whose gradients are its own."""
+        if not module.training or is_in_backward_pass():
+            return inputs
+        self.order += [(INPUT, name)] if (INPUT, name) not in self.order else []
+        self._calls[name] += 1
+        if isinstance(getattr(module, "tensor_style", None), ColumnLinear):  # what goes back is a partial sum
+            return inputs
+        copies = list(inputs)
+        for number, x in enumerate(inputs):
+            if isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, nn.Parameter):
+                copies[number] = x.clone()
+                self._follow_gradient((f"{INPUT} {number}", name), copies[number])
+        return tuple(copies)
+
+    def _note(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
         if not module.training or not isinstance(output, torch.Tensor) or is_in_backward_pass():
             return
-        self.order += [name] if name not in self.order else []
+        self.order += [(FORWARD, name)] if (FORWARD, name) not in self.order else []
         self._latest[name] = output
-        microbatch = len(self.tensors[FORWARD, name])
-        self.tensors[FORWARD, name][microbatch] = local(output)
+        self.tensors[FORWARD, name][self._calls[name] - 1] = local(output)
         if output.requires_grad:
-            output.register_hook(lambda gradient: self._note_gradient(name, microbatch, gradient))
+            self._follow_gradient((BACKWARD, name), output)
 
     def _note_predictions(self, output: object) -> None:
         returned = output if isinstance(output, tuple) else (output,)
         self.predictions |= {name for name, latest in self._latest.items() if any(latest is one for one in returned)}
         self._latest.clear()
 
-    def _note_gradient(self, name: str, microbatch: int, gradient: torch.Tensor) -> None:
-        self.tensors[BACKWARD, name][microbatch] = local(gradient)
+    def _follow_gradient(self, place: Place, tensor: torch.Tensor) -> None:
+        microbatch = self._calls[place[1]] - 1
+
+        def note(gradient: torch.Tensor) -> None:
+            self.tensors[place][microbatch] = local(gradient)
+
+        tensor.register_hook(note)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +109,7 @@ def differing(
             continue
         # Position embeddings [seq, hidden] and relative biases [1, heads, seq, seq] have the whole batch's gradient.
         has_samples = whole.ndim > 2 and len(whole) > 1
-        if place[0] == BACKWARD and not has_samples:
+        if place[0] != FORWARD and not has_samples:
             continue
         for microbatch, value in by_microbatch.items():
             if microbatch >= len(samples):
@@ -117,15 +145,16 @@ def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:
     return torch.cat([torch.cat(pieces, 1) for pieces in by_span], 1)
 
 
-def up_to_the_loss(order: list[str], predictions: set[str]) -> tuple[list[str], set[str]]:
+def up_to_the_loss(order: list[Place], predictions: set[str]) -> tuple[list[Place], set[str]]:
     """`Outputs.order` and `Outputs.predictions` of a model that returns logits, as those of one that returns losses.
 
     The reference computes logits. In training the loss takes the input of the output matrix.
     """
-    if _LOGITS[0] not in order:
+    begins = (INPUT, _LOGITS[0])
+    if begins not in order:
         return order, predictions
-    before = order[order.index(_LOGITS[0]) - 1]
-    return [name for name in order if name not in _LOGITS], {before, *predictions.difference(_LOGITS)}
+    before = order[order.index(begins) - 1][1]
+    return [place for place in order if place[1] not in _LOGITS], {before, *predictions.difference(_LOGITS)}
 
 
 def _spans(length: int, lengths: SampleLength) -> list[int]:
@@ -133,21 +162,28 @@ def _spans(length: int, lengths: SampleLength) -> list[int]:
     return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
 
 
-def first_place(order: list[str], predictions: set[str], wrong: list[dict[Place, float]], step: int) -> str | None:
+def first_place(order: list[Place], predictions: set[str], wrong: list[dict[Place, float]], step: int) -> str | None:
     """Describe the module at fault, given what each rank found wrong. None if every module is right.
 
-    ``order`` has the modules in the order of the forward pass; ``predictions`` are those whose outputs go to the loss.
+    ``order`` is that of `Outputs`; ``predictions`` are the modules whose outputs go to the loss.
     """
+    inputs = sorted({phase for one in wrong for phase, _ in one if phase.startswith(INPUT)})
 
     def told(phase: str, name: str) -> str | None:
         found = [(one[phase, name], rank) for rank, one in enumerate(wrong) if (phase, name) in one]
         return f"by {max(found)[0]:.3g} on rank {max(found)[1]}, in step {step}" if found else None
 
-    for name in order:
-        if how := told(FORWARD, name):
+    for phase, name in order:
+        if phase == FORWARD and (how := told(FORWARD, name)):
             return f"{name}: its output is the first of the forward pass that differs, {how}"
-    for name, later in zip(order[::-1], ["the loss", *order[:0:-1]], strict=True):
-        if how := told(BACKWARD, name):
+    later = "the loss"
+    for phase, name in reversed(order):
+        if phase == INPUT:
+            if how := next(filter(None, (told(number, name) for number in inputs)), None):
+                return f"{name}: what it passes back to its input is the first gradient that differs, {how}"
+            continue
+        if how := told(BACKWARD, name):  # though right gradients come from the modules that take this output
             taker = "the loss" if name in predictions else later
             return f"{taker}: what it passes back to {name} is the first gradient that differs, {how}"
+        later = name
     return None

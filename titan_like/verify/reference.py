@@ -65,7 +65,7 @@ BLOCK_ELEMENTS = 64  # of initial weights per generator: small matrices then hav
 
 _CLIPPED_SHARE = 0.1  # of the first gradient norm: with this max_norm every step is clipped but the last
 _LARGE_MODEL = 1_000_000  # parameters
-_FEW = 16  # elements
+FEW = 16  # elements
 _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
@@ -375,7 +375,7 @@ def allowances(
         if key.row == Row.INITIAL:
             allowed[key] = 0.0
         elif key.row != Row.WEIGHT or dtype not in HALF:  # there rounding moves AdamW's steps too far
-            if exact.values[key].numel() < _FEW:  # so few numbers may be right by chance in one step, but not in all
+            if exact.values[key].numel() < FEW:  # so few numbers may be right by chance in one step, but not in all
                 share = worst[key._replace(step=0)]
             # The step with large logits uses the weights as they are after the last update.
             least = max(

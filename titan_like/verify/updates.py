@@ -63,9 +63,10 @@ class UpdateCheck:
             elif copy.grad is None:
                 self.report.exact(Key(step, Row.UPDATE, name), "it is not updated")
             else:
-                self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, self._double(next(unclipped)[1]) * factor)
+                gradient = next(unclipped)[1]
+                self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, self._double(gradient) * factor)
                 self._check_update(Key(step, Row.UPDATE, name), old, new, copy)
-                self._check_types(Key(step, Row.TYPES, name), parameter)
+                self._check_types(Key(step, Row.TYPES, name), parameter, gradient.dtype)
             copy.data, copy.grad = new, None  # the next update starts from the trainer's own weights
 
     def _check_clipping(self, key: Key, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -81,9 +82,10 @@ class UpdateCheck:
         size = max(distance(expected, old), rounding, 1e-30)
         self.report.add(key, distance(found, expected) / size, (rounding + lost) / size)
 
-    def _check_types(self, key: Key, parameter: nn.Parameter) -> None:
-        state = self.trainer.optimizer.state[parameter]
-        types = {parameter.dtype} | {value.dtype for value in state.values() if value.ndim}  # a scalar counts steps
+    def _check_types(self, key: Key, parameter: nn.Parameter, of_gradient: torch.dtype) -> None:
+        state = self.trainer.optimizer.state[parameter].values()
+        types = {parameter.dtype, of_gradient} | {value.dtype for value in state if value.ndim}
+        types |= {value.dtype for value in state if value.dtype in (torch.bfloat16, torch.float16)}  # a count of steps
         told = f"{' and '.join(sorted(map(str, types)))}, not {self.master}"
         self.report.exact(key, None if types == {self.master} else told)
 

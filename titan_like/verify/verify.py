@@ -23,7 +23,8 @@ from titan_like.verify.shrink import Small, layout_of
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
-_LOCATED = (Row.LOSS, Row.GRADIENT, Row.NORM, Row.ZEROS, Row.MISSING)
+_LOSSES, _GRADIENTS = (Row.LOSS, Row.LARGE_LOSS), (Row.GRADIENT, Row.LARGE_GRADIENT)
+_LOCATED = (*_LOSSES, *_GRADIENTS, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
 
 
 class UndecidedError(Exception):
@@ -199,9 +200,9 @@ class Verifier:
         if place is None and config.compile.enable:  # here it was off, and the fault may need it
             return None
         right = f"all modules compute the right thing in step {first.step}"
-        if place is None and first.row == Row.LOSS:
+        if place is None and first.row in _LOSSES:
             return f"the loss: {right}"
-        if place is None and first.row == Row.GRADIENT:
+        if place is None and first.row in _GRADIENTS:
             return f"{first.parameter}: {right}, but not its gradient, or the sum over microbatches and processes"
         return place
 
@@ -223,7 +224,7 @@ class Verifier:
             return outcome
 
         blame = find_fault(config, symptom, outcome_of)
-        if first.kind != RESUME and first.row != Row.DROPOUT_RESUMED:
+        if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)

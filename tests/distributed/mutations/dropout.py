@@ -19,6 +19,8 @@ from titan_like.train import training_state
 from titan_like.train.random_streams import dropout_stream, seed_everything
 from titan_like.train.trainer import Trainer
 
+_DROPOUT = F.dropout
+
 
 @contextmanager
 def same_dropout_everywhere() -> Iterator[None]:
@@ -91,6 +93,58 @@ def dropout_scale_lost_in_split_sequences() -> Iterator[None]:
         return kept * (1 - p) if is_split[0] and training else kept
 
     with patch.object(apply, "apply_tensor_parallel", note), patch.object(F, "dropout", without_scale):
+        yield
+
+
+@contextmanager
+def dropout_scale_lost_in_bfloat16() -> Iterator[None]:
+    """Under sequence parallelism, what dropout keeps of numbers in bfloat16 is not scaled up."""
+    with dropout_scale_lost_in_split_sequences():
+        wrong = F.dropout
+
+        def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+            kept = wrong(x, p, training, inplace)
+            return kept if x.dtype == torch.bfloat16 else _DROPOUT(x, p, training, inplace)
+
+        with patch.object(F, "dropout", dropout):
+            yield
+
+
+@contextmanager
+def compiled_layers_never_drop() -> Iterator[None]:
+    """Layers are compiled as if for validation."""
+    original = apply.compile_layers
+
+    def compile_layers(module: Transformer) -> None:
+        for part in module.layers.modules():
+            part.dropout = 0.0  # type: ignore[assignment]
+        original(module)
+
+    with patch.object(apply, "compile_layers", compile_layers):
+        yield
+
+
+@contextmanager
+def seed_ignored() -> Iterator[None]:
+    """Dropout is drawn from the same random numbers whatever the seed is."""
+
+    def seed_as_before(_seed: int, *others: Any) -> None:
+        seed_everything(1234, *others)
+
+    with patch.object(training_state, "seed_everything", seed_as_before):
+        yield
+
+
+@contextmanager
+def seed_of_each_trainer() -> Iterator[None]:
+    """A second run with the same seed draws other dropout."""
+    runs = [0]
+
+    def seed_anew(seed: int, *others: Any) -> None:
+        runs[0] += 1
+        seed_everything(seed + 1000 * runs[0], *others)
+
+    with patch.object(training_state, "seed_everything", seed_anew):
         yield
 
 

@@ -248,12 +248,21 @@ def recomputation_rounds() -> Iterator[None]:
 
 @contextmanager
 def gradients_summed_in_bfloat16() -> Iterator[None]:
-    """Gradients are summed in the model's type, over processes and over the microbatches of one process."""
-    original = data.MixedPrecisionPolicy
+    """Gradients of one process's microbatches are summed in the model's type, except for the last one."""
+    add = compute_copies.add_all_
 
-    def policy(**options: Any) -> Any:
-        return original(**options | {"reduce_dtype": options["param_dtype"]})
+    def add_to_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        for total in sums:
+            total.copy_(total.to(gradients[0].dtype))
+        add(sums, gradients)
 
+    with patch.object(compute_copies, "add_all_", add_to_rounded):
+        yield
+
+
+@contextmanager
+def gradients_kept_in_bfloat16() -> Iterator[None]:
+    """Gradients of one process's microbatches are summed and kept in the model's type."""
     add = compute_copies.add_all_
 
     def add_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -261,5 +270,39 @@ def gradients_summed_in_bfloat16() -> Iterator[None]:
         for total in sums:
             total.copy_(total.to(gradients[0].dtype))
 
-    with patch.object(data, "MixedPrecisionPolicy", policy), patch.object(compute_copies, "add_all_", add_rounded):
+    with patch.object(compute_copies, "add_all_", add_rounded):
+        yield
+
+
+@contextmanager
+def gradients_reduced_in_bfloat16() -> Iterator[None]:
+    """Gradients are summed over processes in the model's type."""
+    original = data.MixedPrecisionPolicy
+
+    def policy(**options: Any) -> Any:
+        return original(**options | {"reduce_dtype": options["param_dtype"]})
+
+    with patch.object(data, "MixedPrecisionPolicy", policy):
+        yield
+
+
+@contextmanager
+def losses_summed_in_bfloat16() -> Iterator[None]:
+    """Losses are summed in the model's type."""
+    original = Trainer._sum_over_samples
+
+    def sum_over_samples(self: Trainer, value: torch.Tensor) -> None:
+        rounded = value.to(getattr(torch, self.config.training.dtype))
+        original(self, rounded)
+        value.copy_(rounded)
+
+    with patch.object(Trainer, "_sum_over_samples", sum_over_samples):
+        yield
+
+
+@contextmanager
+def norm_in_float16() -> Iterator[None]:
+    """The gradient norm is rounded to float16."""
+    original = Gradients.norm
+    with patch.object(Gradients, "norm", lambda self: original(self).half().float()):
         yield

@@ -163,6 +163,14 @@ def resumed_one_sample_late() -> Iterator[None]:
 
 
 @contextmanager
+def loss_scale_lost_when_resumed() -> Iterator[None]:
+    """A resumed run begins with the loss scale of a new one."""
+    original = training_state.LossScaler
+    with patch.object(training_state, "LossScaler", lambda device, *_, **__: original(device)):
+        yield
+
+
+@contextmanager
 def computes_for_ever() -> Iterator[None]:
     """The first step never ends. It computes a sixth of the time: too much for a process that waits."""
 

@@ -159,6 +159,19 @@ def loss_scale_begins_at_1() -> Iterator[None]:
 
 
 @contextmanager
+def loss_scale_never_grows() -> Iterator[None]:
+    """The loss scale only ever falls."""
+    original = LossScaler.update
+
+    def update(self: LossScaler, overflowed: torch.Tensor) -> None:
+        original(self, overflowed)
+        self.good_steps.clamp_(max=self.growth_interval - 2)
+
+    with patch.object(LossScaler, "update", update):
+        yield
+
+
+@contextmanager
 def weights_rounded_to_bfloat16() -> Iterator[None]:
     """Master weights lose what bfloat16 does not hold."""
 

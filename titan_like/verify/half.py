@@ -1,0 +1,88 @@
+"""What needs no tolerance in half types: the types of sums, their digits, the loss scale, the state of a resumed run.
+
+A sum that has been rounded to the half type may be within its tolerance, but it has no more digits than that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from titan_like.models.layers.init import local_part
+from titan_like.optim.loss_scaler import LossScaler
+from titan_like.train.trainer import Trainer
+from titan_like.verify.compare import Key, Report, Row
+from titan_like.verify.watch import WatchedTrainer, digest
+
+_GROWTH = 1000  # good steps in a row after which float16's loss scale doubles
+_SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the half type lacks
+# By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
+_SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "batch_isend_irecv")
+
+
+def finer(numbers: torch.Tensor, dtype: str) -> int:
+    """How many of some numbers have more digits, as float32, than a half type has. Its range does not matter."""
+    return int((numbers.float().view(torch.int32) & ((1 << _SPARE_BITS[dtype]) - 1)).count_nonzero())
+
+
+@contextmanager
+def watched_sums(note: Callable[[str, torch.dtype], None]) -> Iterator[None]:
+    """Call ``note`` with the name and the type of each floating-point tensor of a sum between processes."""
+    with ExitStack() as stack:
+        for name in _SUMS:
+            if original := getattr(dist, name, None):
+                stack.enter_context(patch.object(dist, name, partial(_noted, original, name, note)))
+        yield
+
+
+def _noted(original: Callable, name: str, note: Callable[[str, torch.dtype], None], *args: Any, **options: Any) -> Any:
+    for value in (*args, *options.values()):
+        sent = [operation.tensor for operation in value] if name == "batch_isend_irecv" else [value]
+        for tensor in sent:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                note(name, tensor.dtype)
+    return original(*args, **options)
+
+
+def state_of(scaler: LossScaler) -> tuple[float, int]:
+    """Loss scale and number of good steps since it last changed."""
+    return scaler.scale.item(), int(scaler.good_steps)
+
+
+def scale_after(scale: float, good_steps: int, overflowed: bool) -> tuple[float, int]:
+    """`state_of` a loss scaler after one more step, by definition."""
+    if overflowed:
+        return max(scale / 2, 1.0), 0
+    return (scale, good_steps + 1) if good_steps + 1 < _GROWTH else (2 * scale, 0)
+
+
+def check_loss_scaler(report: Report, scaler: LossScaler) -> None:
+    """Let a copy of a loss scaler grow, and then shrink as far as it may."""
+    copy, wanted = deepcopy(scaler), state_of(scaler)
+    for overflowed in [False] * (_GROWTH + 1) + [True] * 20:
+        copy.update(overflowed=torch.tensor(overflowed, device=copy.scale.device))
+        wanted = scale_after(*wanted, overflowed)
+        report.equal(Key(0, Row.LOSS_SCALE), state_of(copy), wanted)
+
+
+def check_resumed(report: Report, trainer: Trainer) -> None:
+    """Resume from what a trainer has saved at its end, and compare the states bit for bit."""
+    resumed = WatchedTrainer(trainer.run)
+    scales = [state_of(one.scaler) for one in (resumed, trainer) if one.scaler is not None]
+    report.equal(Key(trainer.step, Row.RESUMED, "loss scale"), scales[:1], scales[1:])
+    for (name, parameter), other in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
+        same = _bits(trainer, parameter) == _bits(resumed, other)
+        told = None if same else "its weights or its optimizer's state are others, or of another type"
+        report.exact(Key(trainer.step, Row.RESUMED, name), told)
+
+
+def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:
+    state = {"weights": parameter, **trainer.optimizer.state[parameter]}
+    return {what: (value.dtype, digest(local_part(value)[0])) for what, value in state.items()}
