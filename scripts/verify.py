@@ -147,7 +147,8 @@ def format_table(verdict: Verdict) -> str:
 
 def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     """A line for each kind of run, then the conclusion: the first difference, its place and the axis at fault."""
-    lines = [f"not applicable: {reason}" for reason in verdict.not_applicable]
+    lines = [f"smaller than the run: {', '.join(verdict.limits)}"] if verdict.limits else []
+    lines += [f"not applicable: {reason}" for reason in verdict.not_applicable]
     lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":
         lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")

@@ -6,11 +6,14 @@ others, and the product in more layouts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.distributed.mutations import (
     draws,
@@ -28,7 +31,7 @@ from tests.distributed.mutations import (
 )
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
-from titan_like.verify.processes import Prepare
+from titan_like.verify.processes import DONE, WAITING, Group, Member, Prepare, active_seconds
 from titan_like.verify.shrink import resolve, shrink
 from titan_like.verify.verify import Verdict, Verifier
 
@@ -51,8 +54,13 @@ INTERLEAVED = [
     *["--parallelism.pipeline_schedule", "interleaved_1f1b", "--parallelism.virtual_stages_per_rank", "2"],
     *PIPELINE,
 ]
+THREE_VIRTUAL = [
+    *["--model.overrides.num_layers", "6", "--training.global_batch_size", "16", *INTERLEAVED[:2], *PIPELINE],
+    *["--parallelism.virtual_stages_per_rank", "3"],
+]
 ZERO_BUBBLE = ["--parallelism.pipeline_schedule", "zbv_zero_bubble", "--training.global_batch_size", "32", *PIPELINE]
 ASYNCHRONOUS = ["--checkpoint.async", "true", *ONE]
+TWELVE = [*DATA, "--training.global_batch_size", "48"]  # microbatches, of two processes
 ACCUMULATION = ["--training.global_batch_size", "16", *ONE]
 RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
@@ -95,8 +103,22 @@ BUGS = [
     (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", Row.VALIDATION, ""),
     (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", Row.RUNS, ""),
     (updates.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", Row.SKIPPED, ""),
+    (gradients.receives_never_awaited, INTERLEAVED, "pipeline_parallel", Row.RUNS, ""),
+    (layers.stages_after_the_fourth_in_reverse, THREE_VIRTUAL, "pipeline_schedule", Row.LOSS, "layers."),
     (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", Row.LOSS, "layers.1."),
     (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
+    (gradients.third_samples_of_microbatches_lost, DATA, "one_process", Row.LOSS, "the loss"),
+    (gradients.microbatches_after_the_fourth_lost, TWELVE, "accumulation", Row.LOSS, ""),
+    (layers.rotary_table_ends_at_128, ["--job.config_file", LLAMA, *ONE], "one_process", Row.LONG_GRADIENT, "output"),
+    (
+        layers.rotary_table_of_later_stages_ends_at_128,
+        ["--job.config_file", LLAMA, *PIPELINE],
+        "pipeline_parallel",
+        Row.LONG_GRADIENT,
+        "output",
+    ),
+    (layers.learned_positions_end_at_128, DATA, "one_process", Row.LONG_LOSS, ""),
+    (layers.attention_sees_128_keys, DATA, "one_process", Row.LONG_LOSS, ""),
     (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
     (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
     (runs.ends_before_its_first_step, DATA, "one_process", Row.RUNS, ""),
@@ -155,6 +177,8 @@ BUGS = [
     (runs.updates_do_not_wait_for_copies, ASYNCHRONOUS, "resume", Row.LOSS, ""),
     (masks.later_blocks_of_documents_miss_a_key, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
     (encoder_decoder.encoder_s_bias_in_the_first_stage_alone, [*T5, *PIPELINE], "pipeline_parallel", Row.RUNS, ""),
+    (runs.resumed_from_the_oldest, DATA, "resume", Row.CHECKPOINTS, ""),
+    (runs.oldest_checkpoints_kept, ONE, "resume", Row.CHECKPOINTS, ""),
     (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
     (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
     (runs.loop_ends_a_step_early, ONE, "one_process", Row.SCHEDULE, ""),
@@ -263,7 +287,10 @@ ABOUT_DROPOUT = (
 
 def kind_of(mutation: Prepare, layout: list[str], axis: str, row: str) -> str:
     """The kind of run that shows a bug; one suffices, and is faster."""
-    if (row != Row.RESUMED and axis == "resume") or mutation is runs.resumed_shards_without_moments:
+    if (row != Row.RESUMED and axis == "resume") or mutation in (
+        runs.resumed_shards_without_moments,
+        gradients.microbatches_after_the_fourth_lost,
+    ):
         return RESUME
     if row in ABOUT_DROPOUT:
         return DROPOUT
@@ -279,11 +306,12 @@ def verify(
     timeout: float = 240,
     steps: int = STEPS,
     on_gpus: bool = False,
+    patience: float = 10.0,
 ) -> Verdict:
     """Verify the debug model on the CPU, in the sizes for GPUs if ``on_gpus``."""
     config = load_config(["--job.config_file", GPT, *layout])
     small = shrink(config, resolve(config, None), steps, on_gpus=on_gpus)
-    return Verifier(small, timeout, patience=10.0, prepare=mutation, kinds=kinds or []).verify()
+    return Verifier(small, timeout, patience, prepare=mutation, kinds=kinds or []).verify()
 
 
 # Layouts in all kinds of runs, or in those that are named. test_verify_command.py has the pipeline in all of them.
@@ -368,6 +396,32 @@ def test_running_out_of_time_is_no_difference() -> None:
     assert verdict.outcome == "undecided"
     assert "float64 on 2 processes" in verdict.reason and "not over in time" in verdict.reason
     assert verdict.first_difference is None and verdict.blame is None
+
+
+def test_processes_that_wait_while_gloo_spins_are_a_deadlock() -> None:
+    verdict = verify(PIPELINE, gradients.receives_never_awaited, [EXACT], steps=2, patience=4.0)
+    first = verdict.first_difference
+    assert first is not None and (first.row, first.detail) == (Row.RUNS, WAITING), verdict
+    assert verdict.blame is not None and verdict.blame.axis == "pipeline_parallel", verdict.blame
+
+
+def moves_data(member: Member) -> None:
+    """Only gloo's own threads work."""
+    data = torch.zeros(50_000_000)
+    for _ in range(10):
+        dist.broadcast(data, src=0)
+
+
+def test_gloo_does_not_spin_while_data_moves() -> None:
+    group, spun, moved = Group(moves_data, 2), 0.0, 0.0
+    processes, then = {process.pid for process in group._processes}, dict[tuple[str, str], float]()
+    while any(process.is_alive() for process in group._processes):
+        now = active_seconds(processes)[1]
+        spun = max(spun, sum(now[thread] - then[thread] for thread in now.keys() & then))
+        then, moved = now, max(moved, sum(now.values()))
+        time.sleep(0.5)
+    assert [outcome.ending for outcome in group.wait(1)] == [DONE, DONE]
+    assert moved > 10 * spun, (moved, spun)
 
 
 def test_training_that_diverges_on_one_process_is_no_difference() -> None:

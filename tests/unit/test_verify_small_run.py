@@ -10,7 +10,7 @@ from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
 from titan_like.verify import observe
 from titan_like.verify.observe import schedule_problem
-from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
+from titan_like.verify.shrink import Small, layout_of, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
@@ -39,6 +39,35 @@ def test_a_length_stays_one_in_its_unit(length: str, rampup: list[str]) -> None:
     training, unit = small.config.training, length.partition("=")[0]
     given = {key for key in ("steps", "samples", "tokens") if getattr(training, key) is not None}
     assert given == {unit} and total_steps(training) == small.total > small.num_steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "virtual", "microbatches", "limits"),
+    [
+        (
+            "pipeline_schedule=interleaved_1f1b virtual_stages_per_rank=4",
+            3,
+            4,
+            "3 of 4 virtual stages, 4 of 8 microbat",
+        ),
+        ("pipeline_schedule=interleaved_1f1b virtual_stages_per_rank=2", 2, 4, "5 of 20 layers, 4 of 8 microbatches"),
+        ("pipeline_parallel_degree=10", 1, 3, "2 of 10 processes, 3 of 20 layers, 3 of 8 microbatches"),
+        ("data_parallel_shard_degree=8", 1, 2, "8 of 16 processes, 3 of 20 layers, 3 of 8 samples in each"),
+    ],
+)
+def test_sizes_stay_above_two_where_the_run_s_are(settings: str, virtual: int, microbatches: int, limits: str) -> None:
+    layout = ["pipeline_parallel_degree=2", "data_parallel_shard_degree=1", *settings.split()]
+    batch = ["micro_batch_size=8", "global_batch_size=64", "steps=9"]
+    small = small_run(
+        "--model.overrides.num_layers=20",
+        *[f"--parallelism.{setting}" for setting in layout],
+        *[f"--training.{setting}" for setting in batch],
+    )
+    training, degrees = small.config.training, layout_of(small.config)
+    assert small.config.parallelism.virtual_stages_per_rank == virtual and training.micro_batch_size == 3
+    assert training.global_batch_size == 3 * microbatches * degrees.data_parallel
+    assert limits in ", ".join(small.limits)
+    assert small.longer["training.seq_len"] == 64 and "positions" not in small.limits[-1]
 
 
 def test_every_step_is_clipped_but_the_last() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of
+from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of, num_microbatches
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
@@ -56,7 +55,7 @@ def _no_zero(config: JobConfig) -> JobConfig:
 def _no_accumulation(config: JobConfig) -> JobConfig:
     """As few and as large microbatches as the schedule allows. Float8 scales are a microbatch's, so those stay."""
     size, layout = config.training.micro_batch_size, layout_of(config)
-    microbatches = min(rampup_batch_sizes(config.training)) // (size * layout.data_parallel)
+    microbatches = num_microbatches(config.training, layout)
     fewest = fewest_microbatches(config, layout.pipeline, config.parallelism.virtual_stages_per_rank, 1)
     larger = {"training.micro_batch_size": size * (microbatches // fewest)}
     return config if config.float8.enable or microbatches % fewest else edit(config, larger)
@@ -86,8 +85,8 @@ AXES = (
 
 
 def on_one_process(config: JobConfig) -> JobConfig:
-    """The configuration without any axis."""
-    for axis in AXES:
+    """The configuration without any axis but accumulation: microbatches keep their size."""
+    for axis in AXES[:-1]:
         config = axis.drop(config)
     return config
 

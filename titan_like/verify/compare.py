@@ -29,6 +29,7 @@ class Row(StrEnum):
 
     INITIAL = "initial weights"
     SCHEDULE = "length and learning rates of the whole run"
+    CHECKPOINTS = "checkpoints that are kept, and resumed from"
     SAMPLES = "samples, each exactly once"
     BATCH = "batch size, samples and tokens"
     RATE = "learning rate"
@@ -53,6 +54,9 @@ class Row(StrEnum):
     LARGE_LOSS = "loss with large logits"
     LARGE_NORM = "gradient norm with large logits"
     LARGE_GRADIENT = "gradients with large logits"
+    LONG_LOSS = "loss of longer sequences"
+    LONG_GRADIENT = "gradients of longer sequences"
+    LONG_NORM = "gradient norm of longer sequences"
     MASKS_EVERYWHERE = "dropout in every layer and microbatch"
     KEPT = "share that dropout keeps"
     MASKS_DIFFER = "dropout different where activations are"
@@ -70,8 +74,10 @@ class Row(StrEnum):
 
 # Some process must report each of the reference's numbers in these rows, and in those at the ends unless it is a relay.
 _COVERED = (Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
-_AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION)
-_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.SAME_TYPE)  # here the model's last parameter comes first
+_LONG = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
+_AT_THE_ENDS = (Row.INITIAL, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM, Row.WHOLE_VALIDATION, *_LONG)
+# In these rows the model's last parameter comes first.
+_BACKWARD = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT, Row.SAME_TYPE)
 
 
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,12 +13,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.span_corruption import SpanCorruption
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.layers.rope import rope_frequencies
+from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.verify.samples import (
     END_OF_DOCUMENT,
@@ -32,6 +35,8 @@ from titan_like.verify.samples import (
     has_masks,
     masks_of_run,
 )
+
+_Mask = torch.Tensor | None
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
@@ -72,38 +77,63 @@ def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...
     return batch[:, 0], batch[:, 2], batch[:, None, -seq_len:].bool(), *types
 
 
-def take_definitions(model: Transformer, config: JobConfig) -> None:
-    """Let a model mask its attention and bias it by definition, with code that shares nothing with its own."""
+def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = False) -> None:
+    """Let a model mask its attention, bias it and find positions by definition, with code that is not its own.
+
+    ``in_pairs`` gives causal attention a mask of all pairs too, which a kernel rounds in another way.
+    """
     takes_pairs = has_masks(config.data) or masks_of_run(config).pair_tokens is not None
-    for module in model.modules():
+    if isinstance(model, Llama):
+        model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
+    for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
-            replace_forward(module, partial(_bias_by_pairs, module))
-        if isinstance(module, AttentionCore) and takes_pairs:
+            replace_forward(module, partial(_bias_by_distance, module))
+        if isinstance(module, AttentionCore) and (takes_pairs or in_pairs):
             replace_forward(module, partial(_attend_to_pairs, module))
+        if name == "position_embedding" and not takes_pairs:
+            replace_forward(module, partial(_rows_in_order, module))
+
+
+def _rows_in_order(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    """[seq, hidden]: the first row for the first position, and so on, whatever ``positions`` [seq] the model finds."""
+    assert isinstance(table.weight, torch.Tensor)
+    return table.weight[: len(positions)]
+
+
+def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin), each [*positions.shape, head_dim / 2], one position at a time, and as precise as the model's own."""
+    config = model.config
+    turns = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
+    angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
+    return angles.cos(), angles.sin()
 
 
 def _attend_to_pairs(
-    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, bias: None = None
+    core: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: _Mask = None, bias: _Mask = None
 ) -> torch.Tensor:
-    """Attention with a mask of all pairs in place of intervals."""
+    """Attention with a mask of all pairs in place of intervals, or a bias."""
     rate, is_grouped = core.dropout if core.training else 0.0, q.shape[1] != k.shape[1]
+    if mask is None and bias is None and core.is_causal:
+        mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    mask = mask if bias is None else bias
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=rate, scale=core.scale, enable_gqa=is_grouped
     )
 
 
-def _bias_by_pairs(module: RelativeBias, seq_len: int) -> torch.Tensor:
-    """[1, heads, queries, keys], one pair at a time; in float32 at least, as gradients of many pairs are summed."""
+def _bias_by_distance(module: RelativeBias, seq_len: int) -> torch.Tensor:
+    """[1, heads, queries, keys], one distance at a time; in float32 at least, as gradients of many pairs are summed."""
     weight, sees_later = module.table.weight, not module.is_causal
     table = weight.to(torch.promote_types(weight.dtype, torch.float32))
 
-    def bias(query: int, key: int) -> torch.Tensor:
-        if key > query and not sees_later:
+    def bias(distance: int) -> torch.Tensor:
+        if distance > 0 and not sees_later:
             return table.new_full(table.shape[1:], -math.inf)
-        return table[_bucket(key - query, len(table), module.max_distance, sees_later)]
+        return table[_bucket(distance, len(table), module.max_distance, sees_later)]
 
-    pairs = [bias(query, key) for query in range(seq_len) for key in range(seq_len)]
-    return torch.stack(pairs, 1).view(1, -1, seq_len, seq_len).to(weight.dtype)
+    at_distance = torch.stack([bias(distance) for distance in range(1 - seq_len, seq_len)], 1)
+    rows = [at_distance[:, seq_len - 1 - query : 2 * seq_len - 1 - query] for query in range(seq_len)]
+    return torch.stack(rows, 1)[None].to(weight.dtype)
 
 
 def _bucket(distance: int, buckets: int, farthest: int, sees_later: bool) -> int:
@@ -272,7 +302,7 @@ def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> t
     for token in inputs:
         documents.append(document)
         document += token == END_OF_DOCUMENT
-    positions = [documents[:t].count(documents[t]) if section.reset_position_ids else t for t in range(seq_len)]
+    positions = [t - documents.index(documents[t]) if section.reset_position_ids else t for t in range(seq_len)]
     segments = documents if section.reset_attention_mask else [0] * seq_len
     prefix = set()
     for segment in set(segments) if section.prefix_lm else ():
@@ -283,8 +313,7 @@ def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> t
         if crosses or (section.prefix_lm_loss == "targets" and t + 1 in prefix and segments[t] == segments[t + 1]):
             labels[t] = IGNORED
 
-    def sees(query: int, key: int) -> bool:
-        return segments[query] == segments[key] and (key <= query or {query, key} <= prefix)
-
-    seen = [[sees(query, key) for key in range(seq_len)] for query in range(seq_len)]
-    return torch.tensor([inputs, labels, positions, *seen])
+    own, is_prefix = torch.tensor(segments), torch.tensor([t in prefix for t in range(seq_len)])
+    is_earlier = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+    seen = (own[:, None] == own) & (is_earlier | (is_prefix[:, None] & is_prefix))
+    return torch.cat((torch.tensor([inputs, labels, positions]), seen))

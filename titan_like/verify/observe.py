@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
 from titan_like.config.change import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at, total_steps
@@ -40,7 +43,9 @@ from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
 _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
+_LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
 _CHUNK_LOGITS = 4096  # of the loss at once, for the same reason
+_KEPT = 2  # checkpoints that a leg keeps, of more
 _MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
@@ -266,18 +271,55 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         observe_dropout(run, report, reference.small)
     else:
         ObservedTrainer(run, reference, report).compare_run()
+    if kind == EXACT and reference.small.longer:
+        compare_longer(member, reference, config, report)
     dist.barrier()
     return report
 
 
+def compare_longer(member: Member, reference: Reference, config: JobConfig, report: Report) -> None:
+    """Compare the loss and the gradients of one batch of longer sequences."""
+    small = reference.small
+    longer = replace(reference, small=replace(small, config=edit(small.config, small.longer)))
+    # Compiling layers for another length would take as long as all else.
+    run = prepare_run(member, longer, edit(config, small.longer | {"compile.enable": False}), EXACT, member.folder)
+    interval_attention.BLOCK_BYTES = _LONG_BLOCK_BYTES
+    trainer = WatchedTrainer(run)
+    (found,) = trainer.steps_alone(1)
+    report.compare(reference, EXACT, Key(1, Row.LONG_LOSS), found.loss)
+    report.compare(reference, EXACT, Key(1, Row.LONG_NORM), found.grad_norm)
+    for name, gradient in trainer.gradients:
+        report.compare(reference, EXACT, Key(1, Row.LONG_GRADIENT, name), gradient)
+
+
 def observe_leg(
-    member: Member, reference: Reference, config: JobConfig, load_step: int | None, last_step: int, folder: Path
-) -> Report:
-    """One leg of a relay: resume from ``load_step``, if given, and save after every step up to ``last_step``."""
-    saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.load_step": load_step}
-    report = Report(RESUME, member.rank)
-    run = prepare_run(member, reference, edit(config, saves), EXACT, folder)
-    ObservedTrainer(run, reference, report, last_step).train()
+    member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
+    folder: Path,
+) -> Report:  # fmt: skip
+    """One leg of a relay: resume, and save after every step up to ``last_step``.
+
+    It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
+    removes old checkpoints unless those that follow need them.
+    """
+    is_last_good, report = last_step not in reference.small.bad_steps, Report(RESUME, member.rank)
+    keep = 0 if load_step and is_last_good else _KEPT
+    saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
+    changed = edit(config, {f"checkpoint.{key}": value for key, value in saves.items()})
+    run = prepare_run(member, reference, changed, EXACT, folder)
+    there = complete_steps(run.checkpoint_folder)
+    for step in [*there] if member.rank == 0 and load_step is None else []:
+        if step > start:
+            shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
+            there.remove(step)
+    trainer = ObservedTrainer(run, reference, report, last_step)
+    told = f"resumed from step {trainer.step}, not {start}"
+    report.exact(Key(0, Row.CHECKPOINTS), None if trainer.step == start else told)
+    trainer.train()
+    if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
+        saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in trainer.bad_steps]
+        kept = sorted({*there, *saved})[-keep if is_last_good else 0 :]
+        found = complete_steps(run.checkpoint_folder)
+        report.exact(Key(0, Row.CHECKPOINTS), None if found == kept else f"steps {found} are kept, not {kept}")
     return report
 
 

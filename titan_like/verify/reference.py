@@ -69,9 +69,11 @@ FEW = 16  # elements
 _COMPARED = 16  # leading elements that tell a matrix from others
 _ROUNDING = 1e-12  # of a gradient's largest element: float64 rounding alone makes elements of this size
 _AS_WEIGHTS = (Row.WEIGHT, Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
+_LONG = {Row.LARGE_LOSS: Row.LONG_LOSS, Row.LARGE_GRADIENT: Row.LONG_GRADIENT, Row.LARGE_NORM: Row.LONG_NORM}
 _GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
+_GRADIENTS[Row.LONG_GRADIENT] = Row.LONG_NORM
 _TERMS = {"tokens": "lm_loss", "pair": "sentence_loss", "choice": "choice_loss"}
-_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS, Row.VALIDATION, Row.WHOLE_VALIDATION)
 
 
 @dataclass
@@ -112,7 +114,7 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
     piece = config.training.micro_batch_size
     batch = piece if config.float8.enable else config.training.global_batch_size  # float8 scales are a microbatch's
     if config.training.max_norm:
-        whole_norm = train(replace(small, num_steps=1), EXACT, batch, device).number(1, Row.NORM)
+        whole_norm = train(replace(small, num_steps=1, longer={}), EXACT, batch, device).number(1, Row.NORM)
         config = edit(config, {"training.max_norm": float(f"{_CLIPPED_SHARE * whole_norm:.3g}")})
         small = replace(small, config=config)
     exact = train(small, EXACT, batch, device)
@@ -145,9 +147,11 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
 
 def train(
     small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False, is_perturbed: bool = False,
-    outputs: tuple[int, Outputs] | None = None,
+    outputs: tuple[int, Outputs] | None = None, large: float = LARGE,
 ) -> Trace:  # fmt: skip
-    """Train with at most ``piece`` samples in a forward pass. float64 ends with a step of too large logits.
+    """Train with at most ``piece`` samples in a forward pass.
+
+    float64 ends with a step whose logits are ``large``, and one of longer sequences from the start.
 
     If the run ``is_perturbed``, each initial weight is off by the rounding error of a sum over the longer side of its
     matrix, so that everything after it rounds differently.
@@ -157,7 +161,7 @@ def train(
     model = build_model(model_config(config.model), config.model.family)
     model.to(torch.promote_types(compute_type, torch.float32)).init_weights(config.job.seed)
     model.to(device)
-    take_definitions(model, config)
+    take_definitions(model, config, in_pairs=dtype == EXACT)
     take_float8(model, config.float8)
     parameters = dict(model.named_parameters())
     noise = torch.Generator(device).manual_seed(config.job.seed)
@@ -177,7 +181,7 @@ def train(
         if step > last:
             rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
             for parameter in model.last_norm.parameters():
-                parameter.data.mul_(LARGE)
+                parameter.data.mul_(large)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
         pieces = described(samples, batch, config).to(device).split(piece)
@@ -209,6 +213,10 @@ def train(
             trace.keep_losses(step, Row.VALIDATION, model, mean_losses(model, held_out[:size], compute_type, piece))
         if step == last:
             trace.keep(last, Row.WHOLE_VALIDATION, sum(mean_losses(model, held_out, compute_type, piece)))
+    if dtype == EXACT and small.longer:
+        longer = replace(small, config=edit(config, small.longer), num_steps=0, longer={})
+        found = train(longer, dtype, piece, device, is_reversed, is_perturbed, large=1.0).values.items()
+        trace.values |= {Key(1, _LONG[row], name): value for (_, row, name), value in found if row in _LONG}
     return trace
 
 

@@ -20,13 +20,14 @@ from titan_like.data.packed import token_fingerprint
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
+from titan_like.verify.shrink import layout_of
 
 IGNORED = -100  # label of a position without loss
 END_OF_DOCUMENT = 3  # token that ends a document, where [data] asks for masks
 MASK = 4  # token that hides another, where the objective is masked language modelling
 PAD = 5  # token that begins and fills up the decoder's input, where the objective is span corruption
 FIRST, SEPARATOR, PADDING = 5, 6, 7  # tokens around two sentences, where samples are such
-_SHARE_OF_ENDS = 0.15  # of tokens that end a document
+_SHARE_OF_ENDS = 0.15  # of tokens that end a document, in short samples
 _EMPTY_BATCH = 2  # index of the global batch in which one data-parallel rank has no label at all
 
 
@@ -52,7 +53,8 @@ class Samples(Dataset[torch.Tensor]):
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + index) % 2**63)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         if self.has_documents:
-            tokens[torch.rand(self.seq_len + 1, generator=generator) < _SHARE_OF_ENDS] = END_OF_DOCUMENT
+            share = _SHARE_OF_ENDS / (1 if index % 2 else max(1, self.seq_len // 16))  # some documents are long
+            tokens[torch.rand(self.seq_len + 1, generator=generator) < share] = END_OF_DOCUMENT
         if index % 2:
             tokens[self.seq_len // 2] = self.vocab_size - 1  # the last token before the padding
         inputs, labels = tokens[:-1].clone(), tokens[1:].clone()
@@ -107,7 +109,7 @@ def batch_size(training: Training, consumed: int) -> int:
 def training_samples(config: JobConfig) -> Samples:
     """An endless training stream. In one batch the last data-parallel rank of this layout has no labels."""
     batch, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
-    ranks = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree
+    ranks = layout_of(config).data_parallel
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
     return Samples(2 * config.job.seed, empty=empty, **_kind_of(config))
@@ -117,7 +119,8 @@ def validation_samples(config: JobConfig) -> Samples:
     """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
     batch, kind = config.training.global_batch_size, _kind_of(config)
     size = batch + max(1, batch // 2 - 1)
-    size -= size % NUM_OPTIONS if kind["has_options"] else 0
+    unit = config.training.micro_batch_size * layout_of(config).data_parallel
+    size += -(size % NUM_OPTIONS) if kind["has_options"] else unit > 1 and size % unit == 0
     return Samples(2 * config.job.seed + 1, size=size, **kind)
 
 

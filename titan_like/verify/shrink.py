@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling
+from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling, Training
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
@@ -28,6 +28,7 @@ from titan_like.train.rules import check_rules
 MOST_PROCESSES = 8
 FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
+_LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
 NOT_CLIPPED = 1e4  # factor of max_norm in the last step
 _DEGREES = ("pipeline", "tensor", "shard", "replicate")  # the last is the first to be reduced to 2
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
@@ -55,6 +56,8 @@ class Small:
     bad_steps: dict[int, bool]
     total: int  # steps of the whole run, which ends earlier
     dropout: float | None  # rate in the dropout run; None: the family has no dropout
+    longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
+    limits: list[str]  # the sizes that are smaller than the original's
 
     def max_norm(self, step: int) -> float:
         """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
@@ -97,22 +100,24 @@ def shrink(
     """
     section, training, model = config.parallelism, config.training, model_config(config.model)
     degrees = layout if keep_layout else shrink_degrees(layout)
-    virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 2)
+    virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 3)
     stages = degrees.pipeline * stages_per_rank(section.pipeline_schedule, virtual) if degrees.pipeline > 1 else 1
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
-        micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 2)
+        micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         if per_stage is None and stages > 1 and model.has_decoder:
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
-        fields |= small_fields(model, layout.tensor, degrees.tensor, training.seq_len, seq_len, on_gpus, for_float8)
+        fields |= small_fields(model, layout.tensor, degrees.tensor, on_gpus, for_float8)
+        fields |= fields_of_length(model, training.seq_len, seq_len)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
-    spans = {} if full_size or model.objective != "span_corruption" else small_spans(config, model, seq_len, degrees)
+    has_spans = model.objective == "span_corruption" and not full_size
+    spans = small_spans(config, model, seq_len, degrees) if has_spans else {}
     dropout = fields.get("dropout")
     if dropout is not None:
         fields["dropout"] = 0.0
@@ -167,7 +172,21 @@ def shrink(
         "cluster": Cluster(),
     }
     small = in_layout(edit(config.model_copy(update=sections), values), degrees)
-    return Small(config, small, num_steps, bad_steps, total, dropout)
+    longer, long = dict[str, Any](), min(training.seq_len, _LONG) // degrees.tensor * degrees.tensor
+    if not full_size and long > seq_len:
+        longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
+        longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long)}}
+        longer |= small_spans(config, model, long, degrees) if has_spans else {}
+    sizes = {
+        "processes": (degrees.num_processes, layout.num_processes),
+        "layers": (model_config(small.model).num_layers, model.num_layers),
+        "virtual stages": (virtual, section.virtual_stages_per_rank),
+        "microbatches": (batch // (micro_batch * degrees.data_parallel), num_microbatches(training, layout)),
+        "samples in each": (micro_batch, training.micro_batch_size),
+        "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
+    }
+    limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
+    return Small(config, small, num_steps, bad_steps, total, dropout, longer, limits)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
@@ -235,14 +254,13 @@ def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
     return first + [1] * (left - 1) + [2]
 
 
+def fields_of_length(model: TransformerConfig, original: int, seq_len: int) -> dict[str, Any]:
+    """Fields of the small model that depend on the length of its sequences, given the original's."""
+    return {"max_seq_len": seq_len + 3 if model.max_seq_len > original else seq_len, **model.shrunk(seq_len)}
+
+
 def small_fields(
-    model: TransformerConfig,
-    original_tensor: int,
-    tensor: int,
-    original_seq_len: int,
-    seq_len: int,
-    on_gpus: bool,
-    float8: bool,
+    model: TransformerConfig, original_tensor: int, tensor: int, on_gpus: bool, float8: bool
 ) -> dict[str, Any]:
     """Fields of the small model.
 
@@ -260,17 +278,15 @@ def small_fields(
     unit = 16 * tensor if float8 else tensor
     ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / unit)) * unit
     vocab, multiple = small_vocabulary(model, original_tensor, tensor)
-    fields: dict[str, Any] = {
+    return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_kv_heads": kv_heads,
         "ffn_hidden_size": ffn,
         "vocab_size": vocab,
         "vocab_multiple": multiple,
-        "max_seq_len": seq_len + 3 if model.max_seq_len > original_seq_len else seq_len,
         "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
     }
-    return fields | model.shrunk(seq_len)
 
 
 def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, layout: Layout) -> dict[str, Any]:
@@ -311,10 +327,17 @@ def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int
     return (64 - 64 // tensor - 1 if only_padding else 57), 64
 
 
+def num_microbatches(training: Training, layout: Layout) -> int:
+    """The fewest microbatches that a process has in a step."""
+    return min(rampup_batch_sizes(training)) // (training.micro_batch_size * layout.data_parallel)
+
+
 def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, virtual: int) -> int:
-    """Microbatches per step: at least 2, and enough for the schedule's steady state if the original reaches it."""
-    training, schedule = config.training, config.parallelism.pipeline_schedule
-    had = min(rampup_batch_sizes(training)) // (training.micro_batch_size * original.data_parallel)
+    """Microbatches per step: at least 2, and 3 if the original has as many.
+
+    They are enough for the schedule's steady state if the original reaches it.
+    """
+    schedule, had = config.parallelism.pipeline_schedule, num_microbatches(config.training, original)
     pipeline = layout.pipeline
     if pipeline == 1:
         wanted = 3
@@ -323,7 +346,7 @@ def shrink_microbatches(config: JobConfig, original: Layout, layout: Layout, vir
     else:
         wanted = pipeline + 1
     if had < original.pipeline:
-        wanted = min(wanted, pipeline)
+        wanted = min(wanted, max(pipeline, 3))
     return fewest_microbatches(config, pipeline, virtual, max(2, min(had, wanted)))
 
 

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Verdict:
     place: str | None = None  # the module at fault, if it was found
     reason: str = ""  # if undecided
     not_applicable: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)  # sizes that are smaller than the run's
 
     @property
     def first_difference(self) -> Check | None:
@@ -70,7 +72,7 @@ class Verifier:
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
-        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing)
+        verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
@@ -152,15 +154,15 @@ class Verifier:
         """The layout, the layout again, one process, and the layout once more resume from each other's checkpoints.
 
         The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
-        One process repeats a step whose update is skipped.
+        One process repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
         """
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         skipped, last = max(self.small.bad_steps), self.small.num_steps
         return [
-            (observe_leg, config, None, skipped + 1, folder),
-            (observe_leg, config, skipped - 1, last, folder),
-            (observe_leg, on_one_process(config), skipped - 1, skipped, folder),
-            (observe_leg, config, skipped, last, folder),
+            (observe_leg, config, None, 0, skipped + 1, folder),
+            (observe_leg, config, skipped - 1, skipped - 1, last, folder),
+            (observe_leg, on_one_process(config), skipped - 1, skipped - 1, skipped, folder),
+            (observe_leg, config, None, skipped, last, folder),
         ]
 
     def _start(self, function: Callable, processes: int, *arguments: Any) -> Any:
@@ -209,10 +211,10 @@ class Verifier:
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
         """Find the axis at fault by runs without some of the axes."""
 
-        def outcome_of(changed: JobConfig) -> str:
+        def outcome_of(changed: JobConfig, kind: str = first.kind) -> str:
             checks: list[Check] = []
             try:
-                self.check(changed, [first.kind], checks)
+                self.check(changed, [kind], checks)
                 outcome, rows = _outcome(checks), {check.row for check in checks}
                 if outcome == SAME and first.row not in (Row.RUNS, Row.ENDS, *rows):
                     outcome = UNDECIDED
@@ -227,6 +229,11 @@ class Verifier:
         if first.kind != RESUME and first.row not in (Row.DROPOUT_RESUMED, Row.RESUMED):
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
+        if axis == RESUME:  # unless the relay's leg on one process, which has more microbatches, is wrong by itself
+            alone = on_one_process(config)
+            outcome = outcome_of(alone, EXACT)
+            if outcome in (DIFFERENT, FAILS):
+                return find_fault(alone, outcome, partial(outcome_of, kind=EXACT))
         return Blame(axis, f"only where a run is resumed; {blame.sentence}", blame.trials)
 
 

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_like.data.source import IGNORED_LABEL
 from titan_like.optim.grad_norm import Gradients
 from titan_like.parallel import activation_checkpoint, compute_copies, data
 from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel
-from titan_like.parallel.pipeline import Pipeline, RunningStage
+from titan_like.parallel.pipeline import Pipeline, RunningStage, TableSchedule
 from titan_like.parallel.whole_model import WholeModel
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
@@ -305,4 +306,40 @@ def norm_in_float16() -> Iterator[None]:
     """The gradient norm is rounded to float16."""
     original = Gradients.norm
     with patch.object(Gradients, "norm", lambda self: original(self).half().float()):
+        yield
+
+
+@contextmanager
+def third_samples_of_microbatches_lost() -> Iterator[None]:
+    """A microbatch has no loss after its second sample."""
+    original = Trainer._with_labels
+
+    def with_labels(self: Trainer, inputs: Any, labels: Any, factors: torch.Tensor) -> Any:
+        kept = [torch.cat((own[:2], torch.full_like(own[2:], IGNORED_LABEL))) for own in labels]
+        return original(self, inputs, kept, factors)
+
+    with patch.object(Trainer, "_with_labels", with_labels):
+        yield
+
+
+@contextmanager
+def microbatches_after_the_fourth_lost() -> Iterator[None]:
+    """Of five or more microbatches only the first four have a loss."""
+    original = WholeModel.forward_backward
+
+    def forward_backward(self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
+        original(self, inputs, lambda output, index: loss(output, index) if index < 4 else 0 * output.sum())
+
+    with patch.object(WholeModel, "forward_backward", forward_backward):
+        yield
+
+
+@contextmanager
+def receives_never_awaited() -> Iterator[None]:
+    """A stage computes with whatever is in its buffer. Then the processes wait, and gloo spins."""
+
+    def wait(self: TableSchedule, kind: str, step: Any, stage: RunningStage) -> None:
+        self._receives.pop((kind, step.stage, step.microbatch), None)
+
+    with patch.object(TableSchedule, "_wait_for_input", wait):
         yield

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.models import transformer
 from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
-from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.attention import AttentionCore, SelfAttention
+from titan_like.models.llama import model as llama_model
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import apply, tensor_styles
@@ -173,4 +174,61 @@ def positions_of_a_dimension_that_tokens_lack() -> Iterator[None]:
         return original(self, tokens, positions[: tokens.shape[2]])
 
     with patch.object(GPT, "embed", embed):
+        yield
+
+
+@contextmanager
+def stages_after_the_fourth_in_reverse() -> Iterator[None]:
+    """Of five or more stages, those after the third hold each other's layers."""
+    original = apply.split_layers
+
+    def split_layers(counts: list[int]) -> list[StageLayers]:
+        stages = original(counts)
+        return stages if len(stages) < 5 else [*stages[:3], stages[4], stages[3], *stages[5:]]
+
+    with patch.object(apply, "split_layers", split_layers):
+        yield
+
+
+@contextmanager
+def rotary_table_ends_at_128() -> Iterator[None]:
+    """All later positions are turned as the 128th is."""
+    original = llama_model.rope_cos_sin
+    with patch.object(llama_model, "rope_cos_sin", lambda positions, *rest: original(positions.clamp(max=127), *rest)):
+        yield
+
+
+@contextmanager
+def rotary_table_of_later_stages_ends_at_128() -> Iterator[None]:
+    """Pipeline stages after the first turn all later positions as the 128th."""
+    original = Llama.layer_inputs
+
+    def layer_inputs(self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return original(self, positions if self.is_first else positions.clamp(max=127))
+
+    with patch.object(Llama, "layer_inputs", layer_inputs):
+        yield
+
+
+@contextmanager
+def learned_positions_end_at_128() -> Iterator[None]:
+    """All later positions take the 128th row."""
+    original = GPT.embed
+
+    def embed(self: GPT, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return original(self, tokens, positions.clamp(max=127))
+
+    with patch.object(GPT, "embed", embed):
+        yield
+
+
+@contextmanager
+def attention_sees_128_keys() -> Iterator[None]:
+    """Nobody sees a key after the 128th."""
+    original = AttentionCore.forward
+
+    def forward(self: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: Any) -> torch.Tensor:
+        return original(self, q, k[:, :, :128], v[:, :, :128], *mask)
+
+    with patch.object(AttentionCore, "forward", forward):
         yield

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint import loader, saver
 from titan_like.checkpoint.saver import Saver
+from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
@@ -264,6 +268,28 @@ def cursor_of_full_batches() -> Iterator[None]:
         return data
 
     with patch.object(Trainer, "_load_data", load_data):
+        yield
+
+
+@contextmanager
+def resumed_from_the_oldest() -> Iterator[None]:
+    """A run that may choose its checkpoint resumes from the oldest."""
+    original = loader.complete_steps
+    with patch.object(loader, "complete_steps", lambda folder: original(folder)[::-1]):
+        yield
+
+
+@contextmanager
+def oldest_checkpoints_kept() -> Iterator[None]:
+    """A save removes the newest checkpoints, not the oldest."""
+    original = saver.complete_checkpoint
+
+    def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
+        original(folder, run, 0)
+        for step in complete_steps(folder)[keep_latest:] if keep_latest else []:
+            shutil.rmtree(checkpoint_path(folder, step))
+
+    with patch.object(saver, "complete_checkpoint", complete_checkpoint):
         yield
 
 
