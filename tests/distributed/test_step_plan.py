@@ -78,7 +78,7 @@ TWO_AND_ONE = [
     case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
     case("5 layers zero0 half", unit_bytes=55_000, **FIVE, **zero(0, HALF)),
     case("5 layers zero3 half", unit_bytes=55_000, **FIVE, **zero(3, HALF)),
-    tensor("5 layers pp2 zero2", microbatches=4, unit_bytes=55_000, pipeline_parallel_degree=2, **FIVE, **zero(2)),
+    tensor("5 layers zero2", unit_bytes=55_000, **FIVE, **zero(2)),
     pipeline(
         "5 layers zero3 recompute every 2", unit_bytes=110_000, **FIVE, **zero(3), **FULL,
         activation_checkpoint__every_n_layers=2,
