@@ -1,6 +1,7 @@
-"""What the host does in a steady step on one process, in numbers that need no GPU.
+"""What the host does in a steady step, in numbers that need no GPU.
 
     python benchmarks/host_calls.py [--layers 12 48] [--dtype bfloat16] [--eager] [--json FILE]
+    torchrun --nproc_per_node=2 benchmarks/host_calls.py [--zero_stage 1] [--hidden_size 768] [as above]
 
 A GPU waits whenever the host cannot issue work fast enough, so these counts decide the speed of small models:
 
@@ -8,20 +9,23 @@ operators        dispatched by Python or autograd, without those that another op
 autograd nodes   run by the backward pass
 Python calls     of functions, built-in ones included
 
-All are counted outside compiled regions. The model is a GPT-2 of narrow layers, because the counts do not depend on
-its width. Growth per layer is the difference between two depths, divided by that of the layers.
+All are counted outside compiled regions. The model is a GPT-2 of narrow layers, because the counts of one process do
+not depend on its width. Those of several do: small layers share messages. Growth per layer is the difference between
+two depths, divided by that of the layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,40 +85,45 @@ def count_step(step: Callable[[], object]) -> dict[str, Counter[str]]:
     return {"operators": operators, "autograd nodes": nodes, "Python calls": counter.calls}
 
 
-def measure(layers: int, dtype: str, compiled: bool, microbatches: int) -> dict[str, Counter[str]]:
-    """Count a step of a GPT-2 of this many layers."""
+def measure(options: argparse.Namespace, folder: str) -> list[dict[str, Counter[str]]]:
+    """Count a step of a GPT-2 of each depth, on each of the processes that torchrun has started."""
     from titan_like.config.load import load_config
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_settings
     from titan_like.train.setup import prepare_run
     from titan_like.train.trainer import Trainer
 
-    with tempfile.TemporaryDirectory() as folder:
-        shape = {"num_layers": layers, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
+    hidden, processes = options.hidden_size, int(os.environ.get("WORLD_SIZE", "1"))
+    runs = []
+    for layers in options.layers:
+        shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 2, "ffn_hidden_size": 4 * hidden}
         settings = {
             "job.config_file": str(ROOT / "train_configs/debug_gpt.toml"),
             "job.dump_folder": folder,
             **{f"model.overrides.{key}": value for key, value in shape.items()},
-            "training.dtype": dtype,
+            "training.dtype": options.dtype,
             "training.seq_len": 32,
             "training.micro_batch_size": 2,
-            "training.global_batch_size": 2 * microbatches,
+            "training.global_batch_size": 2 * options.microbatches * processes,
             "training.max_norm": 1.0,
             "training.steps": 100,
+            "parallelism.zero_stage": options.zero_stage,
             "checkpoint.enable": False,
             "evaluation.interval": 0,
             "metrics.log_interval": 1000,
-            "compile.enable": compiled,
+            "compile.enable": not options.eager,
         }
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-        arguments = [f"--{key}={text}" for key, text in texts.items()]
-        run = prepare_run(resolve_settings(load_config(arguments)))
-        with process_group(run.device):
+        runs.append(prepare_run(resolve_settings(load_config([f"--{key}={text}" for key, text in texts.items()]))))
+    found = []
+    with process_group(runs[0].device):
+        for run in runs:
             trainer = Trainer(run)
             with closing(trainer._load_data()) as data:
                 for _ in range(4):
                     trainer.train_step(data)
-                return count_step(lambda: trainer.train_step(data))
+                found.append(count_step(partial(trainer.train_step, data)))
+    return found
 
 
 def main() -> None:
@@ -122,12 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs=2, default=[12, 48])
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--hidden_size", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--zero_stage", type=int, default=0, choices=range(4))
     parser.add_argument("--eager", action="store_true", help="do not compile layers")
     parser.add_argument("--names", action="store_true", help="print what is counted, by name")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = [measure(layers, options.dtype, not options.eager, options.microbatches) for layers in options.layers]
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options, folder)
+    if os.environ.get("RANK", "0") != "0":
+        return
     rows, few, many = [], *options.layers
     print(f"\n{'':16} {few:>8} layers {many:>8} layers   per layer")
     for what in found[0]:
@@ -142,7 +156,8 @@ def main() -> None:
     if options.json:
         import torch
 
-        settings = {"dtype": options.dtype, "compiled": not options.eager, "microbatches": options.microbatches}
+        names = ("dtype", "hidden_size", "microbatches", "zero_stage")
+        settings = {name: getattr(options, name) for name in names} | {"compiled": not options.eager}
         told = {"torch": torch.__version__, "machine": platform.processor(), **settings, "rows": rows}
         options.json.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -161,8 +161,8 @@ def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
     ``module`` is FSDP2's root module. Its flags (`set_requires_gradient_sync` and the like) say what is reduced and
     freed. With ``every_parameter``, parameters without a gradient contribute zeros.
     """
-    root = _fsdp_state(module)
-    for state in root._state_ctx.all_states:
+    root = fsdp_state(module)
+    for state in dict.fromkeys(root._state_ctx.all_states):  # torch 2.11 lists a unit once for each of its modules
         for group in _parameter_groups(state):
             for parameter in group.fsdp_params:
                 if every_parameter:
@@ -183,13 +183,14 @@ def sum_uses_in_full(module: nn.Module, name: str) -> None:
         module: what FSDP2 has wrapped with the parameter.
         name: of the parameter in it.
     """
-    for group in _parameter_groups(_fsdp_state(module)):
+    for group in _parameter_groups(fsdp_state(module)):
         rounded = getattr(group, "_fsdp_params_with_wider_grad_dtype", None)
         if rounded:
             group._fsdp_params_with_wider_grad_dtype = [p for p in rounded if p._param_fqn != name]
 
 
-def _fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: nn.Module) -> Any:
+    """What FSDP2 keeps for the unit to which it has wrapped a module; the modules of a unit share it."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
     from torch.distributed.fsdp import fully_shard
 
@@ -197,11 +198,11 @@ def _fsdp_state(module: nn.Module) -> Any:
     return composable.state(module)
 
 
-def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Keep a module's full weights on every rank, as FSDP2 does for shards: master weights and a compute-dtype copy."""
+def replicate_modules(unit: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Keep a unit's full weights on every rank, as FSDP2 does for shards: master weights and a compute-dtype copy."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    replicate(module, mesh=mesh, mp_policy=policy)
+    replicate(unit, mesh=mesh, mp_policy=policy)
 
 
 def convert_gathers(
@@ -216,7 +217,7 @@ def convert_gathers(
     which optimizers, checkpoints and the initialisation then still see as any other.
 
     Args:
-        units: what FSDP2 has wrapped; the parameters are allocated.
+        units: one module of each unit of FSDP2; the parameters are allocated.
         modules: those whose ``weight`` is gathered in another form.
         convert: (index, shard) → (what is gathered, of the shard's shape; data that belongs to it on every rank). The
             shard is filled up with zeros, so that all ranks have the same shape.
@@ -229,7 +230,7 @@ def convert_gathers(
     from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
     from torch.distributed.tensor import DTensor
 
-    groups = [group for unit in units for group in _parameter_groups(_fsdp_state(unit))]
+    groups = [group for unit in units for group in _parameter_groups(fsdp_state(unit))]
     parameters = [p for group in groups for p in group.fsdp_params if p._module_info.param_name == "weight"]
     parameters = [p for p in parameters if p._module_info.module in modules]
 

@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig
+from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
 from titan_like.train.rules import resolve_settings
@@ -38,6 +40,11 @@ class Case:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    unit_bytes: int = 900_000  # in float64 two layers of a GPT of hidden size 64
+
+    def layer_units(self) -> AbstractContextManager[Any]:
+        """Let layers share units of communication up to this size, as if the model were larger."""
+        return patch.object(split, "LAYER_UNIT_BYTES", self.unit_bytes)
 
 
 @dataclass
@@ -107,7 +114,8 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
-    training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    with case.layer_units():
+        training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     data = training._load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(training.gradients))

@@ -25,17 +25,15 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return sizes
 
 
-def _groups(model: nn.Module) -> Iterator:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield group
+def fsdp_groups(model: nn.Module) -> Iterator:
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (state._fsdp_param_group for state in dict.fromkeys(states))
+    yield from (group for group in groups if group is not None)
 
 
 def _parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from (p.detach() for p in model.parameters())
-    for group in _groups(model):
+    for group in fsdp_groups(model):
         for fsdp_param in group.fsdp_params:
             yield fsdp_param._sharded_param_data
             yield from fsdp_param.all_gather_outputs
@@ -45,7 +43,7 @@ def _parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from (p.grad for p in model.parameters() if p.grad is not None)
-    for group in _groups(model):
+    for group in fsdp_groups(model):
         for fsdp_param in group.fsdp_params:
             if fsdp_param.sharded_param.grad is not None:
                 yield fsdp_param.sharded_param.grad

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import Case, Result, base_config, launch, read_results, run_cases, train_case, worst
 from titan_like.config.errors import ConfigError
+from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.float8 import Float8Gathers
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -37,6 +38,8 @@ RECOMPUTED = Case("recomputed", TINY | {"parallelism.zero_stage": 3, "activation
 def gathers_in_float8(case: Case, folder: Path) -> set[str]:
     """Names of the parameters that FSDP2 gathers in another form than their own."""
     trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    if case.settings["parallelism.zero_stage"]:
+        assert len(sharded_modules(trainer.model.stages[0].module)) == 2  # both layers are one unit
     shards = {n: p._local_tensor for n, p in trainer.model.named_parameters() if isinstance(p, DTensor)}
     return {name for name, shard in shards.items() if hasattr(shard, "fsdp_pre_all_gather")}
 

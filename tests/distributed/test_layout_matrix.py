@@ -61,7 +61,27 @@ def on_eight(layout: ParallelLayout) -> dict[str, tuple[int, dict[str, Any]]]:
     return {layout.name: (layout.ranks, layout.settings() | {"model.overrides": {"hidden_size": 64}})}
 
 
+def in_units(layers: int, schedule: str = "none", **settings: Any) -> dict[str, Any]:
+    """Layers of which two share a unit of communication, or with tensor parallelism four; keys of [parallelism]."""
+    layout = ParallelLayout("gpt", schedule, "1", 0, "2", "none", 2)
+    named = {f"parallelism.{key}": value for key, value in settings.items()}
+    return layout.settings() | named | {"model.overrides": {"hidden_size": 64, "num_layers": layers}}
+
+
+RECOMPUTES_EVERY_2 = {"activation_checkpoint.mode": "full", "activation_checkpoint.every_n_layers": 2}
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
+    "units of 2 and 1 layers, zero 0": (2, in_units(5)),
+    "units of 2 and 1 layers, zero 2": (2, in_units(5, zero_stage=2)),
+    "units of 2 and 1 layers, zero 3, recompute every 2": (2, in_units(5, zero_stage=3) | RECOMPUTES_EVERY_2),
+    "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5, zero_stage=3, data_parallel_replicate_degree=2)),
+    "units of 2 and 1 layers, 2 stages, zero 3": (4, in_units(6, "1f1b", zero_stage=3)),
+    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 0": (4, in_units(12, "zbv_zero_bubble")),
+    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12, "zbv_zero_bubble", zero_stage=3)),
+    "units of 2 and 1 layers, 2 × 2 stages, dualpipe, 2 replicas of zero 2": (
+        4,
+        in_units(12, "dualpipe_v", zero_stage=2, data_parallel_replicate_degree=2),
+    ),
+    "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5, zero_stage=3, tensor_parallel_degree=2)),
     "gpt 4 stages of 6 layers, balanced": (
         4,
         {"parallelism.pipeline_parallel_degree": 4, "model.overrides": {"num_layers": 6}},

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Case, base_config, launch
-from tests.distributed.memory_probe import held_bytes
+from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.tensor_names import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
@@ -31,8 +31,11 @@ from titan_like.train.trainer import Trainer
 RANKS = 4
 
 
-def case(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
-    """So many microbatches. Keys are those of [parallelism], or have a section before two underscores."""
+def case(label: str, family: str = "gpt", microbatches: int = 3, unit_bytes: int = 0, **settings: Any) -> Case:
+    """So many microbatches, each layer a unit unless ``unit_bytes`` has room for several.
+
+    Keys are those of [parallelism], or have a section before two underscores.
+    """
     named = {key.replace("__", ".") if "__" in key else f"parallelism.{key}": v for key, v in settings.items()}
 
     def degree_of(kind: str) -> int:
@@ -48,7 +51,7 @@ def case(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any
     fixed = {"model.family": family, "model.overrides": size, "training.seq_len": 16}
     if family == "t5":
         fixed["training.decoder_seq_len"] = 8
-    return Case(f"{family} {label}", {**fixed, **batch, **named})
+    return Case(f"{family} {label}", {**fixed, **batch, **named}, unit_bytes)
 
 
 def pipeline(label: str, family: str = "gpt", microbatches: int = 4, degree: int = 2, **settings: Any) -> Case:
@@ -68,7 +71,24 @@ SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
 SPLIT: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "interleaved_zero_bubble"}
 V_SHAPED: dict[str, Any] = {"virtual_stages_per_rank": 2, "pipeline_schedule": "zbv_zero_bubble"}
 
+# Two layers share a unit, and of an odd number the last has its own. GPT's layers have 12,704 parameters. T5's have
+# 28,736 to 32,864, and two of different kinds share one.
+FIVE: dict[str, Any] = {"model__overrides": {"num_layers": 5}}
+TWO_AND_ONE = [
+    case("5 layers zero0", unit_bytes=110_000, **FIVE, **zero(0)),
+    case("5 layers zero0 half", unit_bytes=55_000, **FIVE, **zero(0, HALF)),
+    case("5 layers zero3 half", unit_bytes=55_000, **FIVE, **zero(3, HALF)),
+    tensor("5 layers zero2", unit_bytes=55_000, **FIVE, **zero(2)),
+    pipeline(
+        "5 layers zero3 recompute every 2", unit_bytes=110_000, **FIVE, **zero(3), **FULL,
+        activation_checkpoint__every_n_layers=2,
+    ),
+    pipeline("11 layers split v zero2", unit_bytes=110_000, **V_SHAPED, **zero(2), model__overrides={"num_layers": 11}),
+    case("5 layers zero3", "t5", unit_bytes=250_000, **FIVE, **zero(3)),
+    pipeline("5 layers zero1", "t5", unit_bytes=250_000, **FIVE, **zero(1)),
+]  # fmt: skip
 CASES = [
+    *TWO_AND_ONE,
     # data parallelism
     case("zero0", **zero(0)),
     case("zero0 half", "llama", **zero(0, HALF)),
@@ -199,10 +219,8 @@ class WatchMemory:
 
     def _unsummed_replicas(self) -> Iterator[int]:
         """Gradients that are summed over shards of the model and wait for the sum over replicas."""
-        for module in self._held.modules():
-            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-            group = state._fsdp_param_group if state is not None else None
-            if group is not None and group._partial_reduce_output is not None:
+        for group in fsdp_groups(self._held):
+            if group._partial_reduce_output is not None:
                 yield group._partial_reduce_output.nbytes
 
 
@@ -211,7 +229,8 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> None:
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    with case.layer_units():
+        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     materialise_optimizer_state(trainer.optimizer)
     groups = {tuple(dist.get_process_group_ranks(trainer.dp_group)): "dp"}
     for name in trainer.mesh.mesh_dim_names or ():
@@ -245,7 +264,8 @@ def more_measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 def plan_of(case: Case, rank: int) -> StepPlan:
     config = base_config(Path(os.devnull), case.settings)
     layout = resolve_layout(config.parallelism, RANKS)
-    return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
+    with case.layer_units():
+        return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

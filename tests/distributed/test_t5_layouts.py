@@ -15,6 +15,7 @@ import pytest
 from tests.distributed.launch import Case, Result, run_cases, worst
 
 TOLERANCE = 1e-10
+TWO_LAYERS = 1_400_000  # bytes of an encoder's and a decoder's, which then share a unit of communication
 COMMON: dict[str, Any] = {
     "model.family": "t5",
     "training.seq_len": 16,
@@ -57,6 +58,7 @@ def recompute(mode: str) -> dict[str, Any]:
 RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, shape(2, 2) | zero(0)),
+    "a unit of an encoder's and a decoder's layer, zero 3": (2, shape(1, 2) | zero(3)),
     "tensor 2, sequence, recompute selective": (2, shape(2, 2) | tensor(2, True) | recompute("selective")),
     "grouped queries, tensor 2": (2, shape(2, 2, num_kv_heads=2) | tensor(2)),
     "2 stages, the first ends in the decoder": (2, shape(1, 4) | pipeline(2)),
@@ -92,7 +94,8 @@ def train(layouts: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> dict[
     references = {case.name: case for case in (reference(settings) for _, settings in layouts.values())}
     found = run_cases(list(references.values()), 1, folder)
     for ranks in sorted({size for size, _ in layouts.values()}):
-        cases = [Case(name, COMMON | settings) for name, (size, settings) in layouts.items() if size == ranks]
+        here = {name: settings for name, (size, settings) in layouts.items() if size == ranks}
+        cases = [Case(name, COMMON | settings, TWO_LAYERS) for name, settings in here.items()]
         found |= run_cases(cases, ranks, folder)
     return found
 

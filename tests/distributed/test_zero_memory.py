@@ -21,21 +21,22 @@ from titan_like.train.trainer import Trainer
 
 RANKS = 4
 CASES = [
-    Case(f"{family} {dtype} zero{stage} x{microbatches}", {
+    Case(f"{family} {dtype} zero{stage} x{microbatches} units of {unit_bytes}", {
         "model.family": family,
-        "model.overrides": {"num_layers": 2, "hidden_size": 64, "max_seq_len": 16},
+        "model.overrides": {"num_layers": 3, "hidden_size": 64, "max_seq_len": 16},
         "training.dtype": dtype,
         "parallelism.zero_stage": stage,
         "training.seq_len": 16,
         "training.micro_batch_size": 1,
         "training.global_batch_size": RANKS * microbatches,
-    })
+    }, unit_bytes)
     for family, dtype, microbatches, stages in (
         ("gpt", "float32", 2, (0, 2)),
         ("llama", "float32", 3, (1, 2, 3)),
         ("llama", "bfloat16", 2, (0, 1, 2, 3)),
     )
     for stage in stages
+    for unit_bytes in (0, 700_000)  # a layer; or two in float32 and Llama, else all three
 ]  # fmt: skip
 
 
@@ -59,7 +60,8 @@ def measure(rank: int, folder: Path, cases: list[Case]) -> None:
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+    with case.layer_units():
+        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     (stage,) = trainer.model.stages
     data = trainer._load_data()
     trainer.train_step(data)  # the optimizer's state exists from here on
@@ -96,7 +98,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_state_bytes_equal_the_formula(measured: dict[str, dict[str, Any]], case: Case) -> None:
     config = base_config(Path(os.devnull), case.settings)
     compute_bytes = getattr(torch, config.training.dtype).itemsize
-    formula = state_bytes(model_config(config.model), config.parallelism.zero_stage, RANKS, compute_bytes)
+    with case.layer_units():
+        formula = state_bytes(model_config(config.model), config.parallelism.zero_stage, RANKS, compute_bytes)
     assert measured[case.name]["between"] == formula.between_steps
     if torch.__version__ < "2.15":
         assert measured[case.name]["peak"] == formula.peak
@@ -110,7 +113,7 @@ def test_collectives_per_step(measured: dict[str, dict[str, Any]], case: Case) -
     config = base_config(Path(os.devnull), case.settings)
     model, stage = model_config(config.model), config.parallelism.zero_stage
     microbatches = config.training.global_batch_size // RANKS
-    layers = model.num_layers
+    layers = {"gpt": 1, "llama": 2}[config.model.family] if case.unit_bytes else 3
     units = layers + (1 if model.tied_embeddings else 2)  # the root, and an untied embedding table
     expected = {
         0: {"allreduce_coalesced_": layers + 1},

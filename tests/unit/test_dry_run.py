@@ -166,7 +166,7 @@ def test_what_is_sent() -> None:
         ("pp", "receive", "gradients of hidden states"): (4, 4 * hidden),
         ("pp", "send", "gradient of the tied table"): (1, 2 * TABLE),
         ("pp", "receive", "gradient of the tied table"): (1, 2 * TABLE),
-        ("dp_shard", "all_reduce", "gradients"): (3, here),  # two layers, and the rest
+        ("dp_shard", "all_reduce", "gradients"): (2, here),  # two layers together, and the rest
         # Two layers each sum an attention and an MLP in both directions; the embedding's sum is in one.
         ("tp", "all_reduce", "hidden states"): (4 * 9, 4 * 9 * hidden),
     }

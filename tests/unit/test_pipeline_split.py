@@ -12,7 +12,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Model
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.split import balanced_layers, layer_costs, split_layers
+from titan_like.parallel.split import LAYER_UNIT_BYTES, balanced_layers, layer_costs, split_layers, units_of_layers
 from titan_like.train.rules import check_rules
 
 
@@ -101,3 +101,11 @@ def test_what_a_pipeline_cannot_do_is_said_before_it_starts(name: str) -> None:
         check_rules(config, model_config(config.model), layout)
     for word in words:
         assert word in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("percent", "lengths"),
+    [([33] * 7, [3, 3, 1]), ([50] * 3, [2, 1]), ([51] * 3, [1, 1, 1]), ([10, 200, 10, 40, 60], [1, 1, 2, 1])],
+)
+def test_layers_share_a_unit_until_it_is_full(percent: list[int], lengths: list[int]) -> None:
+    assert units_of_layers([LAYER_UNIT_BYTES * size // 100 for size in percent]) == lengths

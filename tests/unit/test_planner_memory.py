@@ -8,9 +8,11 @@ import pytest
 from tests.unit.planner_cases import MODELS, flavor, random_workloads
 from titan_like.config.schema import Optimizer
 from titan_like.optim.state_size import ADAMW_STATE, StateValues, optimizer_state
+from titan_like.parallel import split as parallel_split
 from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
-from titan_like.parallel.split import balanced_layers, split_layers
+from titan_like.parallel.split import StageLayers, balanced_layers, split_layers
+from titan_like.planner import training_state_fast
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import in_flight, largest_memory, layer_activations, memory, rank_parameters
 from titan_like.planner.profile import builtin_profiles
@@ -226,6 +228,21 @@ def random_ranks(count):
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]
         exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute, optimizer=optimizer))
         yield schedule, zero, found, max(exact, sum(found[:3]))
+
+
+@pytest.mark.parametrize("most", [0, 2**23, 2**25])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_closed_form_of_two_kinds_of_layers_knows_their_units(monkeypatch, most, zero):
+    monkeypatch.setattr(parallel_split, "LAYER_UNIT_BYTES", most)
+    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
+    model, shard = flavor("t5", "220m"), 16
+    whole = StageLayers(range(model.num_layers), is_first=True, is_last=True)
+    [found] = trainer_states(
+        model, (RankStages((model.layer_counts,), True, True),), False, 3, True, Sharing(2, shard, True, zero, 2)
+    )
+    storage = Storage(zero, ParameterSplit(ShardOf(2), ShardOf(shard)), shard, compute=2)
+    assert sum(found) == peak_state({0: stage_units(model, whole)}, schedule_table("1f1b", 1, 1, 4)[0], storage)
+    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
 
 
 LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")

@@ -1,6 +1,7 @@
 """Data parallelism with ZeRO stages 0 to 3 (arXiv 1910.02054), mostly by FSDP2.
 
-Each transformer layer is one unit of communication. Parameters outside the layers belong to the root unit.
+A transformer layer, or several small ones (`units_of_layers`), are one unit of communication. Parameters outside the
+layers belong to the root unit.
 
 A process whose weights no other shares needs none of this: in float32 its model stays as it is, and in a lower
 precision it computes with `ComputeCopies`.
@@ -15,16 +16,26 @@ precision it computes with `ComputeCopies`.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.compute_copies import ComputeCopies
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.replicate import GradientAllReduce
-from titan_like.torch_private import SUMS_USES_IN_FULL, reduce_fsdp_gradients, replicate_module, sum_uses_in_full
+from titan_like.parallel.split import units_of_layers
+from titan_like.torch_private import (
+    SUMS_USES_IN_FULL,
+    fsdp_state,
+    reduce_fsdp_gradients,
+    replicate_modules,
+    sum_uses_in_full,
+)
 
 
 class DataParallel:
@@ -55,9 +66,10 @@ class DataParallel:
                 reduce_dtype=None if full_precision else reduce_dtype,
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            _wrap(model, mesh, zero_stage, policy)
+            _wrap(model, mesh, zero_stage, policy, dtype)
         else:  # full precision needs no master copy, so gradients can be summed in place
-            units = [list(unit.parameters()) for unit in model.layers.values()]
+            layers = _layer_units(model, dtype)
+            units = [[parameter for layer in unit for parameter in layer.parameters()] for unit in layers]
             in_layers = {id(parameter) for unit in units for parameter in unit}
             outside = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
             units += [outside] if outside else []
@@ -121,19 +133,30 @@ class DataParallel:
             self.model.set_reshard_after_backward(frees)
 
 
-def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPrecisionPolicy) -> None:
+def _layer_units(model: Transformer, dtype: torch.dtype) -> list[list[nn.Module]]:
+    parts = [
+        [p.to_local() if isinstance(p, DTensor) else p for p in layer.parameters()] for layer in model.layers.values()
+    ]
+    sizes = [dtype.itemsize * sum(part.numel() for part in here) for here in parts]
+    layers = iter(model.layers.values())
+    return [list(islice(layers, count)) for count in units_of_layers(sizes)]
+
+
+def _wrap(
+    model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPrecisionPolicy, dtype: torch.dtype
+) -> None:
     replicated = mesh["dp_replicate"].size() > 1
     shard_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    units: list[nn.Module] = list(model.layers.values())
+    units: list[list[nn.Module]] = [*_layer_units(model, dtype), [model]]
     # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
     if model.is_first and not model.config.tied_embeddings:
-        units.insert(0, model.embedding)
-    for unit in (*units, model):
+        units.insert(0, [model.embedding])
+    for unit in units:
         if zero_stage == 0:
-            replicate_module(unit, data_parallel_mesh(mesh), policy)
+            replicate_modules(unit, data_parallel_mesh(mesh), policy)
         else:
             # The backward pass needs the root's parameters first, so freeing them after the forward pass gains nothing.
-            reshard = zero_stage == 3 and unit is not model
+            reshard = zero_stage == 3 and unit is not units[-1]
             fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in sharded_modules(model):
         # The loss is divided by the global number of tokens, so gradients are summed, never averaged.
@@ -142,5 +165,6 @@ def _wrap(model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPr
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The FSDP units of a wrapped model, root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """One module of each FSDP unit of a wrapped model, root first."""
+    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return list({fsdp_state(module): module for module in wrapped}.values())

@@ -1,4 +1,4 @@
-"""The assignment of layers to pipeline stages. Pure functions."""
+"""The assignment of layers to pipeline stages and to units of communication. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from heapq import heapify, heapreplace
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
+
+LAYER_UNIT_BYTES = 32 << 20  # up to which small layers share messages, and the host's work for these
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,19 @@ def split_layers(counts: list[int]) -> list[StageLayers]:
         stages.append(StageLayers(range(first, first + count), index == 0, index == len(counts) - 1))
         first += count
     return stages
+
+
+def units_of_layers(sizes: Sequence[int]) -> list[int]:
+    """Number of layers in each unit of communication: as many as fit into `LAYER_UNIT_BYTES`, at least one.
+
+    ``sizes``: bytes of a stage's layers on one tensor-parallel process, in the type in which they compute.
+    """
+    units: list[int] = []
+    room = 0
+    for size in sizes:
+        if not units or size > room:
+            units.append(0)
+            room = LAYER_UNIT_BYTES
+        units[-1] += 1
+        room -= size
+    return units

@@ -1,15 +1,16 @@
 """Shapes of every parameter, in the whole model and on one process.
 
 They are read from one layer and the ends of the model on the meta device, and from the family's tensor-parallel plan,
-once per model. `stage_units` repeats how `titan_like.parallel.data` groups parameters; tests compare it with the built
-modules.
+once per model. `stage_units` and `joined` repeat how `titan_like.parallel.data` groups parameters; tests compare them
+with the built modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from titan_like.models.parts import (
 )
 from titan_like.models.transformer import shared_modules
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.split import StageLayers, kinds_of_layers
+from titan_like.parallel.split import StageLayers, kinds_of_layers, units_of_layers
 from titan_like.parallel.tensor import styles_by_module
 from titan_like.parallel.tensor_styles import StyleKind
 from titan_like.planner.workload import Counts
@@ -81,7 +82,7 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that data parallelism gathers and reduces together. The root's name is empty."""
+    """Parameters that data parallelism always gathers and reduces together. The root's name is empty."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
@@ -239,9 +240,10 @@ def _is_inside(name: str, region: str) -> bool:
 
 
 def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
-    """The units of a pipeline stage in the order of its forward pass. The root, which may be empty, comes last.
+    """The smallest units of a pipeline stage in the order of its forward pass: layers that `joined` has not joined.
 
-    An untied embedding table is a unit of its own; a tied one belongs to the root.
+    The root, which may be empty, comes last. An untied embedding table is a unit of its own; a tied one belongs to the
+    root.
     """
     kinds = kinds_of_layers(model)
     return _units(model, {number: kinds[number] for number in split.layers}, split.is_first, split.is_last)
@@ -315,3 +317,13 @@ class ParameterSplit:
         """Elements of each process's shard in a collective, where every shard is padded to the size of the first."""
         rows, *columns = self.before_sharding(parameter)
         return self.shard.largest_of(rows) * prod(columns)
+
+
+def joined(units: Sequence[Unit], split: ParameterSplit, element: int) -> list[Unit]:
+    """A stage's units of communication: layers share one until it is full. ``element``: bytes in the compute type."""
+    layers = [unit for unit in units if unit.name.startswith("layers.")]
+    sizes = [element * sum(prod(split.before_sharding(p)) for p in layer.parameters) for layer in layers]
+    left, start = iter(layers), units.index(layers[0])
+    parts = [list(islice(left, count)) for count in units_of_layers(sizes)]
+    full = [Unit(part[0].name, tuple(p for layer in part for p in layer.parameters)) for part in parts]
+    return [*units[:start], *full, *units[start + len(layers) :]]

@@ -20,7 +20,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.planner.dtypes import BYTES
-from titan_like.planner.shapes import Unit, description
+from titan_like.planner.shapes import Unit, description, joined
 from titan_like.planner.training_state import Storage
 
 
@@ -122,7 +122,7 @@ def _data_parallel_calls(
     several I passes come before their W passes, the first W sums all that these I passes made and its own matrices; the
     later ones sum matrices alone.
     """
-    units = [unit for unit in stage.units if unit.parameters]
+    units = [unit for unit in joined(stage.units, storage.split, storage.compute) if unit.parameters]
     if not storage.wrapped:
         yield from _plain_all_reduces(units, layout, storage)
         return
@@ -164,7 +164,7 @@ def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_re
 
 
 def _plain_all_reduces(units: Sequence[Unit], layout: Layout, storage: Storage) -> Iterator[_Call]:
-    """One all-reduce for each layer, and one for all other parameters."""
+    """One all-reduce for each unit of layers, and one for all other parameters."""
     outside = [parameter for unit in units if not unit.name.startswith("layers.") for parameter in unit.parameters]
     layers = [unit for unit in units if unit.name.startswith("layers.")]
     for unit in [*layers, Unit("", tuple(outside))] if outside else layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.compute_copies import UNIT_BYTES
 from titan_like.parallel.schedules.actions import Action
-from titan_like.parallel.split import StageLayers
+from titan_like.parallel.split import StageLayers, units_of_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
 
@@ -135,13 +136,13 @@ def peak_of(sizes: Mapping[int, StageSizes], actions: Sequence[Action], storage:
         if kind != "W":
             gathered[stage] = size.kept_gathered
         if kind == "F":
-            transient = size.layer_gathered
+            transient = size.unit_gathered
         elif kind == "I" and storage.copied:
             transient = size.vectors
             summed[stage] = size.gradients
         elif kind == "I" and sums_early:
             waiting[stage] = size.vectors
-            transient = size.layer_gathered
+            transient = size.unit_gathered
         else:
             transient = size.in_backward if zero != 1 or stage in several else size.fresh
             if kind == "W":
@@ -169,11 +170,11 @@ class StageElements(NamedTuple):
 
     total: int
     in_root: int
-    layer: int  # the largest layer
     entry: int  # in units before the layers
     early: int  # in the root, with gradients that come first: the head's
     deferred: int  # with gradients that a split backward pass defers
     state: float  # values of the optimizer that do not depend on the number of rows
+    layers: tuple[int, ...]  # in each layer
     # Of all parameters whose first dimension has this length: (length, elements per row, optimizer's values per row).
     rows: tuple[tuple[int, int, float], ...]
 
@@ -203,7 +204,8 @@ def stage_elements(
     layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
     total, in_root = sum(sizes), sizes[-1]
     lengths = tuple((length, row, state_rows[length]) for length, row in rows.items())
-    return StageElements(total, in_root, max(layers), total - in_root - sum(layers), early, deferred, state, lengths)
+    outside = total - in_root - sum(layers)
+    return StageElements(total, in_root, outside, early, deferred, state, tuple(layers), lengths)
 
 
 class StageSizes(NamedTuple):
@@ -212,7 +214,7 @@ class StageSizes(NamedTuple):
     shards: int  # weights and optimizer state; always there
     gradients: int  # after the reduction
     kept_gathered: int  # weights, from a forward pass to the end of the backward pass
-    layer_gathered: int  # weights, while one layer's forward pass runs
+    unit_gathered: int  # weights, while the forward pass of the largest unit of layers runs
     added_up: int  # gradients kept between microbatches
     fresh: int  # gradients of one backward pass before they are reduced or accumulated
     in_backward: int  # the most that one backward pass needs on top of what is kept
@@ -221,27 +223,29 @@ class StageSizes(NamedTuple):
 
 
 def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
-    """The terms that `peak_of` adds up for a stage. From one layer on, each is linear in the number of layers."""
-    total, in_root, layer, entry, early, deferred, state, rows = elements
+    """The terms that `peak_of` adds up for a stage."""
+    total, in_root, entry, early, deferred, state, layers, rows = elements
     part, compute = storage.split.shard, storage.compute
     here = [(part.of(length), row, values) for length, row, values in rows]
     gradients = storage.master * sum([length * row for length, row, _ in here])  # the same bytes as the weights
     state += sum([length * values for length, _, values in here])
     shards = gradients + int(storage.master * state)
     if storage.copied:  # the copies stay; gradients in the compute type are added up by units of the least size
-        fresh, matrices = min(compute * total, UNIT_BYTES + compute * max(layer, in_root, entry)), compute * deferred
+        fresh, matrices = min(compute * total, UNIT_BYTES + compute * max(*layers, in_root, entry)), compute * deferred
         vectors = min(fresh, compute * (total - deferred))
         return StageSizes(shards + compute * total, gradients, 0, 0, gradients, fresh, fresh, vectors, matrices)
     # The weights are used as they are, so nothing is gathered or cast.
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 
-    # A layer's gradients are reduced as soon as they are complete; the head's are reduced last, with the root.
-    fresh = compute * max(early + layer, in_root + entry)
+    # A unit's gradients are reduced as soon as they are complete; the head's are reduced last, with the root.
+    left = iter(layers)
+    unit = max([sum(islice(left, count)) for count in units_of_layers([compute * layer for layer in layers])])
+    fresh = compute * max(early + unit, in_root + entry)
     vectors, matrices = storage.reduce * (total - deferred), compute * deferred
     if storage.zero_stage == 3:
-        in_backward = compute * max(layer + early + layer, in_root + 2 * entry)
-        kept, gathered = compute * in_root, compute * layer
+        in_backward = compute * max(unit + early + unit, in_root + 2 * entry)
+        kept, gathered = compute * in_root, compute * unit
         return StageSizes(shards, gradients, kept, gathered, gradients, fresh, in_backward, vectors, matrices)
     gathered = compute * total
     if storage.zero_stage == 2:

@@ -162,12 +162,13 @@ def _elements(
         one, two = (
             _elements(model, with_count(counts, kind, few), is_first, is_last, tensor, optimizer) for few in (1, 2)
         )
-        more = counts[kind] - 1
-        numbers = [a + more * (b - a) for a, b in zip(one[:-1], two[:-1], strict=True)]
+        more, at = counts[kind] - 1, sum(counts[:kind])
+        numbers = [a + more * (b - a) for a, b in zip(one[:-2], two[:-2], strict=True)]
+        layers = *one.layers[:at], *one.layers[at : at + 1] * more, *one.layers[at:]
         rows = [
             (length, a + more * (b - a), state_a + more * (state_b - state_a))
             for (length, a, state_a), (_, b, state_b) in zip(one.rows, two.rows, strict=True)
         ]
-        return StageElements._make([*numbers, tuple(rows)])
+        return StageElements._make([*numbers, layers, tuple(rows)])
     units = units_of_counts(model, counts, is_first, is_last)
     return stage_elements(units, ParameterSplit(ShardOf(tensor)), optimizer)
