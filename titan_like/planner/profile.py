@@ -78,7 +78,7 @@ class Profile:
     fitted_on: tuple[str, ...] = ()
     error_median: float = 0.1  # of the step time, relative, on rows left out of the fit
     error_p90: float = 0.2
-    judged: dict[str, float] = field(default_factory=dict)  # from `accuracy.judgement`
+    judged: dict[str, float] = field(default_factory=dict)  # by benchmarks/accuracy.py
     dtype: str = "bfloat16"
 
     # fitted
@@ -307,24 +307,3 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
         return profile_from(path.stem, read_toml(name, key))
     known = ", ".join(builtin_profiles())
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
-
-
-def profile_for_group(gpu: str, word: str, zero_stage: int = 0, session: str = "") -> Profile | None:
-    """The most specific profile for rows of this GPU whose notes begin with this word; None if there is none.
-
-    Instead of a study's word, a profile may name the start of a session, such as "bloom 02-2".
-    """
-    best, most = None, (False, -1)
-    for profile in builtin_profiles().values():
-        if profile.only_zero not in (None, zero_stage):
-            continue
-        for start, first in profile.groups:
-            rank = (profile.only_zero is not None, len(start) + len(first))
-            if gpu.startswith(start) and covers(first, word, session) and rank > most:
-                best, most = profile, rank
-    return best
-
-
-def covers(first: str, word: str, session: str) -> bool:
-    """Whether a profile's word is the study's, or the start of the session's name."""
-    return first == word or (" " in first and session.startswith(first))
