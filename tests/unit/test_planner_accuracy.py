@@ -20,8 +20,8 @@ from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import flavors
 from titan_like.models.t5.config import T5Config
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
+from titan_like.planner.commands.duration import days_by_formula, duration
 from titan_like.planner.commands.predict import describe
-from titan_like.planner.duration import days_by_formula, duration
 from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
 from titan_like.planner.simulator import simulated_step_time

@@ -10,7 +10,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.explanations import differences, why_slower
+from titan_like.planner.auto import differences, why_slower
 from titan_like.planner.memory import fits, largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
