@@ -139,7 +139,7 @@ def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, 
     model, generator = model_config(config.model), random.Random(7)
     space, device = Space(config, model, gpus), find_device(gpu)
     profile = for_run(default_profile(device), config, device)
-    at_work = BestFirst(space, profile, 1, None)
+    at_work = BestFirst(space, profile, 1, lambda _: None)
     groups = list(space.groups())
     assert len(groups) > 100
     for group in generator.sample(groups, 25):

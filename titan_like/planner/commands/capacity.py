@@ -53,6 +53,8 @@ CHOSEN = (
     "activation_checkpoint.mode",
 )
 
+_SHOWN = ("tensor", "pipeline", "shard", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
+
 Show = Callable[[str], None]  # called with a line of progress
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
 
@@ -115,7 +117,6 @@ class Capacity:
     """A model that fits, in the fastest layout in which it does."""
 
     nodes: int
-    config: JobConfig  # the run's, in this layout
     forecast: Forecast
 
     @property
@@ -153,7 +154,7 @@ def largest_model(
     table: TransformerConfig,
     nodes: int,
     fixed: frozenset[str] = frozenset(),
-    show: Show | None = None,
+    show: Show = lambda _: None,
 ) -> Capacity | None:
     """The GPT-3-style model with the most parameters that fits on the nodes; None if not even the smallest fits.
 
@@ -178,8 +179,7 @@ def largest_model(
     while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
         width += _WIDTH_STEP
     for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
-        if show is not None:
-            show(f"does a width of {candidate} fit on {nodes} node{'s' * (nodes > 1)}?")
+        show(f"does a width of {candidate} fit on {nodes} node{'s' * (nodes > 1)}?")
         if fits(config, profile, of_width(candidate), gpus, fixed):
             return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
     return None
@@ -191,7 +191,7 @@ def fewest_nodes(
     model: TransformerConfig,
     most: int = 4096,
     fixed: frozenset[str] = frozenset(),
-    show: Show | None = None,
+    show: Show = lambda _: None,
 ) -> Capacity | None:
     """The fewest nodes on which the model fits, up to ``most``; None if it needs more. ``fixed`` keys of `CHOSEN` stay.
 
@@ -202,8 +202,7 @@ def fewest_nodes(
     refusal, accepted = None, False
     for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
         gpus = nodes * profile.gpus_per_node
-        if show is not None:
-            show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
+        show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             found = fits(config, profile, lambda _: model, gpus, fixed)
         except ConfigError as error:  # no layout divides the batch on this many; another number may
@@ -219,11 +218,8 @@ def fewest_nodes(
 
 def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
     """A lower bound on the number of GPUs: what the state needs if it is sharded evenly."""
-    bytes_each = (
-        16 if profile.trainer_state else profile.weight_state + profile.gradient_state + profile.optimizer_state
-    )
     room = usable_bytes(profile.device) - profile.overhead_bytes
-    return model.num_parameters() * bytes_each / room if room > 0 else inf
+    return model.num_parameters() * 16 / room if room > 0 else inf
 
 
 def fits(
@@ -318,7 +314,7 @@ def _fastest(
             best = seconds, run, work
     assert best is not None, "fits() found a layout"
     _, run, work = best
-    return Capacity(nodes, run, forecast(work, profile, run))
+    return Capacity(nodes, forecast(work, profile, run))
 
 
 def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
@@ -364,12 +360,7 @@ def as_dict(found: Capacity, tokens: float) -> dict[str, Any]:
         "layers": model.num_layers,
         "width": model.hidden_size,
         "heads": model.num_attention_heads,
-        "tensor": work.tensor,
-        "pipeline": work.pipeline,
-        "shard": work.shard,
-        "zero_stage": work.zero_stage,
-        "recompute": work.recompute,
-        "micro_batch_size": work.micro_batch_size,
+        **{name: getattr(work, name) for name in _SHOWN},
         "days": tokens / found.forecast.rates.tokens_per_second / SECONDS_PER_DAY,
         "predict": found.forecast.as_dict(),
     }
