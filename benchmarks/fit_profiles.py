@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
+
+from benchmarks.accuracy import Prediction, judgement, predict_row
+from benchmarks.measured_rows import Row, read_rows
 from titan_like.metrics.devices import find_device
-from titan_like.planner.accuracy import judgement
-from titan_like.planner.calibrate import fit, leave_one_group_out, log_errors
-from titan_like.planner.measured_rows import Row, read_rows
+from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import Profile, profile_to_toml
 
@@ -382,7 +384,7 @@ def main() -> int:
             continue
         start = recipe.begin(name)
         profile = fit(chosen, start, recipe.names)
-        left_out = leave_one_group_out(chosen, start, recipe.names, recipe.group)
+        left_out = left_out_predictions(chosen, start, recipe)
         predictions = [prediction for group in left_out.values() for prediction in group]
         held = np.abs([prediction.error for prediction in predictions])
         inside = np.abs(np.expm1(log_errors(chosen, profile)))
@@ -405,6 +407,13 @@ def main() -> int:
             text = "# Written by benchmarks/fit_profiles.py. Errors are those of groups left out of the fit.\n"
             (FOLDER / f"{name}.toml").write_text(text + profile_to_toml(profile), encoding="utf-8")
     return 0
+
+
+def left_out_predictions(rows: list[Row], start: Profile, recipe: Recipe) -> dict[str, list[Prediction]]:
+    """For every group, predictions of its rows under the profile that all other groups give."""
+    groups = leave_one_group_out(rows, start, recipe.names, recipe.group)
+    found = {group: [predict_row(row, profile) for row in held] for group, (profile, held) in groups.items()}
+    return {group: [one for one in predictions if one is not None] for group, predictions in found.items()}
 
 
 def _covered(row: Row, groups: tuple[tuple[str, str], ...]) -> bool:

@@ -2,7 +2,7 @@
 
     python benchmarks/planner_accuracy.py [--points FILE.csv] [--rows] [--json PATH]
 
-Judges the rows of a file (columns: `titan_like.planner.measured_rows`), or those of published_rows.toml, which include
+Judges the rows of a file (columns: `measured_rows.py`), or those of published_rows.toml, which include
 the ten of arXiv 2104.04473, Table 1, and this trainer's of titan_h100_rows.json. Each row is predicted with the profile
 for its GPU and the first word of its notes. For each such group it prints n; the median, mean and p90 of the absolute
 error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 import simulator_check
 from planner_speed import SEARCHES, layouts, timed_search
 
+from benchmarks.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
+from benchmarks.measured_rows import Row, read_rows
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules.simulate import bubble_fraction
-from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from titan_like.planner.dtypes import BYTES
-from titan_like.planner.measured_rows import Row, read_rows
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time

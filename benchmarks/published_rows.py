@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from titan_like.planner.measured_rows import Row, row_from
+from benchmarks.measured_rows import Row, row_from
 
 _FILE = Path(__file__).with_suffix(".toml")
 

@@ -23,7 +23,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
-from titan_like.planner.activations import full_moments, kept
+from titan_like.planner.activations import full_moments, kept_of
 from titan_like.planner.dry_run import fake_process_group
 from titan_like.planner.memory import memory
 from titan_like.planner.predict import workload_of
@@ -209,9 +209,7 @@ def test_activations_are_those_of_the_memory_tracker(passes: Any, case: Case, tm
     """What the formulas leave out: labels, positions, generators' states, gradients of single weights."""
     work = workload(base_config(tmp_path / "none", case.settings), RANKS)
     found = passes[case.name]
-    settings = (work.tensor, work.sequence_parallel, work.recompute, work.recompute_every, work.dtype, CPU)
-    one = kept(work.model, work.micro_batch_size * work.seq_len, work.seq_len, *settings, work.decoder_seq_len)
-    counts = work.model.layer_counts
+    one, counts = kept_of(work, CPU), work.model.layer_counts
     within = 0.04 if work.decoder_seq_len else 0.01  # matrices of scores, which a bias keeps from being fused
     layers = sum(map(mul, counts, one.layers))
     assert one.stage + layers + one.entry + one.head + one.logits == pytest.approx(found["kept"], rel=within)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from titan_like.metrics.console import Console, format_duration, format_log_line
+from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
-from titan_like.metrics.throughput import Throughput
 
 CONTRACT = (
     " iteration        2/  250000 | consumed samples:          384 | consumed tokens:       786432 | "

@@ -6,9 +6,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.losses import summed_loss
 from titan_like.config.schema import ActivationCheckpoint
-from titan_like.metrics.flops import hardware_flops_per_token, megatron_flops_per_token, model_flops_per_token
+from titan_like.metrics.flops import (
+    ThroughputMeter,
+    hardware_flops_per_token,
+    megatron_flops_per_token,
+    model_flops_per_token,
+)
 from titan_like.metrics.hardware import peak_tflops
-from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.models.registry import build_model, config_class, flavors
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 

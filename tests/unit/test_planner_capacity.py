@@ -7,7 +7,15 @@ from tests.unit.planner_cases import flavor
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
 from titan_like.metrics.devices import find_device
-from titan_like.planner.capacity import CHOSEN, depth, fewest_nodes, fits, gpt3_style, largest_model, valid_layouts
+from titan_like.planner.commands.capacity import (
+    CHOSEN,
+    depth,
+    fewest_nodes,
+    fits,
+    gpt3_style,
+    largest_model,
+    valid_layouts,
+)
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.step_time import step_time

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published_rows import published_rows
-from titan_like.config import ConfigError
-from titan_like.planner import calibrate
+from titan_like.config import ConfigError, load_config
+from titan_like.planner.commands import calibrate
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
@@ -99,31 +99,32 @@ def test_duration_of_the_paper_s_trillion_parameter_run(tmp_path):
     assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
 
 
-def test_calibrate_writes_a_profile_that_predict_takes(tmp_path):
-    points, out = tmp_path / "points.csv", tmp_path / "mine.toml"
-    rows = [row for row in published_rows() if row.study == "korthikanti_t5"]
-    columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "pp", "vp", "seq_parallel"]
-    columns += ["recompute", "mbs", "gbs", "step_time_s", "notes"]
+def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
+    words = ["--training.steps=1", "--model.flavor=7.5b", "--training.global_batch_size=128", "--cluster.gpu=A100",
+             "--cluster.nodes=8", "--cluster.gpus_per_node=8", "--training.dtype=bfloat16"]  # fmt: skip
+    truth = load_profile("fsdp_a100").changed(gemm_efficiency=0.7, nvlink_efficiency=0.5)
+    points, out, runs = tmp_path / "points.csv", tmp_path / "mine.toml", []
     with points.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(columns)
-        for row in rows:
-            work = row.work
-            shape = (work.model.num_layers, work.model.hidden_size, work.model.num_attention_heads)
-            layout = (work.tensor, work.pipeline, work.virtual_stages, int(work.sequence_parallel), work.recompute)
-            batch = (work.micro_batch_size, work.global_batch_size, row.seconds, row.notes)
-            writer.writerow([row.model, *shape, work.seq_len, 51200, row.gpu, row.gpus, *layout, *batch])
-    done = plan("calibrate", "--points", points, "--profile", "selene_2021", "--out", out)
+        columns = "model layers hidden heads seq vocab gpu gpus tp zero mbs gbs seq_parallel step_time_s notes"
+        writer.writerow(columns.split())
+        for tensor, zero, micro in ((8, 1, 4), (4, 3, 2), (2, 3, 1), (8, 0, 2)):
+            run = load_config([*words, f"--parallelism.tensor_parallel_degree={tensor}",
+                               f"--parallelism.zero_stage={zero}", f"--training.micro_batch_size={micro}"])  # fmt: skip
+            found = predict(run, truth)
+            model, seconds = found.work.model, found.time.total
+            shape = model.num_layers, model.hidden_size, model.num_attention_heads, found.work.seq_len, model.vocab_size
+            layout = "A100-80GB", 64, tensor, zero, micro, 128, 0, seconds
+            writer.writerow([f"m{tensor}", *shape, *layout, "mine"])
+            runs.append((run, seconds))
+    done = plan("calibrate", "--points", points, "--profile", "fsdp_a100", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "gemm_efficiency" in done.stdout
-    profile = load_profile(str(out))
-    assert profile.error_median < 0.06
-    # The stack of 2022 is the faster one.
-    slow = load_profile("selene_2021")
-    assert profile.gemm_efficiency * profile.memory_efficiency > slow.gemm_efficiency * slow.memory_efficiency
-    again = plan("predict", "--job.config_file", "train_configs/gpt_145b.toml", "--profile", out)
-    assert again.returncode == 0, again.stderr
-    assert "profile mine" in again.stdout
+    assert "left out: 0" in done.stdout
+    fitted = load_profile(str(out))
+    assert fitted.error_median < 0.1
+    for run, seconds in runs:
+        assert predict(run, fitted).time.total == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(

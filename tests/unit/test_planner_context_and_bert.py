@@ -2,11 +2,11 @@
 
 import pytest
 
+from benchmarks.accuracy import predict_row
+from benchmarks.measured_rows import row_from
 from tests.unit.planner_cases import flavor
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.planner.accuracy import predict_row
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.measured_rows import row_from
 from titan_like.planner.memory import layer_activations, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import microbatch_of, step_time

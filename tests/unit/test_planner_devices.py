@@ -189,20 +189,20 @@ def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("gemm_efficiency = nan", "of at least 1e-06 and at most 1"),
-        ("gemm_efficiency = 1e-300", "of at least 1e-06 and at most 1"),
-        ("gemm_efficiency = 0", "of at least 1e-06 and at most 1"),
-        ('memory_efficiency = "fast"', "of at least 1e-06 and at most 1"),
-        ("overlap = 2", "at least 0 and at most 1"),
-        ("step_time = -1", "at least 0"),
-        ("error_p90 = inf", "at least 0"),
-        ("gathers_per_layer = 1.5", "whole number"),
-        ("host_operators = [3]", "two whole numbers"),
-        ('trainer_state = "no"', "true or false"),
-        ('dtype = "foo"', "use float32"),
-        ("judged = 3", "table of numbers"),
-        ("groups = 5", "pairs of strings"),
-        ("only_zero = 4", "ZeRO stage"),
+        ("gemm_efficiency = nan", "finite number"),
+        ("gemm_efficiency = 1e-300", "greater than or equal to 0.000001"),
+        ("gemm_efficiency = 0", "greater than or equal to 0.000001"),
+        ('memory_efficiency = "fast"', "valid number"),
+        ("overlap = 2", "less than or equal to 1"),
+        ("step_time = -1", "greater than or equal to 0"),
+        ("error_p90 = inf", "finite number"),
+        ("gathers_per_layer = 1.5", "valid integer"),
+        ("host_operators = [3]", "field required"),
+        ('trainer_state = "no"', "write false"),
+        ('dtype = "foo"', "'float32', 'bfloat16'"),
+        ("judged = 3", "object"),
+        ("groups = 5", "array"),
+        ("only_zero = 4", "less than or equal to 3"),
         ("overhead_bytes = 1e12", "below the device's memory"),
     ],
 )
@@ -211,5 +211,5 @@ def test_values_of_a_profile_that_can_not_be_are_refused(tmp_path, line, problem
     path.write_text(f'device = "A100-80GB"\ngpus_per_node = 8\nnode_bandwidth = 2e11\n{line}\n')
     with pytest.raises(ConfigError) as error:
         load_profile(str(path))
-    assert error.value.key == f"profile mine: {line.split()[0]}"
+    assert error.value.key.startswith(f"profile mine: {line.split()[0]}")
     assert problem in str(error.value)

@@ -173,8 +173,8 @@ def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
 
 
 def test_table_1_of_ptd_p_fits_into_80_gib():
+    from benchmarks.accuracy import predict_row
     from benchmarks.published_rows import published_rows
-    from titan_like.planner.accuracy import predict_row
 
     rows = [predict_row(row) for row in published_rows() if row.study == "ptdp_table1"]
     assert len(rows) == 10

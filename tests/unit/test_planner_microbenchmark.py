@@ -8,9 +8,9 @@ import torch
 
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.devices import device_from
-from titan_like.planner import microbenchmark, process_overhead
+from titan_like.planner.commands import microbenchmark
+from titan_like.planner.commands.microbenchmark import _PRODUCTS_CPU, Links, _start, _with_products
 from titan_like.planner.layer_time import linear_times
-from titan_like.planner.microbenchmark import _PRODUCTS_CPU, Links, _start, _with_products
 from titan_like.planner.profile import load_profile, profile_to_toml
 
 
@@ -57,7 +57,6 @@ def one_thread():
 @pytest.mark.usefixtures("one_thread")
 def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_path, monkeypatch):
     monkeypatch.setattr(microbenchmark, "_SECONDS", 0.01)
-    monkeypatch.setattr(process_overhead, "_LARGE", 128)
     monkeypatch.setattr(microbenchmark, "_PRODUCTS_CPU", ((64, 128, 64), (64, 64, 256)))
     monkeypatch.setattr(microbenchmark, "_LAYERS_CPU", ((1, 32, 64, 2),))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -67,7 +66,7 @@ def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_pat
     with contextlib.redirect_stderr(progress):
         done = plan("microbenchmark", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert progress.getvalue().splitlines()[0].endswith("resident memory")
+    assert progress.getvalue().splitlines()[0].endswith("memory")
     profile = load_profile(str(out))
     assert profile.device.is_cpu and profile.name == "mine"
     assert profile.device.memory_bytes > 2**30

@@ -10,7 +10,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.explanations import differences, why_slower
+from titan_like.planner.auto import differences, why_slower
 from titan_like.planner.memory import fits, largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
@@ -139,7 +139,7 @@ def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, 
     model, generator = model_config(config.model), random.Random(7)
     space, device = Space(config, model, gpus), find_device(gpu)
     profile = for_run(default_profile(device), config, device)
-    at_work = BestFirst(space, profile, 1, None)
+    at_work = BestFirst(space, profile, 1, lambda _: None)
     groups = list(space.groups())
     assert len(groups) > 100
     for group in generator.sample(groups, 25):

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.planner_cases import random_workloads
 from tests.unit.test_planner_command import plan
 from titan_like.metrics.step_timeline import Phase, simulated
-from titan_like.metrics.timeline_text import differences, lanes, parts_of
+from titan_like.metrics.timeline_report import differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules import SCHEDULES, bubble_fraction, ideal_bubble, stages_per_rank, unit_time
 from titan_like.planner.profile import builtin_profiles

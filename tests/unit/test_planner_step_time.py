@@ -8,11 +8,10 @@ from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.parallel.schedules import ideal_bubble, schedule_table, simulate, stage_ranks
 from titan_like.parallel.schedules import step_time as end_of
-from titan_like.planner.cluster import Links
 from titan_like.planner.layer_time import ends_cost, gemm_time, layer_cost, softmax_is_fused
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.step_time import exposed, microbatch_of, step_time
 from titan_like.planner.workload import Workload, equal_stages, pipeline_of
 

@@ -17,8 +17,7 @@ from titan_like.optim.update_work import newton_schulz_products, update_work
 from titan_like.planner.layer_time import gemm_time
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import description
-from titan_like.planner.step_time import step_time
-from titan_like.planner.update_time import update_time
+from titan_like.planner.step_time import step_time, update_time
 from titan_like.planner.workload import Workload
 
 SELENE = builtin_profiles()["selene_2021"]

@@ -13,8 +13,8 @@ from wandb.proto import wandb_internal_pb2
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
-from titan_like.metrics.throughput import Throughput
 from titan_like.metrics.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, build_writers, check_wandb
 
 CONTRACT_KEYS = [

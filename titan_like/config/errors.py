@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -71,6 +71,14 @@ def problem_of(detail: Any) -> str:
         return f"should be a valid boolean; write {near or 'true or false'}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message[0].lower() + message[1:]
+
+
+def field_error(prefix: str, error: ValidationError, known: Iterable[str]) -> ConfigError:
+    """The first wrong value of a table, whose keys are named with ``prefix``; ``known`` are those that there are."""
+    detail = error.errors(include_url=False)[0]
+    key, kind = prefix + ".".join(map(str, detail["loc"])), detail["type"]
+    problem = f"unknown; there are {', '.join(known)}" if kind == "extra_forbidden" else problem_of(detail)
+    return ConfigError(key, None if kind == "missing" else detail["input"], problem)
 
 
 # Booleans as YAML, Python and shells write them.

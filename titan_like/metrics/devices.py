@@ -11,14 +11,30 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
-from titan_like.config.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from titan_like.config.errors import ConfigError, field_error
 
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
 _NO_WHOLE_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
-_ENTRIES = ("memory_gib", "memory_bandwidth", "nvlink", "multiprocessors", "tensor_element")
+_Number = Annotated[float, Field(ge=1e-6, le=1e12)]
+
+
+class _Table(BaseModel):
+    """A device in a user's file: bandwidths in GB/s, memory in GiB, peaks in TFLOP/s by type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    memory_gib: _Number
+    memory_bandwidth: _Number
+    nvlink: _Number
+    multiprocessors: _Number
+    tensor_element: _Number
+    peak: dict[str, _Number] = Field(min_length=1)
+    is_cpu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,26 +91,14 @@ def check_device_table(key: str, table: Any) -> None:
     """Check a device table from a user's file: all entries present, none unknown, all numbers in range.
 
     Raises:
-        ConfigError: the first entry that is missing, unknown or not a number in range.
+        ConfigError: the first entry that is missing, unknown or wrong.
     """
     if not isinstance(table, dict):
-        raise ConfigError(key, table, f"must be a table with {', '.join(_ENTRIES)} and peak")
-    for name in (*_ENTRIES, "peak"):
-        if name not in table:
-            raise ConfigError(f"{key}.{name}", None, "a device needs this entry")
-    for name, value in table.items():
-        if name not in (*_ENTRIES, "peak", "is_cpu"):
-            raise ConfigError(f"{key}.{name}", value, f"unknown; there are {', '.join(_ENTRIES)}, peak and is_cpu")
-    if not isinstance(table.get("is_cpu", False), bool):
-        raise ConfigError(f"{key}.is_cpu", table["is_cpu"], "must be true or false")
-    if not isinstance(table["peak"], dict) or not table["peak"]:
-        raise ConfigError(
-            f"{key}.peak", table["peak"], "must be a table of TFLOP/s by type, such as { bfloat16 = 312 }"
-        )
-    numbers = {name: table[name] for name in _ENTRIES} | {f"peak.{name}": x for name, x in table["peak"].items()}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e12:
-            raise ConfigError(f"{key}.{name}", value, "must be a number of at least 1e-06 and at most 1e+12")
+        raise ConfigError(key, table, f"must be a table with {', '.join(_Table.model_fields)}")
+    try:
+        _Table.model_validate(table)
+    except ValidationError as error:
+        raise field_error(f"{key}.", error, _Table.model_fields) from None
 
 
 def device_to_table(device: Device) -> dict[str, Any]:

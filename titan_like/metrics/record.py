@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from titan_like.metrics.throughput import Throughput
+from titan_like.metrics.flops import Throughput
 
 
 @dataclass

@@ -52,29 +52,47 @@ class Kept(NamedTuple):
     message: float  # one message between pipeline stages
 
 
-@lru_cache(maxsize=4096)
-def kept(
-    model: TransformerConfig,
-    tokens: float,
-    seq_len: int,
-    tensor: int,
-    sequence_parallel: bool,
-    recompute: str,
-    recompute_every: int,
-    dtype: str,
-    device: Device,
-    decoder_seq_len: int = 0,
-) -> Kept:
-    """What a microbatch of ``tokens`` tokens keeps on one of the ``tensor`` processes that share each layer.
+class _How(NamedTuple):
+    """What the bytes of a microbatch on one of the ``t`` processes that share each layer depend on."""
 
-    A decoder's tokens come in addition, in the ratio of the two lengths.
-    """
-    e, t, h = BYTES[dtype], tensor, model.hidden_size
-    outside = h / (t if sequence_parallel else 1)  # elements of the residual stream per token on this process
-    dropout = getattr(model, "dropout", 0.0) > 0
-    mask = (e if device.is_cpu else 1) * outside if dropout else 0  # a CPU keeps the mask as factors
-    lengths, of_stack = (seq_len, decoder_seq_len), (tokens, tokens * decoder_seq_len / seq_len)
-    how = _How(model, lengths, t, sequence_parallel, dtype, device, outside, mask, dropout, recompute, recompute_every)
+    model: TransformerConfig
+    tokens: float  # a decoder's come in addition, in the ratio of the two lengths
+    lengths: tuple[int, int]
+    t: int
+    sequence_parallel: bool
+    recompute: str
+    recompute_every: int
+    dtype: str
+    device: Device
+
+    @property
+    def outside(self) -> float:
+        """Elements of the residual stream per token on this process."""
+        return self.model.hidden_size / (self.t if self.sequence_parallel else 1)
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the model drops elements in training."""
+        return getattr(self.model, "dropout", 0.0) > 0
+
+    @property
+    def mask(self) -> float:
+        """Bytes of a dropout mask per token there. A CPU keeps the mask as factors."""
+        return (BYTES[self.dtype] if self.device.is_cpu else 1) * self.outside if self.dropout else 0
+
+
+def kept_of(work: Workload, device: Device) -> Kept:
+    """What one microbatch of a run keeps on ``device``."""
+    lengths, recompute = (work.seq_len, work.decoder_seq_len), (work.recompute, work.recompute_every)
+    split = work.tensor, work.sequence_parallel
+    return _kept(_How(work.model, work.tokens, lengths, *split, *recompute, work.dtype, device))
+
+
+@lru_cache(maxsize=4096)
+def _kept(how: _How) -> Kept:
+    model, tokens, (seq_len, decoder_seq_len), t, sequence_parallel = how[:5]
+    dtype, device, outside = how.dtype, how.device, how.outside
+    e, h, of_stack = BYTES[dtype], model.hidden_size, (tokens, tokens * decoder_seq_len / seq_len)
     layers, layer_work = [], []
     for kind in range(len(model.layer_counts)):
         found = [_layer(how, kind, stack) for stack in range(1 + model.has_decoder)]
@@ -104,7 +122,7 @@ def kept(
         )
         loss_work = max(loss_work, several_in_half * e * matrix)
     ends = one_of_each(model)
-    entry = mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
+    entry = how.mask + (9 if t > 1 else 0) + _end(ends, ends.entry, h, outside, dtype, device)
     head = tuple(name for name in ends.head if name not in ends.pooled)
     norm = _end(ends, head, h, outside, dtype, device) + e * h
     return Kept(
@@ -117,22 +135,6 @@ def kept(
         loss_work,
         positions * (e * outside),
     )
-
-
-class _How(NamedTuple):
-    """What the bytes of a layer depend on."""
-
-    model: TransformerConfig
-    lengths: tuple[int, int]
-    t: int
-    sequence_parallel: bool
-    dtype: str
-    device: Device
-    outside: float  # elements of the residual stream per token on this process
-    mask: float  # bytes of a dropout mask per token there
-    dropout: bool
-    recompute: str
-    recompute_every: int
 
 
 def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
@@ -235,22 +237,6 @@ def _has_fused_core(model: TransformerConfig, dtype: str, dropout: bool, device:
         return not (dropout or core.is_biased)
     is_grouped = model.num_kv_heads != model.num_attention_heads
     return not (is_grouped and (dtype == "float32" or "V100" in device.name))
-
-
-def kept_of(work: Workload, device: Device) -> Kept:
-    """What one microbatch of a run keeps on ``device``."""
-    return kept(
-        work.model,
-        work.tokens,
-        work.seq_len,
-        work.tensor,
-        work.sequence_parallel,
-        work.recompute,
-        work.recompute_every,
-        work.dtype,
-        device,
-        work.decoder_seq_len,
-    )
 
 
 class Moment(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
-from titan_like.metrics.throughput import Throughput, ThroughputMeter
+from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.state_size import optimizer_state
@@ -70,11 +70,7 @@ class Forecast:
             "memory_bytes": [rank._asdict() for rank in self.memory.ranks],
             "memory_capacity_bytes": self.memory.capacity,
             "fits": self.memory.fits,
-            "tokens_per_second": self.rates.tokens_per_second,
-            "tflops_per_device": self.rates.tflops_per_device,
-            "mfu_model": self.rates.mfu_model,
-            "mfu_causal": self.rates.mfu_causal,
-            "hfu": self.rates.hfu,
+            **asdict(self.rates),
         }
 
 

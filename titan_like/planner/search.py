@@ -96,7 +96,7 @@ def search(
     profile: Profile | None = None,
     fixed: frozenset[str] = frozenset(),
     kinds: int = 10,
-    progress: Callable[[Counts], None] | None = None,
+    progress: Callable[[Counts], None] = lambda _: None,
 ) -> Found:
     """Find the best layouts of a run.
 
@@ -127,7 +127,7 @@ def search(
 class BestFirst:
     """The state of a running search."""
 
-    def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None] | None) -> None:
+    def __init__(self, space: Space, profile: Profile, kinds: int, progress: Callable[[Counts], None]) -> None:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
@@ -152,7 +152,7 @@ class BestFirst:
         for turn in itertools.count():
             if not self.heap or len(self.ranked) == self.kinds:
                 break
-            if self.progress is not None and turn % 256 == 0:
+            if turn % 256 == 0:
                 self.progress(self.counts)
             # Whatever comes out first is replaced by its parts with closer bounds, until a simulated layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
@@ -184,9 +184,8 @@ class BestFirst:
         if key not in self._held:
             pipelines = self.space.pipelines(group)
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
-        state = 0.0
-        if self.profile.trainer_state:  # master weights and their gradients
-            state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
+        # Master weights and their gradients.
+        state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
         return self._held[key] * layer_kept(group, self.profile) + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:

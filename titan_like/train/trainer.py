@@ -22,10 +22,10 @@ from titan_like.data.masks import MaskedSamples
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_log_line, format_sources, format_validation
+from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
 from titan_like.metrics.record import StepRecord, named_losses
-from titan_like.metrics.throughput import ThroughputMeter
 from titan_like.metrics.writers import Writer, build_writers
 from titan_like.models.labels import num_labels
 from titan_like.models.transformer import ModelInputs

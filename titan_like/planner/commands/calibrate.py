@@ -1,17 +1,37 @@
-"""Fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit."""
+"""Fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit.
+
+The fit is least squares on the logarithms of the constants. Residuals are the logarithms of predicted over measured
+step times, with Huber's loss so that single bad rows do not dominate. Each constant's prior is one more residual, so
+that only clear data moves a constant away from its physical value.
+
+Predictions simulate pipelines. The fit uses the faster closed forms, multiplied by the ratio of simulation to closed
+form at its starting point, and repeats this once from where it ended.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
-from titan_like.planner.calibrate import calibrated, check_scipy, usable
+from titan_like.metrics.devices import find_device
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.measured_rows import read_rows
-from titan_like.planner.profile import load_profile, profile_to_toml
+from titan_like.planner.predict import of_own_trainer
+from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
+from titan_like.planner.rows import Row, read_rows
+from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_time import StepTime, step_time
+from titan_like.planner.workload import Workload
 
+_NOISE = 0.03  # standard deviation of the logarithm of a row's time
+_HUBER = 1.5  # in units of _NOISE
+_STEP = 1e-3  # of finite differences; kernels' times have steps of their own, which smaller differences would hit
 _REASONS = 5  # the most reasons shown for rows that are left out
 
 
@@ -37,9 +57,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     check_toml(options.out)
     check_scipy()
     start = load_profile(options.profile)
-    read, untold = read_rows(options.points)
+    read, left_out = read_rows(options.points, start.dtype)
     rows, useless = usable(read, start)
-    left_out = untold + useless
+    left_out += useless
     if not rows:
         reason = f"; {left_out[0]}" if left_out else ""
         raise ConfigError("--points", options.points, f"has no row to fit to{reason}")
@@ -52,5 +72,175 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     ]
     lines += [f"  without {group:20s} {errors}" for group, errors in found.left_out.items()]
     lines += [f"  {name:22s} {before:10.4g} → {after:10.4g}" for name, (before, after) in found.constants.items()]
+    result = {
+        "inside": found.inside._asdict(),
+        "left_out": {group: errors._asdict() for group, errors in found.left_out.items()},
+        "constants": {name: {"before": before, "after": after} for name, (before, after) in found.constants.items()},
+    }
     files = {Path(options.out): profile_to_toml(found.profile)} if options.out else {}
-    return Outcome("\n".join(lines), found.as_dict(), files=files)
+    return Outcome("\n".join(lines), result, files=files)
+
+
+def check_scipy() -> None:
+    """Refuse to fit without scipy.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("scipy") is None:
+        raise ConfigError("command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
+
+
+def log_errors(
+    rows: Sequence[Row], profile: Profile, predicted: Callable[[Workload, Profile], StepTime] = simulated_step_time
+) -> np.ndarray:
+    """Logarithm of predicted over measured step time for each row."""
+    return np.array([np.log(predicted(row.work, row.adapted(profile)).total / row.seconds) for row in rows])
+
+
+def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
+    """The profile with the named constants fitted. They begin at ``start``, which is also the mean of the priors."""
+    from scipy.optimize import least_squares  # an optional dependency
+
+    low = np.log([FITTED[name].low for name in names])
+    high = np.log([FITTED[name].high for name in names])
+    spread = np.array([FITTED[name].spread for name in names])
+    center = np.clip(np.log([getattr(start, name) for name in names]), low, high)
+    weight = np.ones(len(rows)) if weights is None else np.sqrt(weights)
+
+    def with_values(point: np.ndarray) -> Profile:
+        return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        errors = (log_errors(rows, with_values(point), step_time) + correction) / _NOISE
+        size = np.abs(errors)
+        # Beyond `_HUBER` the squared residual grows linearly: its root is what least squares needs.
+        tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
+        robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
+        return np.concatenate([robust * weight, (point - center) / spread])
+
+    def jacobian(point: np.ndarray) -> np.ndarray:
+        here = residuals(point)
+        columns = []
+        for i, one in enumerate(np.eye(len(point))):
+            step = _STEP if point[i] + _STEP <= high[i] else -_STEP
+            columns.append((residuals(point + step * one) - here) / step)
+        return np.stack(columns, axis=1)
+
+    best = center
+    for _ in range(2):
+        # `correction` turns closed forms into what the simulation gives, near this profile.
+        profile = with_values(best)
+        correction = log_errors(rows, profile) - log_errors(rows, profile, step_time)
+        best = least_squares(residuals, best, jacobian, (low, high), ftol=1e-5, xtol=1e-5, max_nfev=40).x
+    return with_values(best)
+
+
+def leave_one_group_out(
+    rows: Sequence[Row], start: Profile, names: Sequence[str], group_of: Callable[[Row], str]
+) -> dict[str, tuple[Profile, list[Row]]]:
+    """For every group, the profile that all other groups give, and its rows."""
+    found = {}
+    for group in sorted({group_of(row) for row in rows}):
+        others = [row for row in rows if group_of(row) != group]
+        profile = fit(others, start, names) if others else start
+        found[group] = profile, [row for row in rows if group_of(row) == group]
+    return found
+
+
+class Errors(NamedTuple):
+    """Relative errors of step times: the median and p90 of absolute values, and the median with its sign as bias."""
+
+    n: int
+    median: float
+    p90: float
+    bias: float
+
+    def __str__(self) -> str:
+        return (
+            f"n {self.n}, median {100 * self.median:.1f} %, p90 {100 * self.p90:.1f} %, bias {100 * self.bias:+.1f} %"
+        )
+
+
+def _summary(found: np.ndarray) -> Errors:
+    """Summarize the logarithms of predicted over measured times."""
+    errors = np.expm1(found)
+    size = np.abs(errors)
+    return Errors(len(errors), float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(errors)))
+
+
+class Calibration(NamedTuple):
+    """A fitted profile and its errors."""
+
+    profile: Profile
+    inside: Errors
+    left_out: dict[str, Errors]
+    constants: dict[str, tuple[float, float]]  # before and after the fit
+
+
+def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]:
+    """Rows that the profile can predict, and for each other row the reason why not."""
+    kept, left_out = [], []
+    for row in rows:
+        try:
+            if is_builtin(profile.device):
+                find_device(row.gpu)  # raises ConfigError
+            row.adapted(profile).device.peak_flops(row.work.dtype)  # raises ConfigError
+            if row.work.num_gpus > 1 and not profile.node_bandwidth:
+                raise ConfigError("gpus", row.work.num_gpus, f"{profile.name} knows nothing of links between processes")
+            kept.append(row)
+        except ConfigError as error:
+            left_out.append(f"{row.model}: {error}")
+    return kept, left_out
+
+
+def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
+    """Fit the constants that `usable` rows tell anything about.
+
+    Errors are those of groups left out in turn: model sizes, or layouts if all rows have the same model.
+    """
+    # The starting point: the rows' own device, and the assumptions that predictions will make.
+    devices = {row.adapted(start).device for row in rows}
+    if len(devices) == 1:
+        start = start.changed(device=devices.pop())
+    start = of_own_trainer(start, rows[0].work.dtype)
+    names = informed(rows, start)
+    profile = fit(rows, start, names)
+    several = len({row.model for row in rows}) > 1
+    groups = leave_one_group_out(rows, start, names, lambda row: row.model if several else layout_name(row.work))
+    left_out = {group: log_errors(held, fitted) for group, (fitted, held) in groups.items()}
+    held = _summary(np.concatenate(list(left_out.values())))
+    sources = [row.source for row in rows]
+    profile = profile.changed(
+        name=name,
+        fitted_on=tuple(f"{source}: {sources.count(source)} rows" for source in sorted(set(sources))),
+        error_median=held.median,
+        error_p90=held.p90,
+        judged={},
+    )
+    return Calibration(
+        profile,
+        _summary(log_errors(rows, profile)),
+        {group: _summary(errors) for group, errors in left_out.items()},
+        {constant: (getattr(start, constant), getattr(profile, constant)) for constant in names},
+    )
+
+
+def layout_name(work: Workload) -> str:
+    """A short name for what a run's speed depends on besides its model."""
+    return (
+        f"{work.num_gpus} GPUs, tensor {work.tensor}, pipeline {work.pipeline}, ZeRO {work.zero_stage}, "
+        f"{work.microbatches} × {work.micro_batch_size}"
+    )
+
+
+def informed(rows: Sequence[Row], profile: Profile) -> list[str]:
+    """Constants that move some row's step time by a thousandth when they change by a twentieth."""
+    before = log_errors(rows, profile)
+    found = []
+    for name, bounds in FITTED.items():
+        value = getattr(profile, name)
+        changed = value * 1.05 if value * 1.05 <= bounds.high else value / 1.05
+        if np.abs(log_errors(rows, profile.changed(**{name: changed})) - before).max() > 1e-3:
+            found.append(name)
+    return found

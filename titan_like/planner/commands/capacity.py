@@ -1,29 +1,69 @@
-"""The largest GPT-3-style model that trains on one node and on the cluster, and the fewest nodes for the model."""
+"""The largest GPT-3-style model that trains on one node and on the cluster, and the fewest nodes for the model.
+
+Memory decides, and a tenth of it stays free, as in a search. Models have GPT-3's shape: heads of 64 to 128, an MLP four
+times as wide as the model, and a depth that follows from the width as in arXiv 2005.14165 (table 2.1) and, above its
+175 billion parameters, arXiv 2104.04473 (table 1). The layouts are all that the trainer's own rules accept, with
+tensor, pipeline and data parallelism, ZeRO 0 to 3, recomputation and any microbatch size, each of which may be fixed.
+Pipelines run 1f1b, which holds the fewest activations. Tensor parallelism always comes with sequence parallelism.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, inf
 from typing import Any
 
 from titan_like.config import ConfigError, load_config
+from titan_like.config.change import edit, setting
 from titan_like.config.load import parse_overrides
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples
+from titan_like.models.config import TransformerConfig
+from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
-from titan_like.planner.capacity import CHOSEN, Capacity, fewest_nodes, largest_model
+from titan_like.planner.commands.duration import SECONDS_PER_DAY
 from titan_like.planner.commands.outcome import Outcome, Progress, above_zero, add_profile, chosen_profile, per_gpu
-from titan_like.planner.duration import SECONDS_PER_DAY
-from titan_like.planner.predict import checked_profile, profile_and_device
+from titan_like.planner.memory import largest_memory, usable_bytes
+from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device, workload_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.search_space import SEARCHED, STAGE_SIZES
-from titan_like.train.rules import CHECKS, check_sequence
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, divisors
+from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.workload import Workload
+from titan_like.train.rules import CHECKS, check_rules, check_sequence
+
+# (width, layers): GPT-3's models, then PTD-P's.
+_FAMILY = (
+    *((768, 12), (1024, 24), (2048, 24), (2560, 32), (4096, 32), (5120, 40), (12288, 96)),
+    *((16384, 96), (20480, 105), (25600, 128)),
+)
+_WIDTH_STEP = 128
+_HEAD_SIZES = range(128, 63, -8)  # the widest possible is taken; multiples of 8 reach the fast kernels
+
+# The keys that are chosen here, unless they are fixed.
+CHOSEN = (
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+    "parallelism.zero_stage",
+    "training.micro_batch_size",
+    "activation_checkpoint.mode",
+)
+
+_SHOWN = ("tensor", "pipeline", "shard", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
+
+Show = Callable[[str], None]  # called with a line of progress
+ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
-        f"{__doc__} The layout in the run's file is chosen anew; these options of the command line stay as they are: "
+        "Find the largest GPT-3-style model that trains on one node and on the cluster, and the fewest nodes for the "
+        "run's model. The layout in the run's file is chosen anew; these options of the command line stay as they are: "
         f"{', '.join(f'--{key}' for key in CHOSEN)}."
     )
     add_profile(parser)
@@ -72,6 +112,211 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     return Outcome("\n".join(lines), {"capacity": result}, int(fewest is None))
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """A model that fits, in the fastest layout in which it does."""
+
+    nodes: int
+    forecast: Forecast
+
+    @property
+    def model(self) -> TransformerConfig:
+        """The model's shape."""
+        return self.forecast.work.model
+
+
+def depth(width: int) -> int:
+    """Layers of a GPT-3-style model: interpolated within the family, beyond it in proportion to the width."""
+    for (narrow, shallow), (wide, deep) in pairwise(_FAMILY):
+        if width <= wide:
+            return max(1, round(shallow + (deep - shallow) * (width - narrow) / (wide - narrow)))
+    return round(width * _FAMILY[-1][1] / _FAMILY[-1][0])
+
+
+def gpt3_style(width: int, tensor: int, vocab_size: int, vocab_multiple: int, seq_len: int) -> GPTConfig | None:
+    """The model of a width, with heads that ``tensor`` processes can share; None if there is none."""
+    for size in _HEAD_SIZES:
+        if width % (size * tensor) == 0:
+            return GPTConfig(
+                num_layers=depth(width),
+                hidden_size=width,
+                num_attention_heads=width // size,
+                vocab_size=vocab_size,
+                vocab_multiple=vocab_multiple,
+                max_seq_len=seq_len,
+            )
+    return None
+
+
+def largest_model(
+    config: JobConfig,
+    profile: Profile,
+    table: TransformerConfig,
+    nodes: int,
+    fixed: frozenset[str] = frozenset(),
+    show: Show = lambda _: None,
+) -> Capacity | None:
+    """The GPT-3-style model with the most parameters that fits on the nodes; None if not even the smallest fits.
+
+    Args:
+        config: the run, for its sequence length, batch, precision and nodes.
+        profile: the stack's constants for the run.
+        table: the model whose vocabulary is used.
+        nodes: the number of nodes.
+        fixed: keys of `CHOSEN` that stay as the run has them.
+        show: called with lines of progress.
+
+    Raises:
+        ConfigError: no layout is valid for the run, whatever the memory.
+    """
+    gpus = nodes * profile.gpus_per_node
+
+    def of_width(width: int) -> ModelFor:
+        return lambda tensor: gpt3_style(width, tensor, table.vocab_size, table.vocab_multiple, config.training.seq_len)
+
+    # Go up while the evenly sharded state alone would fit, then down to the first width that really does.
+    width, narrowest = _FAMILY[0][0], _FAMILY[0][0]
+    while (model := of_width(width)(1)) is not None and _least_gpus(model, profile) <= gpus:
+        width += _WIDTH_STEP
+    for candidate in range(width - _WIDTH_STEP, narrowest - 1, -_WIDTH_STEP):
+        show(f"does a width of {candidate} fit on {nodes} node{'s' * (nodes > 1)}?")
+        if fits(config, profile, of_width(candidate), gpus, fixed):
+            return _fastest(config, profile, of_width(candidate), gpus, nodes, fixed)
+    return None
+
+
+def fewest_nodes(
+    config: JobConfig,
+    profile: Profile,
+    model: TransformerConfig,
+    most: int = 4096,
+    fixed: frozenset[str] = frozenset(),
+    show: Show = lambda _: None,
+) -> Capacity | None:
+    """The fewest nodes on which the model fits, up to ``most``; None if it needs more. ``fixed`` keys of `CHOSEN` stay.
+
+    Raises:
+        ConfigError: no layout on any number of nodes is valid for the run.
+    """
+    least = _least_gpus(model, profile) / profile.gpus_per_node
+    refusal, accepted = None, False
+    for nodes in range(ceil(least) if least <= most else most + 1, most + 1):
+        gpus = nodes * profile.gpus_per_node
+        show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
+        try:
+            found = fits(config, profile, lambda _: model, gpus, fixed)
+        except ConfigError as error:  # no layout divides the batch on this many; another number may
+            refusal = refusal or error
+            continue
+        accepted = True
+        if found:
+            return _fastest(config, profile, lambda _: model, gpus, nodes, fixed)
+    if refusal is not None and not accepted:
+        raise refusal
+    return None
+
+
+def _least_gpus(model: TransformerConfig, profile: Profile) -> float:
+    """A lower bound on the number of GPUs: what the state needs if it is sharded evenly."""
+    room = usable_bytes(profile.device) - profile.overhead_bytes
+    return model.num_parameters() * 16 / room if room > 0 else inf
+
+
+def fits(
+    config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, fixed: frozenset[str] = frozenset()
+) -> bool:
+    """Whether there is a layout with enough memory.
+
+    Where they are not fixed, it is enough to try ZeRO 3 and microbatches of one sample, which never take more than
+    others.
+
+    Raises:
+        ConfigError: no layout is valid.
+    """
+    usable = usable_bytes(profile.device)
+    found = valid_layouts(config, model_for, gpus, fixed, zero_stages=[3], micro_batch_sizes=[1])
+    return any(largest_memory(work, profile) <= usable for _, work in found)
+
+
+def valid_layouts(
+    config: JobConfig,
+    model_for: ModelFor,
+    gpus: int,
+    fixed: frozenset[str] = frozenset(),
+    zero_stages: Sequence[int] = (0, 1, 2, 3),
+    micro_batch_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
+) -> Iterator[tuple[JobConfig, Workload]]:
+    """Every layout on ``gpus`` GPUs that the trainer's rules accept, as a configuration and as a `Workload`.
+
+    Raises:
+        ConfigError: the first refusal, if the rules accept no layout.
+    """
+    # What each key of `CHOSEN` may be, in that order.
+    free = (divisors(gpus), divisors(gpus), zero_stages, micro_batch_sizes, ("full", "selective", "none"))
+    choices: list[Sequence[Any]] = [
+        [setting(config, key)] if key in fixed else values for key, values in zip(CHOSEN, free, strict=True)
+    ]
+    tensor_degrees, pipeline_degrees, zero_stages, micro_batch_sizes, modes = choices
+    refusal, accepted = None, False
+    for tensor, pipeline in itertools.product(tensor_degrees, pipeline_degrees):
+        model = model_for(tensor)
+        if model is None or gpus % (tensor * pipeline):
+            continue
+        layout = Layout(pipeline, 1, gpus // tensor // pipeline, 1, tensor)
+        for mode, size in itertools.product(modes, micro_batch_sizes):
+            run = _with_layout(config, layout, mode, size)
+            try:
+                check_rules(run, model, layout)
+            except ConfigError as error:
+                refusal = refusal or error
+                continue
+            work, accepted = workload_of(run, model, layout), True
+            for zero in zero_stages:
+                yield edit(run, {"parallelism.zero_stage": zero}), work._replace(zero_stage=zero)
+    if refusal is not None and not accepted:
+        raise refusal
+
+
+def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size: int) -> JobConfig:
+    parallelism = {
+        "tensor_parallel_degree": layout.tensor,
+        "sequence_parallel": layout.tensor > 1 and config.training.seq_len % layout.tensor == 0,
+        "pipeline_parallel_degree": layout.pipeline,
+        "pipeline_schedule": "1f1b",
+        "virtual_stages_per_rank": 1,
+        "pipeline_layers": None,
+        "context_parallel_degree": 1,
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": layout.shard,
+    }
+    values = {f"parallelism.{name}": value for name, value in parallelism.items()}
+    values |= {"training.micro_batch_size": micro_batch_size}
+    values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": 1}
+    return edit(config, values)
+
+
+def _fastest(
+    config: JobConfig, profile: Profile, model_for: ModelFor, gpus: int, nodes: int, fixed: frozenset[str]
+) -> Capacity:
+    """The layout with the shortest step among those in which the model fits."""
+    profile = profile.changed(one_node=nodes == 1)
+    best: tuple[float, JobConfig, Workload] | None = None
+    too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
+    for run, work in valid_layouts(config, model_for, gpus, fixed):
+        place = (work.tensor, work.pipeline, work.zero_stage, work.recompute)
+        if place in too_large:
+            continue
+        if largest_memory(work, profile) > usable_bytes(profile.device):
+            too_large.add(place)
+            continue
+        seconds = simulated_step_time(work, profile).total
+        if best is None or seconds < best[0]:
+            best = seconds, run, work
+    assert best is not None, "fits() found a layout"
+    _, run, work = best
+    return Capacity(nodes, forecast(work, profile, run))
+
+
 def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
     """The stack's constants for the run's nodes.
 
@@ -115,12 +360,7 @@ def as_dict(found: Capacity, tokens: float) -> dict[str, Any]:
         "layers": model.num_layers,
         "width": model.hidden_size,
         "heads": model.num_attention_heads,
-        "tensor": work.tensor,
-        "pipeline": work.pipeline,
-        "shard": work.shard,
-        "zero_stage": work.zero_stage,
-        "recompute": work.recompute,
-        "micro_batch_size": work.micro_batch_size,
+        **{name: getattr(work, name) for name in _SHOWN},
         "days": tokens / found.forecast.rates.tokens_per_second / SECONDS_PER_DAY,
         "predict": found.forecast.as_dict(),
     }

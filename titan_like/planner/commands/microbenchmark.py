@@ -1,21 +1,71 @@
 """Measure this machine and write a profile of it. Start it with torchrun to measure the links between processes.
 
-All processes measure at once: on GPUs over NCCL, on a CPU over gloo, where they share the cores.
+Each constant is measured with what the planner uses it for. Linear layers, forward and backward, give matrix products;
+an attention core gives attention; a tiny layer gives the host's launch time; single norms, activations and sums give
+the memory's efficiency; collectives give links. The shortest of many runs counts, because other load on the machine
+only ever adds time. Several processes (torchrun) all measure at once, as in training, and their mean counts. On a CPU
+they share cores and memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import statistics
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 from titan_like.config import ConfigError
 from titan_like.config.options import path_option
+from titan_like.metrics.devices import Device, known_device
+from titan_like.metrics.hardware import peak_memory_bytes
+from titan_like.models.gpt.config import GPTConfig
+from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.profile import profile_to_toml
+from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
+from titan_like.planner.predict import default_profile
+from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.train.environment import environment_number
+from titan_like.train.host_memory import keep_freed_memory
+from titan_like.train.job import process_group
+from titan_like.train.setup import select_device
+
+_SECONDS = 1.0  # per figure, with at least three runs
+_DEPTHS = [10 * 1.15**i for i in range(32)]  # candidates for gemm_depth: 10 to 760
+
+# Linear layers: tokens, inputs, outputs. Models on a CPU are smaller.
+_PRODUCTS_CPU = (
+    (512, 128, 384),
+    (512, 128, 512),
+    (512, 512, 128),
+    (256, 512, 1536),
+    (512, 512, 512),
+    (256, 1024, 1024),
+)
+_PRODUCTS_GPU = ((4096, 1024, 3072), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 8192, 8192))
+# Transformer layers: samples, tokens of each, hidden size, heads.
+_LAYERS_CPU = ((4, 256, 128, 4), (2, 256, 256, 4), (1, 256, 512, 8))
+_LAYERS_GPU = ((4, 2048, 2048, 16), (2, 2048, 4096, 32))
+_TINY = (1, 8, 16, 2)
+
+_ALTERNATIONS = 10  # rounds of a product and a collective
+_SMALLEST = 1 << 12  # bytes of a collective whose time is latency; larger ones tell the bandwidth
+_LARGEST_CPU, _LARGEST_GPU = 1 << 24, 1 << 28
+
+# Of a process on a CPU: what its first steps add to its size besides tensors (threads, scratch space), and the share of
+# activations, logits and gathered weights that the allocator keeps on top of them (0.3 to 0.9 in runs of 1 and 2
+# processes, models of 1 to 13 million parameters).
+_FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +79,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     Raises:
         ConfigError: there is no file to write to.
     """
-    from titan_like.planner.microbenchmark import measure  # imports torch, which takes seconds
-    from titan_like.train.environment import environment_number
-    from titan_like.train.host_memory import keep_freed_memory
-    from titan_like.train.job import process_group
-    from titan_like.train.setup import select_device
-
     if settings:
         raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
     if options.out is None:
@@ -58,3 +102,339 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     lines = [*found.lines, f"wrote {options.out}"]
     toml = f"# Written by plan.py microbenchmark.\n{profile_to_toml(found.profile)}"
     return Outcome("\n".join(lines), {"microbenchmark": found.lines}, files={Path(options.out): toml})
+
+
+class Links(NamedTuple):
+    """What processes achieve: bytes per second in one direction of one process, and seconds."""
+
+    all_reduce: float
+    all_gather: float
+    message: float
+    latency: float  # per hop of a ring
+
+
+class Measured(NamedTuple):
+    """A profile of this machine, and its figures in words."""
+
+    profile: Profile
+    lines: list[str]
+
+
+class Machine:
+    """One process's device, with timers for operations on it and on all processes."""
+
+    def __init__(self, device: torch.device, show: Callable[[str], None]) -> None:
+        self.device, self.show = device, show
+        self.is_cpu = device.type == "cpu"
+        self.processes = dist.get_world_size()
+        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes))  # processes on this machine
+
+    def seconds(self, run: Callable[[], object], most: float = _SECONDS) -> float:
+        """Seconds of the shortest run, until the device has finished its work."""
+        run()
+        self._finish()
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - began < most:
+            start = time.perf_counter()
+            run()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        return self.mean(min(times))
+
+    def seconds_between(self, run: Callable[[], object], product: Callable[[], object]) -> float:
+        """Seconds that a run adds when it alternates with products on every process.
+
+        This is how collectives run in training. On a CPU, the threads that carry a message find the cores busy, and
+        everyone waits while other processes of the machine are scheduled.
+        """
+
+        def several(*steps: Callable[[], object]) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(_ALTERNATIONS):
+                for step in steps:
+                    step()
+            self._finish()
+            return time.perf_counter() - start
+
+        several(product, run)
+        rounds = [(several(product, run), several(product)) for _ in range(7)]
+        together, alone = (min(times) for times in zip(*rounds, strict=True))
+        return self.mean(max(together - alone, 0.0) / _ALTERNATIONS)
+
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of the shortest run until the host has launched its operators; the device may still be working."""
+        times = []
+        for _ in range(30):
+            self._finish()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return self.mean(min(times))
+
+    def mean(self, value: float) -> float:
+        """The mean of a value over the processes."""
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item() / self.processes
+
+    def _finish(self) -> None:
+        if not self.is_cpu:
+            torch.cuda.synchronize(self.device)
+
+
+def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Measured:
+    """Measure this machine. Every process of the default group calls it.
+
+    Args:
+        device: this process's device.
+        name: name of the profile.
+        show: called with lines of progress.
+    """
+    machine = Machine(device, show)
+    more: dict[str, float] = {}
+    if machine.is_cpu:  # first, because the largest resident set never shrinks
+        resident = machine.mean(peak_memory_bytes(device))
+        more = {"overhead_bytes": resident + _FIRST_STEPS, "fragmentation": _FRAGMENTATION}
+    dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
+    main = dtypes[-1]
+    show("memory")
+    bandwidth = _memory_bandwidth(machine)
+    show("matrix products")
+    times = {dtype: _product_times(machine, dtype) for dtype in dtypes}
+    peaks = {dtype: max(6 * math.prod(shape) / t for shape, t in found.items()) for dtype, found in times.items()}
+    if "bfloat16" in peaks:
+        peaks["float16"] = peaks["bfloat16"]
+    show("links")
+    links = _links(machine) if machine.processes > 1 else None
+    own = _device(machine, peaks, bandwidth, links)
+    profile = _start(machine, name, own, links).changed(dtype=main)
+    profile = _with_products(profile, times[main], main)
+    show("attention")
+    profile = profile.changed(attention_efficiency=_attention_efficiency(machine, main, own.peak_flops(main)))
+    show("host")
+    profile = profile.changed(operator_time=_operator_time(machine, main, profile))
+    show("operators between products")
+    profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
+    profile = profile.changed(**more)
+    return Measured(profile, _described(profile, links, main))
+
+
+def _half_types(device: torch.device) -> list[str]:
+    return ["bfloat16"] if torch.cuda.get_device_capability(device) >= (8, 0) else ["float16"]
+
+
+def _memory_bandwidth(machine: Machine) -> float:
+    """Bytes per second of c = a + b on arrays that exceed the caches."""
+    elements = (1 << 24) if machine.is_cpu else (1 << 28)
+    a, b, c = (torch.ones(elements, device=machine.device) for _ in range(3))
+    return 3 * 4 * elements / machine.seconds(lambda: torch.add(a, b, out=c))
+
+
+def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], float]:
+    """Seconds of a linear layer's three products, by shape."""
+    found = {}
+    for shape in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
+        tokens, inputs, outputs = shape
+        options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+        x, weight = torch.randn(tokens, inputs, **options), torch.randn(outputs, inputs, **options)
+        gradient = torch.randn(tokens, outputs, device=machine.device, dtype=x.dtype)
+
+        def run(x: torch.Tensor = x, weight: torch.Tensor = weight, gradient: torch.Tensor = gradient) -> None:
+            torch.autograd.grad(F.linear(x, weight), (x, weight), gradient)
+
+        found[shape] = machine.seconds(run)
+    return found
+
+
+def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], dtype: str) -> Profile:
+    """The profile with the depth and the efficiency that fit the measured products best, by squared relative errors."""
+    best, least = profile, math.inf
+    for depth in _DEPTHS:
+        trial = profile.changed(gemm_depth=depth, gemm_efficiency=1.0)
+        ratios = [math.log(sum(linear_times(*shape, dtype, trial)) / found) for shape, found in times.items()]
+        shift = statistics.mean(ratios)
+        spread = sum((ratio - shift) ** 2 for ratio in ratios)
+        if spread < least:
+            best, least = trial.changed(gemm_efficiency=min(1.0, math.exp(shift))), spread
+    return best
+
+
+def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
+    """Efficiency of causal fused attention, forward and backward: 3.5 times half of 4·s²·h FLOPs per sample."""
+    samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
+    shape = samples, heads, seq_len, hidden // heads
+    options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    q, k, v = (torch.randn(shape, **options) for _ in range(3))
+    gradient = torch.randn(shape, device=machine.device, dtype=q.dtype)
+
+    def run() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
+
+    flops = 3.5 * 0.5 * 4 * samples * seq_len**2 * hidden
+    return min(1.0, flops / machine.seconds(run) / peak)
+
+
+def _one_layer(seq_len: int, hidden: int, heads: int) -> GPTConfig:
+    return GPTConfig(num_layers=1, hidden_size=hidden, num_attention_heads=heads, vocab_size=128, max_seq_len=seq_len)
+
+
+def _operator_time(machine: Machine, dtype: str, profile: Profile) -> float:
+    """Seconds per operator: the host's time for a layer with almost nothing to compute, over its counted operators."""
+    samples, seq_len, hidden, heads = _TINY
+    model = _one_layer(seq_len, hidden, heads)
+    layer: nn.Module = GPTLayer(model).to(device=machine.device, dtype=getattr(torch, dtype))
+    parameters = list(layer.parameters())
+    x = torch.randn(samples, seq_len, hidden, device=machine.device, dtype=getattr(torch, dtype), requires_grad=True)
+
+    def run() -> object:
+        return torch.autograd.grad(layer(x), (x, *parameters), x.detach())
+
+    machine.seconds(run, most=0.1)
+    return machine.host_seconds(run) / sum(profile.host_operators)
+
+
+def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
+    """Efficiency of what a layer computes between products, by the bytes that the planner counts for it.
+
+    Operators are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment
+    in which nothing else runs.
+    """
+    found = []
+    for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
+        model = _one_layer(seq_len, hidden, heads)
+        mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
+        whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
+        bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
+        options = {"device": machine.device, "dtype": getattr(torch, dtype)}
+        x = torch.randn(samples * seq_len, hidden, requires_grad=True, **options)
+        inner = torch.randn(samples * seq_len, model.ffn_hidden_size, requires_grad=True, **options)
+        scale, gradient = torch.ones(hidden, requires_grad=True, **options), torch.randn_like(x)
+        inner_gradient = torch.randn_like(inner)
+
+        def norm(x: torch.Tensor = x, scale: torch.Tensor = scale, gradient: torch.Tensor = gradient) -> object:
+            return torch.autograd.grad(F.layer_norm(x, scale.shape, scale, scale), (x, scale), gradient)
+
+        def gelu(inner: torch.Tensor = inner, gradient: torch.Tensor = inner_gradient) -> object:
+            return torch.autograd.grad(F.gelu(inner, approximate="tanh"), inner, gradient)
+
+        def add(gradient: torch.Tensor = gradient) -> object:
+            return gradient + gradient
+
+        # Two norms, two residual sums forward, and two sums of their gradients.
+        seconds = 2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, add)
+        found.append((whole.forward + whole.backward - bare.forward - bare.backward) / seconds)
+    return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
+
+
+def _repeated(machine: Machine, run: Callable[[], object], times: int = 4) -> float:
+    """Seconds of one run, from several in a row, so that a GPU does not wait for the host."""
+    return machine.seconds(lambda: [run() for _ in range(times)]) / times
+
+
+def _links(machine: Machine) -> Links:
+    """Measure collectives over all processes, and messages between neighbours that all processes send at once."""
+    n, rank = machine.processes, dist.get_rank()
+    largest = _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU
+    tokens, inputs, outputs = (_PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU)[-1]
+    x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
+
+    def product() -> torch.Tensor:
+        return x @ weight
+
+    def reduced(nbytes: int) -> float:
+        tensor = torch.ones(nbytes // 4, device=machine.device)
+        return machine.seconds_between(lambda: dist.all_reduce(tensor), product)
+
+    def gathered(nbytes: int) -> float:
+        part = torch.ones(nbytes // 4 // n, device=machine.device)
+        whole = torch.empty(part.numel() * n, device=machine.device)
+        with warnings.catch_warnings():  # deprecated in later versions
+            warnings.simplefilter("ignore", FutureWarning)
+            return machine.seconds_between(lambda: dist.all_gather_into_tensor(whole, part), product)
+
+    def sent(nbytes: int) -> float:
+        tensor, into = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
+
+        def run() -> None:
+            sends = dist.P2POp(dist.isend, tensor, (rank + 1) % n), dist.P2POp(dist.irecv, into, (rank - 1) % n)
+            for work in dist.batch_isend_irecv(list(sends)):
+                work.wait()
+
+        return machine.seconds_between(run, product)
+
+    # A ring all-reduce has 2(n-1) hops, an all-gather n-1. What the largest size takes beyond them is bandwidth.
+    latency = reduced(_SMALLEST) / (2 * (n - 1))
+    ring = (n - 1) / n * largest
+    reducing = max(reduced(largest) / 2 - (n - 1) * latency, 1e-9)
+    gathering = max(gathered(largest) - (n - 1) * latency, 1e-9)
+    sending = max(sent(largest) - latency, 1e-9)
+    return Links(ring / reducing, ring / gathering, largest / sending, latency)
+
+
+def _device(machine: Machine, peaks: dict[str, float], bandwidth: float, links: Links | None) -> Device:
+    """This machine's device with its measured figures."""
+    if machine.is_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machine.here
+        link = links.all_reduce if links else bandwidth
+        return Device("CPU", memory, bandwidth, link, 1, 1, peaks, is_cpu=True)
+    properties = torch.cuda.get_device_properties(machine.device)
+    known = known_device(properties.name)
+    inside = links is not None and machine.processes == machine.here  # else the links are those between machines
+    link = links.all_reduce if links and inside else known.nvlink_bandwidth if known else bandwidth
+    return Device(properties.name, properties.total_memory, bandwidth, link, properties.multi_processor_count, 8, peaks)
+
+
+def _start(machine: Machine, name: str, device: Device, links: Links | None) -> Profile:
+    """The constants that are not measured: on a GPU the nearest shipped profile's, on a CPU the defaults."""
+    several = machine.processes > machine.here
+    if machine.is_cpu:
+        profile = Profile(name, device, machine.here, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
+    else:
+        nearest = default_profile(known_device(device.name) or device)
+        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.here, groups=(), only_zero=None)
+    threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
+    profile = profile.changed(
+        description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
+        fitted_on=(),
+        judged={},
+        causal_half=True,
+        error_median=0.15,
+        error_p90=0.3,
+    )
+    if links is None:
+        return profile.changed(node_bandwidth=0.0)
+    # Collectives and messages run over the slowest link, which is between machines if there are several.
+    fastest = max(links.all_reduce, links.message)
+    network = {
+        "node_bandwidth": fastest * machine.here,
+        "network_efficiency": links.all_reduce / fastest,
+        "message_efficiency": links.message / fastest,
+        "network_latency": links.latency,
+    }
+    if several:
+        return profile.changed(**network)
+    return profile.changed(nvlink_efficiency=1.0, nvlink_latency=links.latency, **network)
+
+
+def _described(profile: Profile, links: Links | None, dtype: str) -> list[str]:
+    device = profile.device
+    lines = [
+        f"{profile.description}",
+        f"  matrix products     {device.peak_flops(dtype) / 1e12:10.3g} TFLOP/s {dtype} at best, "
+        f"{profile.gemm_efficiency:.2f} of it at a depth far above {profile.gemm_depth:.0f}",
+        f"  attention           {profile.attention_efficiency:10.2f} of it",
+        f"  memory              {device.memory_bandwidth / 1e9:10.3g} GB/s, {profile.memory_efficiency:.2f} of it "
+        "between products",
+        f"  an operator's start {1e6 * profile.operator_time:10.3g} µs",
+    ]
+    if links is None:
+        lines.append("  one process: no links; start it with torchrun to measure them")
+    else:
+        lines += [
+            f"  all-reduce          {links.all_reduce / 1e9:10.3g} GB/s, {1e6 * links.latency:.3g} µs a hop",
+            f"  all-gather          {links.all_gather / 1e9:10.3g} GB/s",
+            f"  messages            {links.message / 1e9:10.3g} GB/s",
+        ]
+    return lines

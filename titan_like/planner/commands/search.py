@@ -12,6 +12,7 @@ from titan_like.config.change import edit
 from titan_like.config.load import parse_overrides
 from titan_like.config.options import path_option
 from titan_like.config.write import to_toml
+from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
     Outcome,
     Progress,
@@ -23,7 +24,6 @@ from titan_like.planner.commands.outcome import (
     loaded,
     per_gpu,
 )
-from titan_like.planner.explanations import described, differences, why_slower, why_too_large
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search

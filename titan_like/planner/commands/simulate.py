@@ -11,8 +11,15 @@ from titan_like.config.options import path_option
 from titan_like.config.paths import file_problem
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_plot import can_draw, draw
-from titan_like.metrics.timeline_report import TimelineFigures, figures
-from titan_like.metrics.timeline_text import LEGEND, PartOfSteps, differences, lanes, parts_of
+from titan_like.metrics.timeline_report import (
+    LEGEND,
+    PartOfSteps,
+    TimelineFigures,
+    differences,
+    figures,
+    lanes,
+    parts_of,
+)
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
 from titan_like.parallel.schedules.simulate import bubble_fraction
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, does_not_fit, run_of

@@ -3,17 +3,14 @@
 A row is one published measurement of a training step. Its columns are source, model, layers, hidden, heads, kv_heads,
 ffn, seq, vocab, gpu, gpus, gpus_per_node, tp, pp, vp, dp, cp, ep, zero, recompute, seq_parallel, mbs, gbs,
 tflops_per_gpu, step_time_s, mem_gib and notes. Blank means unknown. The first word of the notes names the study, which
-determines the stack. A row without a time whose notes say OOM ran out of memory. Runs of this
-project's trainer may also come from a JSON file, as in `own_rows`.
+determines the stack. A row without a time whose notes say OOM ran out of memory. Runs of this project's trainer may
+also come from a JSON file, as in `titan_like.planner.rows`.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,15 +21,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from titan_like.config.errors import ConfigError, first_problem
 from titan_like.config.paths import file_problem
-from titan_like.metrics.devices import builtin_devices, find_device
+from titan_like.metrics.devices import find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.planner.own_rows import own_run, read_cases
+from titan_like.planner import rows
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
-
-COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # a file of rows has at least these
 
 _RECOMPUTE = {  # mode, and every how many layers
     "none": ("none", 1),
@@ -97,21 +92,19 @@ STUDIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement."""
+class Row(rows.Row):
+    """One measurement. Its seconds are stated or computed from the rate."""
 
     study: str  # first word of the notes
-    gpu: str
-    gpus: int
-    gpus_per_node: int
-    work: Workload
-    seconds: float  # per step, stated or computed from the rate
-    memory_gib: float | None
-    source: str
-    model: str
     notes: str
+    memory_gib: float | None = None
     out_of_memory: bool = False  # the run did not start to train, and has no time
     memory_of_first: bool = False  # memory_gib is the first pipeline rank's, not the fullest's
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return self.work.num_gpus
 
     @property
     def group(self) -> str:
@@ -123,6 +116,27 @@ class Row:
         """The notes up to the first semicolon, such as "bloom 02-25". Its rows share one state of a cluster."""
         return self.notes.partition(";")[0].strip()
 
+    def adapted(self, profile: Profile) -> Profile:
+        """The profile on the row's own GPU, with what its notes name.
+
+        Notes can name the network ("400 Gbps" per node), asynchronous tensor parallelism, or float8 with a scale for
+        each row.
+        """
+        if "memory size not stated" not in self.notes:
+            profile = super().adapted(profile)
+        changes: dict[str, Any] = {}
+        for number, unit in pairwise(self.notes.replace(";", " ").split()):
+            if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
+                changes["node_bandwidth"] = float(number) * 1e9 / 8
+        if self.study in ("bloom", "production") and self.work.dtype == "bfloat16" and self.session != "bloom 02-17":
+            # The bf16 optimizer of 28 February also sums gradients in float32, and does not shard them.
+            changes["gradient_state"] = profile.gradient_state + 4
+        if "asyncTP" in self.notes:
+            changes["tensor_exposed"] = profile.tensor_async_exposed
+        if "rowwise" in self.notes:
+            changes["float8_relative"] = profile.float8_rowwise
+        return profile.changed(**changes) if changes else profile
+
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     """The rows of a CSV or JSON file that say enough to be predicted, and which columns and lines are left out and why.
@@ -130,59 +144,32 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     Raises:
         ConfigError: the file cannot be read, or columns are missing or doubled.
     """
+    if Path(path).suffix == ".json":
+        own, left_out = rows.read_rows(path, "bfloat16")
+        return [_own_row(row) for row in own], left_out
     problem = file_problem(Path(path))
     if problem is not None:
         raise ConfigError("--points", str(path), f"{problem}; give a readable CSV or JSON file")
-    if Path(path).suffix == ".json":
-        return _readable(read_cases(path), _own_row, "row", 1)
-    tables, unknown = _read_csv(path)
-    rows, left_out = _readable(tables, row_from, "line", 2)
-    return rows, unknown + left_out
-
-
-def _readable(
-    tables: list[dict[str, Any]], read: Callable[[dict[str, Any]], Row], what: str, first: int
-) -> tuple[list[Row], list[str]]:
-    rows, left_out = [], []
-    for number, table in enumerate(tables, start=first):
+    tables, names = rows.read_csv(path, rows.COLUMNS)
+    known = {*rows.COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
+    found, left_out = [], [f"column {name}: unknown, so not read" for name in names if name not in known]
+    for number, table in enumerate(tables, start=2):
         try:
-            rows.append(read(table))
+            found.append(row_from(table))
         except ValueError as error:
-            left_out.append(f"{what} {number}: {error}")
-    return rows, left_out
+            left_out.append(f"line {number}: {error}")
+    return found, left_out
 
 
-def _own_row(case: dict[str, Any]) -> Row:
-    run = own_run(case)
-    notes = f"titan_like; {run.work.dtype}"
-    return Row("titan_like", run.gpu, run.work.num_gpus, 8, run.work, run.seconds, None, run.source, run.model, notes)
-
-
-def _read_csv(path: str | Path) -> tuple[list[dict[str, str]], list[str]]:
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            names = reader.fieldnames or []
-            double = next((name for name in names if names.count(name) > 1), None)
-            if double:
-                raise ConfigError("--points", str(path), f"has two columns {double}; remove one")
-            missing = [column for column in COLUMNS if column not in names]
-            if missing:
-                raise ConfigError("--points", str(path), f"has no column {missing[0]}")
-            return [{name: text or "" for name, text in table.items()} for table in reader], _unknown(names)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError("--points", str(path), f"cannot be read: {error}") from None
+def _own_row(row: rows.Row) -> Row:
+    gpu, notes = find_device(row.gpu).name, f"titan_like; {row.work.dtype}"
+    return Row(row.model, gpu, row.work, row.seconds, row.source, "titan_like", notes)
 
 
 def study_of(notes: str) -> str:
     """The first word of the notes without punctuation. From "tokens/s=…" the value is dropped."""
     word = (notes or "").split()[0].strip(";:,") if (notes or "").split() else ""
     return word.split("=")[0] if word.startswith("tokens/s") else word
-
-
-def _unknown(names: Sequence[str]) -> list[str]:
-    known = {*COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
-    return [f"column {name}: unknown, so not read" for name in names if name and name not in known]
 
 
 def row_from(table: dict[str, str]) -> Row:
@@ -246,16 +233,14 @@ def row_from(table: dict[str, str]) -> Row:
     timed = cells.step_time_s is not None or cells.tflops_per_gpu is not None
     out_of_memory = not timed and re.search(r"\bOOM\b|out of memory", notes) is not None
     return Row(
-        study,
+        table["model"],
         table["gpu"],
-        gpus,
-        cells.gpus_per_node,
         work,
         math.nan if out_of_memory else cells.step_time_s or _seconds(work, gpus, cells.tflops_per_gpu, notes),
-        cells.mem_gib,
         table.get("source") or "",
-        table["model"],
+        study,
         notes,
+        cells.mem_gib,
         out_of_memory,
         defaults.get("memory_of_first", False),
     )
@@ -342,14 +327,7 @@ def _dtype(notes: str, study: str, default: str) -> str:
         return "float8"
     if study == "bloom" and "bf16" in words:
         return "bfloat16"
-    return default if study in STUDIES else stated_dtype(notes) or default
-
-
-def stated_dtype(notes: str) -> str | None:
-    """The data type that the notes of a user's own row name."""
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    names |= {name: name for name in names.values()}
-    return next((dtype for word, dtype in names.items() if re.search(rf"\b{word}\b", notes.lower())), None)
+    return default if study in STUDIES else rows.stated_dtype(notes) or default
 
 
 def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:
@@ -362,30 +340,3 @@ def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str
     passes = 4 if "hw96" in notes else 3
     flops = passes * model.num_layers * layer + 3 * logits
     return flops * work.global_batch_size * seq / (gpus * tflops_per_gpu * 1e12)
-
-
-def adapted(profile: Profile, row: Row) -> Profile:
-    """The profile on the row's own GPU, with what its notes name.
-
-    Notes can name the network ("400 Gbps" per node), asynchronous tensor parallelism, or float8 with a scale for each
-    row.
-    """
-    changes: dict[str, Any] = {}
-    own = builtin_devices().get(profile.device.name) is not profile.device  # the profile itself describes its device
-    if not own and "memory size not stated" not in row.notes:
-        with suppress(ConfigError):  # for an unknown GPU, keep the profile's own
-            device = find_device(row.gpu)
-            if device is not profile.device:
-                changes["device"] = device
-    words = row.notes.replace(";", " ").split()
-    for number, unit in pairwise(words):
-        if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
-            changes["node_bandwidth"] = float(number) * 1e9 / 8
-    if row.study in ("bloom", "production") and row.work.dtype == "bfloat16" and row.session != "bloom 02-17":
-        # The bf16 optimizer of 28 February also sums gradients in float32, and does not shard them.
-        changes["gradient_state"] = profile.gradient_state + 4
-    if "asyncTP" in row.notes:
-        changes["tensor_exposed"] = profile.tensor_async_exposed
-    if "rowwise" in row.notes:
-        changes["float8_relative"] = profile.float8_rowwise
-    return profile.changed(**changes) if changes else profile

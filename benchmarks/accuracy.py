@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from titan_like.planner.measured_rows import Row, adapted
+from benchmarks.measured_rows import Row
 from titan_like.planner.memory import memory
-from titan_like.planner.profile import Profile, profile_for_group
+from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.simulator import simulated_step_time
 
 SMALL_REGRET = 0.02
@@ -106,7 +106,7 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session)
     if profile is None:
         return None
-    profile = adapted(profile, row)
+    profile = row.adapted(profile)
     if row.work.dtype not in profile.device.peak:
         return None
     used = memory(row.work, profile)
@@ -114,6 +114,27 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     seconds = simulated_step_time(row.work, profile).total
     gib = 2**30
     return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
+
+
+def profile_for_group(gpu: str, word: str, zero_stage: int = 0, session: str = "") -> Profile | None:
+    """The most specific profile for rows of this GPU whose notes begin with this word; None if there is none.
+
+    Instead of a study's word, a profile may name the start of a session, such as "bloom 02-2".
+    """
+    best, most = None, (False, -1)
+    for profile in builtin_profiles().values():
+        if profile.only_zero not in (None, zero_stage):
+            continue
+        for start, first in profile.groups:
+            rank = (profile.only_zero is not None, len(start) + len(first))
+            if gpu.startswith(start) and covers(first, word, session) and rank > most:
+                best, most = profile, rank
+    return best
+
+
+def covers(first: str, word: str, session: str) -> bool:
+    """Whether a profile's word is the study's, or the start of the session's name."""
+    return first == word or (" " in first and session.startswith(first))
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
