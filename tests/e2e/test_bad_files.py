@@ -79,7 +79,6 @@ DATA = {  # name of the file, its content, words
         '\ufeff [{"text": "a"}]',
         ["a.json", "holds JSON, not text", "as .jsonl", "name the file .txt"],
     ),
-    "object": ("a.json", '{"text": "a"}', ["a.json", "holds JSON, not text"]),
 }
 
 

@@ -153,7 +153,7 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
         (["--model.overrides.hidden_size=x"], ["model.overrides.hidden_size", '"x"', "integer"]),
         (["--model.overrides.hidden_size.x=1"], ["model.overrides.hidden_size", "integer"]),
         (["--model.overrides.num_layers=0"], ["model.overrides.num_layers = 0", "greater than 0"]),
-        (["--model.overrides.num_attention_heads=5"], ["5", "does not divide hidden_size 128"]),
+        (["--model.overrides.num_attention_heads=5"], ["5", "does not divide hidden_size 128", "choose a divisor"]),
         (["--model.overrides.num_kv_heads=3"], ["num_kv_heads 3", "does not divide num_attention_heads 4"]),
         (["--model.family=llama", "--model.overrides.hidden_size=60"], ["= 15 is odd", "even"]),
         (
