@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import time
 from collections.abc import Callable
@@ -32,8 +31,8 @@ def train(
     bad: dict[int, float],
     set_back: int | None = None,
     ruined_after: int | None = None,
-) -> None:
-    """Train where the losses of the steps that begin at some samples are multiplied. Write what came of it.
+) -> dict[str, Any]:
+    """Train where the losses of the steps that begin at some samples are multiplied, and tell what came of it.
 
     With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
     """
@@ -63,21 +62,18 @@ def train(
                 trainer.train()
             except RunError as error:
                 outcome["error"] = str(error)
-    outcome |= {
+    return outcome | {
         "step": trainer.step,
         "skipped_steps": trainer.skipped_steps,
         "consumed_samples": trainer.consumed_samples,
         "digests": digests,
         "printed": printed.getvalue(),
     }
-    (dump / f"outcome_{rank}.json").write_text(json.dumps(outcome))
 
 
-def clocks(rank: int, path: Path, ahead: float) -> None:
-    """Write what is said of clocks where the last rank's is ahead."""
+def clocks(rank: int, ahead: float) -> str | None:
+    """What is said of clocks where the last rank's is ahead."""
     clock: Callable[[], float] = time.time
     if rank == dist.get_world_size() - 1:
         clock = lambda: time.time() + ahead  # noqa: E731
-    warning = clock_warning(clock)
-    assert math.isfinite(ahead)
-    path.with_name(f"{path.name}_{rank}").write_text(str(warning))
+    return clock_warning(clock)

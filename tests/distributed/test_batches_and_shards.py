@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.launch import base_config, by_name, full, launch, relative, runs_exhaustive_tests
+from tests.distributed.launch import (
+    base_config,
+    by_name,
+    collect,
+    full,
+    relative,
+    runs_exhaustive_tests,
+    trainer_of,
+)
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
@@ -76,7 +84,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def train(folder: Path, settings: dict[str, Any], validates: bool = False) -> dict[str, Any]:
     """Records, gradients and weights (before the first, after each) of every step."""
-    trainer = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, settings))))
+    trainer = trainer_of(folder, settings, WatchedTrainer)
     weights, gradients, records, validation = [weights_of(trainer)], [], [], []
     data = trainer._load_data()
     for _ in range(trainer.run.total_steps):
@@ -94,7 +102,7 @@ def exhaustive(value: Any, more: Iterable[Any]) -> Any:
     return pytest.param(value, marks=[pytest.mark.exhaustive] if value in more else [])
 
 
-def train_everything(rank: int, folder: Path, world_size: int, is_exhaustive: bool) -> None:
+def train_everything(rank: int, folder: Path, world_size: int, is_exhaustive: bool) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     if world_size == 2:
         for stage in (*RAMP_STAGES, *(MORE_RAMP_STAGES if is_exhaustive else ())):
@@ -107,8 +115,7 @@ def train_everything(rank: int, folder: Path, world_size: int, is_exhaustive: bo
             micro_batch = {"training.steps": 2, "training.micro_batch_size": 16 if world_size == 1 else 2}
             for validates in (False, True):
                 results[name, validates] = train(folder, settings | micro_batch, validates)
-    if rank == world_size - 1:
-        torch.save(results, folder / f"{world_size}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +126,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, folder: Path) -> dict[int, dict[Any, Any]]:
     """By number of ranks."""
-    for world_size in (1, 2, 4):
-        launch(train_everything, world_size, folder, world_size, runs_exhaustive_tests(request))
-    return {size: torch.load(folder / f"{size}.pt", weights_only=True) for size in (1, 2, 4)}
+    is_exhaustive = runs_exhaustive_tests(request)
+    return {size: collect(train_everything, size, folder, size, is_exhaustive)[-1] for size in (1, 2, 4)}
 
 
 def plain_model(config: JobConfig) -> Transformer:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
-from tests.distributed.launch import died, launch, start_group
+from tests.distributed.launch import base_config, died, launch, start_group
 from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
@@ -28,7 +28,7 @@ class Straight:
 
     def __init__(self, root: Path, ranks: int) -> None:
         self.root, self.ranks, self.settings = root, ranks, LAYOUTS[ranks]
-        crash_worker.base_config(root, {})  # writes the text
+        base_config(root, {})  # writes the text
         launch(crash_worker.train, ranks, root, root / "start", self.settings | {"training.steps": 2})
         self.digests = self._reference("long", LONG)
         self.copy("back", 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import launch
+from tests.distributed.launch import base_config, launch
 from tests.e2e.scripts import Script
 from tests.unit.attacks import hide_pickle, place_at
 
@@ -67,7 +67,7 @@ def test_damaged_newest_is_reported_by_name_and_the_one_before_is_used(
     tmp_path: Path, ranks: int, damaged: list[str]
 ) -> None:
     settings = LAYOUTS[ranks]
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     launch(crash_worker.train, ranks, tmp_path, tmp_path / "start", settings)
     launch(crash_worker.reference, ranks, tmp_path, tmp_path / "digests.json", settings)
     digests = json.loads((tmp_path / "digests.json").read_text())

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import crash_worker, health_worker
-from tests.distributed.launch import launch
+from tests.distributed import health_worker
+from tests.distributed.launch import base_config, collect
 
 BATCH = 4  # samples
 SETTINGS: dict[str, Any] = {
@@ -26,7 +26,7 @@ BAD_STEP = 10
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("health")
-    crash_worker.base_config(root, {})
+    base_config(root, {})
     return root
 
 
@@ -35,13 +35,11 @@ def train(
 ) -> list[dict[str, Any]]:
     """What each of two ranks found. They agree, but for weights after one rank's were ruined."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
-    dump = folder / name
-    launch(health_worker.train, 2, folder, dump, settings, bad, None, ruined_after)
-    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    outcomes = collect(health_worker.train, 2, folder, folder / name, settings, bad, None, ruined_after)
     for key in ("step", "skipped_steps", "consumed_samples"):
         assert outcomes[0][key] == outcomes[1][key], key
     last = math.inf if ruined_after is None else ruined_after
-    first, second = ({s: d for s, d in one["digests"].items() if int(s) <= last} for one in outcomes)
+    first, second = ({s: d for s, d in one["digests"].items() if s <= last} for one in outcomes)
     assert first == second != {}
     return outcomes
 
@@ -53,7 +51,7 @@ def records(dump: Path) -> list[dict[str, Any]]:
 def test_a_spike_changes_nothing_and_is_counted(folder: Path) -> None:
     outcome = train(folder, "skip", {BATCH * (BAD_STEP - 1): 5.0}, checkpoint__enable=False)[0]
     digests = outcome["digests"]
-    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert digests[BAD_STEP] == digests[BAD_STEP - 1] != digests[BAD_STEP + 1]
     assert outcome["skipped_steps"] == 1 and outcome["step"] == 14
     found = records(folder / "skip")
     assert [record["step"] for record in found if record["spike"]] == [BAD_STEP]
@@ -67,7 +65,7 @@ def test_gradients_that_are_no_numbers_change_nothing_either(folder: Path) -> No
     extra: dict[str, Any] = {"health__loss_spike_factor": 0.0, "checkpoint__enable": False}
     outcome = train(folder, "nan", {BATCH * (BAD_STEP - 1): math.nan}, **extra)[0]
     digests = outcome["digests"]
-    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert digests[BAD_STEP] == digests[BAD_STEP - 1] != digests[BAD_STEP + 1]
     assert [record["step"] for record in records(folder / "nan") if record["nan"]] == [BAD_STEP]
 
 
@@ -92,9 +90,8 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     shutil.rmtree(by_hand / "checkpoint" / "step-12")
     shutil.rmtree(by_hand / "checkpoint" / "step-14")
     settings = SETTINGS | {"health.loss_spike_factor": 0.0}
-    launch(health_worker.train, 2, folder, by_hand, settings, {}, bad_from + BATCH)
-    other = json.loads((by_hand / "outcome_0.json").read_text())
-    assert other["digests"]["14"] == outcome["digests"]["14"]
+    other = collect(health_worker.train, 2, folder, by_hand, settings, {}, bad_from + BATCH)[0]
+    assert other["digests"][14] == outcome["digests"][14]
 
 
 def test_a_spike_before_the_first_checkpoint_is_only_left_out(folder: Path) -> None:
@@ -154,11 +151,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
 
 
 @pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
-def test_clocks_that_differ_are_named(tmp_path: Path, ahead: float, warns: bool) -> None:
-    launch(health_worker.clocks, 2, tmp_path / "said", ahead)
-    said = {(tmp_path / f"said_{rank}").read_text() for rank in (0, 1)}
-    assert len(said) == 1
-    (sentence,) = said
-    assert (
-        sentence.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else sentence == "None"
-    )
+def test_clocks_that_differ_are_named(ahead: float, warns: bool) -> None:
+    first, second = collect(health_worker.clocks, 2, ahead)
+    assert first == second
+    assert first.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else first is None

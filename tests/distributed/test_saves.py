@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker, save_worker
-from tests.distributed.launch import launch
+from tests.distributed.launch import base_config, launch
 from titan_like.checkpoint.step_folders import complete_steps
 
 STEPS = {"training.steps": 5}
@@ -19,7 +19,7 @@ BACKGROUND = STEPS | {"checkpoint.async": True}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saves")
-    crash_worker.base_config(root, {})  # writes the text
+    base_config(root, {})  # writes the text
     return root
 
 
@@ -91,7 +91,7 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
 
 
 def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     text, dump = tmp_path / "text.txt", tmp_path / "run"
     launch(crash_worker.train, 1, tmp_path, dump, {})
     before = text.read_text()
