@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.jobs import steps
 from tests.e2e.slurm_cluster import NODES, SlurmCluster, missing_program, wait_until
 
 REPO = Path(__file__).parents[2]
@@ -53,9 +53,7 @@ class Training:
 
     def steps(self) -> list[int]:
         """The steps in metrics.jsonl."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+        return steps(self.folder)
 
     def output(self) -> str:
         """What the job has printed in all its lives."""
