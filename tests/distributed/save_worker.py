@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import resource
 import signal
 import time
@@ -47,8 +46,10 @@ def slow(seconds_to_copy: float, seconds_to_write: float, events: list[str]) -> 
     return stack
 
 
-def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float) -> None:
-    """Train while saves take long; note in which order things happen, and what the checkpoints hold."""
+def train_slowly(
+    rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float
+) -> tuple[list[str], dict[str, str]]:
+    """Train while saves take long: in which order things happen, and the digest of every checkpoint."""
     events: list[str] = []
 
     class Noting(Trainer):
@@ -63,18 +64,10 @@ def train_slowly(rank: int, folder: Path, dump: Path, settings: dict[str, Any], 
     with slow(copy, write, events):
         trainer = build(folder, dump, settings, Noting)
         trainer.train()
-    if rank == 0:
-        (dump / "events.json").write_text(json.dumps(events))
-    digests(rank, folder, dump, settings)
-
-
-def digests(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
-    """Write the digest of every checkpoint of a run."""
-    found = {}
+    digests = {}
     for step in range(1, settings["training.steps"] + 1):
-        found[step] = digest(build(folder, dump, settings | {"checkpoint.load_step": step}))
-    if rank == 0:
-        (dump / "digests.json").write_text(json.dumps(found))
+        digests[str(step)] = digest(build(folder, dump, settings | {"checkpoint.load_step": step}))
+    return events, digests
 
 
 @contextlib.contextmanager
@@ -89,7 +82,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def train_where_a_save_fails(rank: int, folder: Path, dump: Path, settings: dict[str, Any], step: int) -> None:
+def train_where_a_save_fails(
+    rank: int, folder: Path, dump: Path, settings: dict[str, Any], step: int
+) -> dict[str, Any]:
     """Train where the last rank cannot write its part of one step's checkpoint."""
 
     class Failing(Trainer):
@@ -109,5 +104,4 @@ def train_where_a_save_fails(rank: int, folder: Path, dump: Path, settings: dict
             trainer.train()
         except RunError as error:
             outcome["error"] = str(error)
-    outcome |= {"step": trainer.step, "printed": printed.getvalue()}
-    (dump / f"outcome_{rank}.json").write_text(json.dumps(outcome))
+    return outcome | {"step": trainer.step, "printed": printed.getvalue()}

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import health_worker
+from tests.distributed.crash_worker import build, digest
 from tests.distributed.launch import base_config, collect
+from titan_like.config.errors import RunError
+from titan_like.models.transformer import Transformer
+from titan_like.train.job import clock_warning
+from titan_like.train.trainer import Trainer
 
 BATCH = 4  # samples
 SETTINGS: dict[str, Any] = {
@@ -21,6 +32,63 @@ SETTINGS: dict[str, Any] = {
     "health.loss_spike_window": 8,
 }
 BAD_STEP = 10
+DIGESTED = (5, 7, 9, 10, 11, 14)  # the steps at which the tests look
+
+
+def train_here(
+    rank: int,
+    folder: Path,
+    dump: Path,
+    settings: dict[str, Any],
+    bad: dict[int, float],
+    set_back: int | None = None,
+    ruined_after: int | None = None,
+) -> dict[str, Any]:
+    """Train where the losses of the steps that begin at some samples are multiplied, and tell what came of it.
+
+    With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
+    """
+    loss = Transformer.loss
+    digests: dict[int, str] = {}
+
+    class Watched(Trainer):
+        def train_step(self, data: Any) -> Any:
+            issued = super().train_step(data)
+            if issued.step in DIGESTED:
+                digests[issued.step] = digest(self)
+            if issued.step == ruined_after and rank == dist.get_world_size() - 1:
+                next(self.model.parameters()).detach().fill_(math.nan)
+            return issued
+
+    outcome: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = build(folder, dump, settings, Watched)
+        if set_back is not None:
+            trainer.consumed_samples = set_back
+
+        def sometimes_bad(*arguments: Any) -> torch.Tensor:
+            return loss(*arguments) * bad.get(trainer.consumed_samples, 1.0)
+
+        with patch.object(Transformer, "loss", sometimes_bad):
+            try:
+                trainer.train()
+            except RunError as error:
+                outcome["error"] = str(error)
+    return outcome | {
+        "step": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+        "consumed_samples": trainer.consumed_samples,
+        "digests": digests,
+        "printed": printed.getvalue(),
+    }
+
+
+def clocks_here(rank: int, ahead: float) -> str | None:
+    """What is said of clocks where the last rank's is ahead."""
+    clock: Callable[[], float] = time.time
+    if rank == dist.get_world_size() - 1:
+        clock = lambda: time.time() + ahead  # noqa: E731
+    return clock_warning(clock)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +103,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """What each of two ranks found. They agree, but for weights after one rank's were ruined."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
-    outcomes = collect(health_worker.train, 2, folder, folder / name, settings, bad, None, ruined_after)
+    outcomes = collect(train_here, 2, folder, folder / name, settings, bad, None, ruined_after)
     for key in ("step", "skipped_steps", "consumed_samples"):
         assert outcomes[0][key] == outcomes[1][key], key
     last = math.inf if ruined_after is None else ruined_after
@@ -90,7 +158,7 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     shutil.rmtree(by_hand / "checkpoint" / "step-12")
     shutil.rmtree(by_hand / "checkpoint" / "step-14")
     settings = SETTINGS | {"health.loss_spike_factor": 0.0}
-    other = collect(health_worker.train, 2, folder, by_hand, settings, {}, bad_from + BATCH)[0]
+    other = collect(train_here, 2, folder, by_hand, settings, {}, bad_from + BATCH)[0]
     assert other["digests"][14] == outcome["digests"][14]
 
 
@@ -152,6 +220,6 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
 
 @pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
 def test_clocks_that_differ_are_named(ahead: float, warns: bool) -> None:
-    first, second = collect(health_worker.clocks, 2, ahead)
+    first, second = collect(clocks_here, 2, ahead)
     assert first == second
     assert first.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else first is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import base_config, launch
+from tests.distributed.launch import base_config, collect
 
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 ZERO, SP, SCHEDULE = "parallelism.zero_stage", "parallelism.sequence_parallel", "parallelism.pipeline_schedule"
@@ -45,6 +44,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses after the saved step: of each layout's own run, and of each that goes on from another's checkpoint."""
     folder = tmp_path_factory.mktemp("reshard")
     base_config(folder, {})  # writes the text
+    found: dict[str, list[float]] = {}
     for going_on in (False, True):
         for ranks in (1, 2, 4):
             if going_on:
@@ -53,8 +53,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
                 saved = dict.fromkeys(before for before, _ in PAIRS)
                 jobs = [(name, None, LAYOUTS[name][1]) for name in saved if LAYOUTS[name][0] == ranks]
             if jobs:
-                launch(crash_worker.train_from, ranks, folder, jobs, SETTINGS, SAVED)
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+                found |= collect(crash_worker.train_from, ranks, folder, jobs, SETTINGS, SAVED)[0]
+    return found
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)

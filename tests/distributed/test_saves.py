@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import crash_worker, save_worker
-from tests.distributed.launch import base_config, launch
+from tests.distributed.launch import base_config, collect, launch
 from titan_like.checkpoint.step_folders import complete_steps
 
 STEPS = {"training.steps": 5}
@@ -26,10 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[str, str]:
     """Digest of every step of a run that saves nothing, on two ranks."""
-    path = folder / "straight.json"
-    launch(crash_worker.reference, 2, folder, path, STEPS)
-    digests: dict[str, str] = json.loads(path.read_text())
-    return digests
+    return collect(crash_worker.reference, 2, folder, folder / "straight", STEPS)[0]
 
 
 @pytest.mark.parametrize(("copy", "write"), [(0.3, 0.0), (0.0, 0.5)], ids=["slow to copy", "slow to write"])
@@ -37,9 +33,8 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
     folder: Path, wanted: dict[str, str], copy: float, write: float
 ) -> None:
     dump = folder / f"background {copy} {write}"
-    launch(save_worker.train_slowly, 2, folder, dump, BACKGROUND, copy, write)
-    assert json.loads((dump / "digests.json").read_text()) == wanted
-    events = json.loads((dump / "events.json").read_text())
+    events, digests = collect(save_worker.train_slowly, 2, folder, dump, BACKGROUND, copy, write)[0]
+    assert digests == wanted
     of_each = ["save {0} returns", "copied", "update {1}", "written {0}"]  # written at last, while training goes on
     if copy:
         assert [event for event in events if "written" not in event][:7] == [
@@ -56,8 +51,7 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
 def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: bool, on_failure: str) -> None:
     dump = folder / f"fails {background} {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": background, "checkpoint.on_failure": on_failure}
-    launch(save_worker.train_where_a_save_fails, 2, folder, dump, settings, 3)
-    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    outcomes = collect(save_worker.train_where_a_save_fails, 2, folder, dump, settings, 3)
     problem = f"{dump}/checkpoint/step-3 is not saved (rank 1: "
     saved = complete_steps(dump / "checkpoint")
     assert not [path.name for path in (dump / "checkpoint").iterdir() if not path.name.startswith("step-")]
@@ -74,8 +68,7 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
         assert saved == [1, 2]
         assert outcomes[0]["step"] == outcomes[1]["step"] <= 4
     # What is there is whole.
-    launch(crash_worker.resume_each, 2, folder, [dump], STEPS)
-    outcome = json.loads((dump / "outcome.json").read_text())
+    (outcome,) = collect(crash_worker.resume_each, 2, folder, [dump], STEPS)[0]
     assert outcome["step"] == saved[-1] and outcome["digest"] == wanted[str(saved[-1])]
     assert outcome["final"] == wanted["5"]
 
@@ -84,8 +77,7 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
 def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_failure: str) -> None:
     dump = folder / f"last fails {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": True, "checkpoint.on_failure": on_failure}
-    launch(save_worker.train_where_a_save_fails, 1, folder, dump, settings, 5)
-    outcome = json.loads((dump / "outcome_0.json").read_text())
+    (outcome,) = collect(save_worker.train_where_a_save_fails, 1, folder, dump, settings, 5)
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
 
@@ -97,7 +89,6 @@ def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
     before = text.read_text()
     for changed, is_refused in ((before[::-1], True), (before, False)):
         text.write_text(changed)
-        launch(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
-        outcome = json.loads((dump / "outcome.json").read_text())
+        ((outcome,),) = collect(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
         refusal = f"the checkpoint of step 3 in {dump}/checkpoint was trained on other data than [data] now gives;"
         assert outcome.get("error", "").startswith(refusal) == is_refused, outcome
