@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import base_config, full
+from tests.distributed.launch import full, trainer_of
 from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -114,9 +112,7 @@ def survived(dump: Path, operations: list[str]) -> None:
 
 def build(folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
     """A trainer that has resumed where it can."""
-    return kind(
-        prepare_run(resolve_settings(base_config(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings)))
-    )
+    return trainer_of(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings, kind)
 
 
 def digest(trainer: Trainer) -> str:
@@ -139,16 +135,15 @@ def digest_of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(bits).hexdigest()}"
 
 
-def reference(rank: int, folder: Path, path: Path, settings: dict[str, Any]) -> None:
-    """Write the digests of a run that nothing disturbs, by step."""
-    trainer = build(folder, path.with_suffix(""), settings)
+def reference(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The digests of a run that nothing disturbs, by step."""
+    trainer = build(folder, dump, settings)
     data, digests = trainer._load_data(), {}
     while trainer.step < trainer.run.total_steps:
         trainer.train_step(data)
-        digests[trainer.step] = digest(trainer)
+        digests[str(trainer.step)] = digest(trainer)
     data.close()
-    if rank == 0:
-        path.write_text(json.dumps(digests))
+    return digests
 
 
 def train(rank: int, folder: Path, dump: Path, settings: dict[str, Any], death: Death | None = None) -> None:
@@ -169,8 +164,9 @@ def train(rank: int, folder: Path, dump: Path, settings: dict[str, Any], death: 
     trainer.train()
 
 
-def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, Any]) -> None:
-    """Resume every killed run, train it to its end and note what was found and what came out of it."""
+def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Resume every killed run and train it to its end: what was found and what came out of it."""
+    outcomes = []
     for dump in dumps:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             outcome: dict[str, Any] = {}
@@ -181,8 +177,8 @@ def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, 
                 outcome["final"] = digest(trainer)
             except RunError as error:
                 outcome["error"] = str(error)
-        if rank == 0:
-            (dump / "outcome.json").write_text(json.dumps(outcome | {"printed": printed.getvalue()}))
+        outcomes.append(outcome | {"printed": printed.getvalue()})
+    return outcomes
 
 
 def save_without_update(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
@@ -192,32 +188,34 @@ def save_without_update(rank: int, folder: Path, dump: Path, settings: dict[str,
     trainer.save()
 
 
-def save_each(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> None:
-    """Train a step and save, in each layout."""
+def save_each(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Train a step and save, in each layout; the digests."""
+    saved = {}
     for name, layout in layouts.items():
         trainer = build(folder, folder / name, {"training.steps": 1} | layout)
         trainer.train()
-        saved = digest(trainer)
-        if rank == 0:
-            (folder / name / "digest").write_text(saved)
+        saved[name] = digest(trainer)
+    return saved
 
 
-def load_each(rank: int, folder: Path, names: dict[str, list[str]], layouts: dict[str, dict[str, Any]]) -> None:
-    """Load the named checkpoints in each layout; write the digests."""
+def load_each(
+    rank: int, folder: Path, names: dict[str, list[str]], layouts: dict[str, dict[str, Any]]
+) -> dict[tuple[str, str], str]:
+    """Load the named checkpoints in each layout; the digests by checkpoint and layout."""
     found = {}
     for layout, settings in layouts.items():
         for name in names[layout]:
             trainer = build(folder, folder / name, {"training.steps": 1} | settings)
             assert trainer.step == 1
-            found[f"{name} in {layout}"] = digest(trainer)
-    if rank == 0:
-        (folder / f"loaded at {torch.distributed.get_world_size()}.json").write_text(json.dumps(found))
+            found[name, layout] = digest(trainer)
+    return found
 
 
 def train_from(
     rank: int, folder: Path, jobs: list[tuple[str, Path | None, dict[str, Any]]], settings: dict[str, Any], step: int
-) -> None:
-    """Train each job to its end, from scratch or from a step of another's checkpoints; write the losses after that."""
+) -> dict[str, list[float]]:
+    """Train each job to its end, from scratch or from a step of another's checkpoints; the losses after that."""
+    found = {}
     for name, source, layout in jobs:
         start = (
             {} if source is None else {"checkpoint.folder": str(source / "checkpoint"), "checkpoint.load_step": step}
@@ -231,5 +229,5 @@ def train_from(
             if source is None and trainer.step == step:
                 trainer.save()
         data.close()
-        if rank == 0:
-            (folder / f"{name}.json").write_text(json.dumps(losses if source is not None else losses[step:]))
+        found[name] = losses if source is not None else losses[step:]
+    return found

@@ -6,6 +6,7 @@ Groups and models take time to make, so one launch runs many cases one after the
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -112,10 +113,15 @@ def all_stages(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> dict[str, 
     return by_name(item for stage in stages for item in stage.items())
 
 
+def trainer_of(folder: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
+    """A trainer with settings over the defaults of `base_config`."""
+    return kind(prepare_run(resolve_settings(base_config(folder, settings))))
+
+
 def train_case(case: Case, folder: Path) -> Result:
     """Train one case in this process group."""
     with case.layer_units():
-        training = WatchedTrainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+        training = trainer_of(folder, case.settings, WatchedTrainer)
     data = training._load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(training.gradients))
@@ -127,12 +133,17 @@ def train_case(case: Case, folder: Path) -> Result:
 
 def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Result]:
     """Train all cases on one set of processes; results by case name."""
-    launch(train_cases, world_size, folder, cases)
-    return read_results(world_size, folder)
+    return {name: Result(**values) for name, values in collect(train_cases, world_size, folder, cases)[0].items()}
+
+
+def train_cases(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """Train all cases in this process group; on rank 0, the fields of each `Result`."""
+    results = {case.name: vars(train_case(case, folder)) for case in cases}
+    return results if rank == 0 else {}
 
 
 def read_results(world_size: int, folder: Path) -> dict[str, Result]:
-    """What `train_cases` wrote on that many processes."""
+    """The results that were saved on that many processes."""
     stored = torch.load(folder / f"results_{world_size}.pt", weights_only=True)
     return {name: Result(**values) for name, values in stored.items()}
 
@@ -142,19 +153,12 @@ def runs_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("exhaustive") for item in request.session.items)
 
 
-def train_cases(rank: int, folder: Path, cases: list[Case]) -> None:
-    """Train all cases in this process group; rank 0 writes the results."""
-    results = {case.name: vars(train_case(case, folder)) for case in cases}
-    if rank == 0:
-        torch.save(results, folder / f"results_{os.environ['WORLD_SIZE']}.pt")
-
-
-def start_group(function: Callable[..., None], world_size: int, *args: Any) -> Group:
+def start_group(function: Callable[..., Any], world_size: int, *args: Any) -> Group:
     """Begin to call ``function(rank, *args)`` on every rank of a fresh gloo process group."""
     return Group(_call, world_size, function, args)
 
 
-def launch(function: Callable[..., None], world_size: int, *args: Any, seconds: float = 600.0) -> list[Outcome]:
+def launch(function: Callable[..., Any], world_size: int, *args: Any, seconds: float = 600.0) -> list[Outcome]:
     """Call ``function(rank, *args)`` on every rank of a fresh gloo process group, which must end well."""
     outcomes = start_group(function, world_size, *args).wait(seconds)
     told = [f"rank {outcome.rank}: {outcome.reason}\n{outcome.printed}" for outcome in outcomes]
@@ -162,15 +166,22 @@ def launch(function: Callable[..., None], world_size: int, *args: Any, seconds: 
     return outcomes
 
 
+def collect(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`launch`, and what ``function`` returned on each rank: tensors, numbers and words in lists and dictionaries."""
+    outcomes = launch(function, world_size, *args)
+    return [torch.load(io.BytesIO(outcome.result), weights_only=True) for outcome in outcomes]
+
+
 def died(outcomes: list[Outcome]) -> bool:
     """Whether a process was killed, and not by its launcher."""
     return any(outcome.exit_code in (-signal.SIGKILL, -signal.SIGXFSZ) for outcome in outcomes)
 
 
-def _call(member: Member, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _call(member: Member, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # Groups take long to make, and gloo has a thread for each that wakes a hundred times a second. So trainers of one
     # layout, one after the other, share theirs.
     gc.set_threshold(10_000)  # as in tests/conftest.py
     meshes = patch.object(training_state, "build_mesh", cache(build_mesh))
     with meshes, patch.object(saver, "background_group", cache(saver.background_group)):
-        function(member.rank, *args)
+        torch.save(function(member.rank, *args), returned := io.BytesIO())
+        return returned.getvalue()

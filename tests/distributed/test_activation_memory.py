@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, base_config, launch, runs_exhaustive_tests
+from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
 from tests.losses import summed_loss
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
@@ -122,12 +120,8 @@ def marked(cases: list[Case], more: list[Case]) -> list[Any]:
     return [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in more), id=case.name) for case in cases + more]
 
 
-def measure(rank: int, folder: Path, cases: list[Case]) -> None:
-    steps = {case.name: measure_step(base_config(folder, case.settings)) for case in cases}
-    gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, steps)
-    if rank == 0:
-        (folder / "measured.json").write_text(json.dumps(gathered))
+def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, int]:
+    return {case.name: measure_step(base_config(folder, case.settings)) for case in cases}
 
 
 class Tracker(MemTracker):
@@ -195,9 +189,8 @@ def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     """By rank and case."""
-    folder = tmp_path_factory.mktemp("activations")
-    launch(measure, RANKS, folder, STEPS + (MORE_STEPS if runs_exhaustive_tests(request) else []))
-    return json.loads((folder / "measured.json").read_text())
+    cases = STEPS + (MORE_STEPS if runs_exhaustive_tests(request) else [])
+    return collect(measure, RANKS, tmp_path_factory.mktemp("activations"), cases)
 
 
 def workload(config: JobConfig, world_size: int) -> Workload:

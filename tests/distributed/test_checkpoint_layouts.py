@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import launch
+from tests.distributed.launch import base_config, collect, launch
 from titan_like.checkpoint.step_folders import complete_steps, read_run_state
 
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
@@ -58,20 +58,22 @@ SETS = {"normal": (LAYOUTS, LOADED), "exhaustive": (MORE_LAYOUTS, LOADED_MORE)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where everything is saved, and loaded as far as it is, of the normal or of the exhaustive run."""
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, str], dict[Any, str]]]:
+    """Of everything that is saved, and of what is loaded where, in the normal or in the exhaustive run."""
 
     @cache
-    def save_and_load(chosen: str) -> Path:
+    def save_and_load(chosen: str) -> tuple[dict[str, str], dict[Any, str]]:
         folder, (saved, loaded) = tmp_path_factory.mktemp("layouts"), SETS[chosen]
-        crash_worker.base_config(folder, {})
+        base_config(folder, {})
+        before: dict[str, str] = {}
+        after: dict[Any, str] = {}
         for ranks, layouts in saved.items():
             settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items()}
-            launch(crash_worker.save_each, ranks, folder, settings)
+            before |= collect(crash_worker.save_each, ranks, folder, settings)[0]
         for ranks, layouts in saved.items():
             settings = {name: FOUR_LAYERS | layout for name, layout in layouts.items() if name in loaded}
-            launch(crash_worker.load_each, ranks, folder, loaded, settings)
-        return folder
+            after |= collect(crash_worker.load_each, ranks, folder, loaded, settings)[0]
+        return before, after
 
     return save_and_load
 
@@ -86,15 +88,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_weights_and_optimizer_state_are_bit_equal_in_every_layout(
-    folder: Callable[[str], Path], chosen: str, saved: str, layout: str
+    digests: Callable[[str], tuple[dict[str, str], dict[Any, str]]], chosen: str, saved: str, layout: str
 ) -> None:
-    ranks = next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts)
-    loaded = json.loads((folder(chosen) / f"loaded at {ranks}.json").read_text())
-    assert loaded[f"{saved} in {layout}"] == (folder(chosen) / saved / "digest").read_text()
+    before, after = digests(chosen)
+    assert after[saved, layout] == before[saved]
 
 
 def test_keep_latest_keeps_exactly_that_many(tmp_path: Path) -> None:
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     launch(train_three_times, 1, tmp_path)
 
 
@@ -115,7 +116,7 @@ def train_three_times(rank: int, folder: Path) -> None:
 
 
 def test_going_back_replaces_later_steps_as_they_are_reached(tmp_path: Path) -> None:
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     dump = tmp_path / "run"
     runs = [{"training.steps": 4}, {"checkpoint.load_step": 1, "optimizer.lr": 5e-3, "training.steps": 3}]
     launch(train_each, 1, tmp_path, dump, runs)
@@ -133,7 +134,7 @@ def train_each(rank: int, folder: Path, dump: Path, runs: list[dict[str, Any]]) 
 
 
 def test_run_saved_before_its_first_update_resumes(tmp_path: Path) -> None:
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     dump = tmp_path / "run"
     outcomes = launch(crash_worker.save_without_update, 2, tmp_path, dump, {"parallelism.zero_stage": 1})
     outcomes += launch(crash_worker.train, 1, tmp_path, dump, {})

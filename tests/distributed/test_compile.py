@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.distributed.launch import Case, Result, base_config, launch, relative, run_cases
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
-from titan_like.train.trainer import Trainer
+from tests.distributed.launch import Case, Result, launch, relative, run_cases, trainer_of
 
 SMALL = {
     "model.overrides": {"num_layers": 2},
@@ -88,7 +85,7 @@ STEADY = {
 def train_steadily(rank, folder):
     for name, settings in STEADY.items():
         settings = SMALL | {"training.steps": 6, "compile.enable": True, "checkpoint.enable": False} | settings
-        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, settings))))
+        trainer = trainer_of(folder, settings)
         data = trainer._load_data()
         for _ in range(2):
             trainer.train_step(data)

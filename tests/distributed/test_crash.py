@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import Death
-from tests.distributed.launch import died, launch, start_group
+from tests.distributed.launch import base_config, collect, died, launch, start_group
 from titan_like.checkpoint.step_folders import complete_steps
 
 # Two ranks write their checkpoints in the background.
@@ -28,7 +28,7 @@ class Straight:
 
     def __init__(self, root: Path, ranks: int) -> None:
         self.root, self.ranks, self.settings = root, ranks, LAYOUTS[ranks]
-        crash_worker.base_config(root, {})  # writes the text
+        base_config(root, {})  # writes the text
         launch(crash_worker.train, ranks, root, root / "start", self.settings | {"training.steps": 2})
         self.digests = self._reference("long", LONG)
         self.copy("back", 1)
@@ -36,10 +36,7 @@ class Straight:
         assert self.digests_back["2"] != self.digests["2"]
 
     def _reference(self, name: str, settings: dict[str, Any]) -> dict[str, str]:
-        path = self.root / f"{name}.json"
-        launch(crash_worker.reference, self.ranks, self.root, path, self.settings | settings)
-        digests: dict[str, str] = json.loads(path.read_text())
-        return digests
+        return collect(crash_worker.reference, self.ranks, self.root, self.root / name, self.settings | settings)[0]
 
     def copy(self, name: str, *steps: int) -> Path:
         """The folder of a run that stopped after two steps, with only the checkpoints named."""
@@ -68,8 +65,7 @@ class Straight:
 
     def resume(self, dumps: list[Path], settings: dict[str, Any]) -> list[dict[str, Any]]:
         """What new processes find in the folders and make of them."""
-        launch(crash_worker.resume_each, self.ranks, self.root, dumps, self.settings | settings)
-        return [json.loads((dump / "outcome.json").read_text()) for dump in dumps]
+        return collect(crash_worker.resume_each, self.ranks, self.root, dumps, self.settings | settings)[0]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import crash_worker
-from tests.distributed.launch import launch
+from tests.distributed.launch import base_config, collect, launch
 from tests.e2e.scripts import Script
 from tests.unit.attacks import hide_pickle, place_at
 
@@ -67,18 +67,16 @@ def test_damaged_newest_is_reported_by_name_and_the_one_before_is_used(
     tmp_path: Path, ranks: int, damaged: list[str]
 ) -> None:
     settings = LAYOUTS[ranks]
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     launch(crash_worker.train, ranks, tmp_path, tmp_path / "start", settings)
-    launch(crash_worker.reference, ranks, tmp_path, tmp_path / "digests.json", settings)
-    digests = json.loads((tmp_path / "digests.json").read_text())
+    digests = collect(crash_worker.reference, ranks, tmp_path, tmp_path / "straight", settings)[0]
     damages = {name: (DAMAGES | OF_OTHER_RANKS)[name] for name in damaged}
     dumps = {name: tmp_path / name for name in damages}
     for name, damage in damages.items():
         shutil.copytree(tmp_path / "start", dumps[name])
         damage(dumps[name] / "checkpoint" / "step-3")
-    launch(crash_worker.resume_each, ranks, tmp_path, list(dumps.values()), settings)
-    for name, dump in dumps.items():
-        outcome = json.loads((dump / "outcome.json").read_text())
+    outcomes = collect(crash_worker.resume_each, ranks, tmp_path, list(dumps.values()), settings)[0]
+    for (name, dump), outcome in zip(dumps.items(), outcomes, strict=True):
         (report,) = [line for line in outcome["printed"].splitlines() if "is not used" in line]
         assert report.startswith(f"checkpoint {dump}/checkpoint/step-3 is damaged and is not used ("), name
         assert (outcome["step"], outcome["digest"]) == (2, digests["2"]), name

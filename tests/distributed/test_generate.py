@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.distributed.launch import base_config, launch, runs_exhaustive_tests
+from tests.distributed.launch import base_config, collect, runs_exhaustive_tests
 from titan_like.checkpoint.inference import (
     ParallelInference,
     find_checkpoint,
@@ -75,9 +74,9 @@ def write(model: LanguageModel, family: str, options: dict[str, Any]) -> list[in
     return generate(model, [ByteTokenizer.pad_id], NEW_TOKENS, encoder_tokens=PROMPT, **options)
 
 
-def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -> None:
-    """Trained on all processes, asked in every layout: all tokens to a file."""
-    found: dict[str, torch.Tensor] = {}
+def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -> dict[str, list[int]]:
+    """Trained on all processes, asked in every layout."""
+    found: dict[str, list[int]] = {}
     for family in FAMILIES:
         (folder / family).mkdir(exist_ok=True)
         trainer = Trainer(
@@ -96,21 +95,19 @@ def train_and_generate(rank: int, folder: Path, chosen: list[tuple[str, str]]) -
             model = ParallelInference(config, split, mesh, run.device, **lengths)
             for number, options in enumerate(SAMPLING):
                 tokens = write(model, family, options)
-                everywhere: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everywhere, tokens)
-                assert everywhere == [tokens] * dist.get_world_size()
-                found[f"{family} {name} {number}"] = torch.tensor(tokens)
-    if rank == 0:
-        torch.save(found, folder / "tokens.pt")
+                found[f"{family} {name} {number}"] = tokens
+    return found
 
 
 @pytest.fixture(scope="module")
 def generated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, torch.Tensor]]:
+) -> tuple[Path, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("generate")
-    launch(train_and_generate, 4, folder, EVERY if runs_exhaustive_tests(request) else NORMAL)
-    return folder, torch.load(folder / "tokens.pt", weights_only=True)
+    chosen = EVERY if runs_exhaustive_tests(request) else NORMAL
+    first, *others = collect(train_and_generate, 4, folder, chosen)
+    assert others == [first] * 3
+    return folder, first
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,7 @@ def generated(
     [pytest.param(*each, marks=[] if each in NORMAL else [pytest.mark.exhaustive]) for each in EVERY],
 )
 def test_every_layout_continues_like_one_process(
-    generated: tuple[Path, dict[str, torch.Tensor]], family: str, layout: str
+    generated: tuple[Path, dict[str, list[int]]], family: str, layout: str
 ) -> None:
     folder, tokens = generated
     config = config_of(folder, family, {})
@@ -129,6 +126,6 @@ def test_every_layout_continues_like_one_process(
     for number, options in enumerate(SAMPLING):
         expected = write(model, family, options)
         assert len(set(expected)) > 1
-        assert tokens[f"{family} {layout} {number}"].tolist() == expected
+        assert tokens[f"{family} {layout} {number}"] == expected
     if family != "t5":
         assert write(model, family, SAMPLING[0]) != write(model, family, SAMPLING[1])

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import crash_worker, health_worker
-from tests.distributed.launch import launch
+from tests.distributed.crash_worker import build, digest
+from tests.distributed.launch import base_config, collect
+from titan_like.config.errors import RunError
+from titan_like.models.transformer import Transformer
+from titan_like.train.job import clock_warning
+from titan_like.train.trainer import Trainer
 
 BATCH = 4  # samples
 SETTINGS: dict[str, Any] = {
@@ -21,12 +32,69 @@ SETTINGS: dict[str, Any] = {
     "health.loss_spike_window": 8,
 }
 BAD_STEP = 10
+DIGESTED = (5, 7, 9, 10, 11, 14)  # the steps at which the tests look
+
+
+def train_here(
+    rank: int,
+    folder: Path,
+    dump: Path,
+    settings: dict[str, Any],
+    bad: dict[int, float],
+    set_back: int | None = None,
+    ruined_after: int | None = None,
+) -> dict[str, Any]:
+    """Train where the losses of the steps that begin at some samples are multiplied, and tell what came of it.
+
+    With ``set_back`` the data cursor is moved there first. After step ``ruined_after`` the last rank's weights are NaN.
+    """
+    loss = Transformer.loss
+    digests: dict[int, str] = {}
+
+    class Watched(Trainer):
+        def train_step(self, data: Any) -> Any:
+            issued = super().train_step(data)
+            if issued.step in DIGESTED:
+                digests[issued.step] = digest(self)
+            if issued.step == ruined_after and rank == dist.get_world_size() - 1:
+                next(self.model.parameters()).detach().fill_(math.nan)
+            return issued
+
+    outcome: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = build(folder, dump, settings, Watched)
+        if set_back is not None:
+            trainer.consumed_samples = set_back
+
+        def sometimes_bad(*arguments: Any) -> torch.Tensor:
+            return loss(*arguments) * bad.get(trainer.consumed_samples, 1.0)
+
+        with patch.object(Transformer, "loss", sometimes_bad):
+            try:
+                trainer.train()
+            except RunError as error:
+                outcome["error"] = str(error)
+    return outcome | {
+        "step": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+        "consumed_samples": trainer.consumed_samples,
+        "digests": digests,
+        "printed": printed.getvalue(),
+    }
+
+
+def clocks_here(rank: int, ahead: float) -> str | None:
+    """What is said of clocks where the last rank's is ahead."""
+    clock: Callable[[], float] = time.time
+    if rank == dist.get_world_size() - 1:
+        clock = lambda: time.time() + ahead  # noqa: E731
+    return clock_warning(clock)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("health")
-    crash_worker.base_config(root, {})
+    base_config(root, {})
     return root
 
 
@@ -35,13 +103,11 @@ def train(
 ) -> list[dict[str, Any]]:
     """What each of two ranks found. They agree, but for weights after one rank's were ruined."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
-    dump = folder / name
-    launch(health_worker.train, 2, folder, dump, settings, bad, None, ruined_after)
-    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    outcomes = collect(train_here, 2, folder, folder / name, settings, bad, None, ruined_after)
     for key in ("step", "skipped_steps", "consumed_samples"):
         assert outcomes[0][key] == outcomes[1][key], key
     last = math.inf if ruined_after is None else ruined_after
-    first, second = ({s: d for s, d in one["digests"].items() if int(s) <= last} for one in outcomes)
+    first, second = ({s: d for s, d in one["digests"].items() if s <= last} for one in outcomes)
     assert first == second != {}
     return outcomes
 
@@ -53,7 +119,7 @@ def records(dump: Path) -> list[dict[str, Any]]:
 def test_a_spike_changes_nothing_and_is_counted(folder: Path) -> None:
     outcome = train(folder, "skip", {BATCH * (BAD_STEP - 1): 5.0}, checkpoint__enable=False)[0]
     digests = outcome["digests"]
-    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert digests[BAD_STEP] == digests[BAD_STEP - 1] != digests[BAD_STEP + 1]
     assert outcome["skipped_steps"] == 1 and outcome["step"] == 14
     found = records(folder / "skip")
     assert [record["step"] for record in found if record["spike"]] == [BAD_STEP]
@@ -67,7 +133,7 @@ def test_gradients_that_are_no_numbers_change_nothing_either(folder: Path) -> No
     extra: dict[str, Any] = {"health__loss_spike_factor": 0.0, "checkpoint__enable": False}
     outcome = train(folder, "nan", {BATCH * (BAD_STEP - 1): math.nan}, **extra)[0]
     digests = outcome["digests"]
-    assert digests[str(BAD_STEP)] == digests[str(BAD_STEP - 1)] != digests[str(BAD_STEP + 1)]
+    assert digests[BAD_STEP] == digests[BAD_STEP - 1] != digests[BAD_STEP + 1]
     assert [record["step"] for record in records(folder / "nan") if record["nan"]] == [BAD_STEP]
 
 
@@ -92,9 +158,8 @@ def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, ba
     shutil.rmtree(by_hand / "checkpoint" / "step-12")
     shutil.rmtree(by_hand / "checkpoint" / "step-14")
     settings = SETTINGS | {"health.loss_spike_factor": 0.0}
-    launch(health_worker.train, 2, folder, by_hand, settings, {}, bad_from + BATCH)
-    other = json.loads((by_hand / "outcome_0.json").read_text())
-    assert other["digests"]["14"] == outcome["digests"]["14"]
+    other = collect(train_here, 2, folder, by_hand, settings, {}, bad_from + BATCH)[0]
+    assert other["digests"][14] == outcome["digests"][14]
 
 
 def test_a_spike_before_the_first_checkpoint_is_only_left_out(folder: Path) -> None:
@@ -154,11 +219,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
 
 
 @pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
-def test_clocks_that_differ_are_named(tmp_path: Path, ahead: float, warns: bool) -> None:
-    launch(health_worker.clocks, 2, tmp_path / "said", ahead)
-    said = {(tmp_path / f"said_{rank}").read_text() for rank in (0, 1)}
-    assert len(said) == 1
-    (sentence,) = said
-    assert (
-        sentence.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else sentence == "None"
-    )
+def test_clocks_that_differ_are_named(ahead: float, warns: bool) -> None:
+    first, second = collect(clocks_here, 2, ahead)
+    assert first == second
+    assert first.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else first is None

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import base_config, launch
+from tests.distributed.launch import collect, trainer_of
 from titan_like.metrics.record import StepRecord
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
-from titan_like.train.trainer import Trainer
 
 QUIET = {
     "metrics.log_interval": 100,
@@ -58,7 +55,7 @@ def refuse(_tensor):
 def count(rank, folder):
     found = {}
     for name, settings in LAYOUTS.items():
-        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, QUIET | settings))))
+        trainer = trainer_of(folder, QUIET | settings)
         data = trainer._load_data()
         for _ in range(2):  # what is made once
             trainer.train_step(data)
@@ -66,15 +63,13 @@ def count(rank, folder):
             trainer.train_step(data)
         data.close()
         found[name] = dict(reads.seen)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory):
     """By rank and layout."""
-    folder = tmp_path_factory.mktemp("host_reads")
-    launch(count, 2, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return collect(count, 2, tmp_path_factory.mktemp("host_reads"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,8 +80,7 @@ def test_step_reads_nothing(reads, layout):
 def train_whole(rank, folder, interval):
     """Train, with a NaN among the gradients of the fifth step."""
     own = {"metrics.log_interval": interval, "job.dump_folder": str(folder / f"{interval}")}
-    config = base_config(folder, QUIET | own)
-    trainer = Trainer(prepare_run(resolve_settings(config)))
+    trainer = trainer_of(folder, QUIET | own)
     complete = trainer._complete_gradients
 
     def spoil():
@@ -100,24 +94,20 @@ def train_whole(rank, folder, interval):
     trainer._log_step = lambda record, is_last=False: (seen.append(record), note(record, is_last))
     trainer.train()
     weights = [parameter.detach().flatten()[:8].tolist() for parameter in trainer.model.parameters()]
-    result = {
+    return {
         "records": [(r.step, r.loss, r.grad_norm, r.lr, r.consumed_samples, r.nan, r.skipped) for r in seen],
         "weights": weights,
         "skipped": trainer.skipped_steps,
         "times": [r.step_time_s for r in seen],
     }
-    (folder / f"{interval}_{rank}.json").write_text(json.dumps(result))
 
 
 def train_both(rank, folder):
-    for interval in (1, 100):
-        train_whole(rank, folder, interval)
+    return [train_whole(rank, folder, interval) for interval in (1, 100)]
 
 
 def test_steps_read_later_are_those_read_at_once(tmp_path):
-    launch(train_both, 2, tmp_path)
-    for rank in range(2):
-        at_once, later = (json.loads((tmp_path / f"{interval}_{rank}.json").read_text()) for interval in (1, 100))
+    for at_once, later in collect(train_both, 2, tmp_path):
         assert [record[0] for record in later["records"]] == list(range(1, 8))
         assert str(later["records"]) == str(at_once["records"])  # as text: NaN is equal to NaN there
         assert later["weights"] == at_once["weights"]

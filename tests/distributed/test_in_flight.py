@@ -1,6 +1,5 @@
 """How many microbatches' activations a real step holds at once."""
 
-import json
 import weakref
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import collect
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
@@ -68,7 +67,7 @@ class OneReplica:
         pass
 
 
-def count(rank, folder):
+def count(rank):
     results = {}
     for schedule, virtual in SCHEDULES.items():
         shape = PipelineShape(schedule, DEGREE, virtual)
@@ -86,15 +85,13 @@ def count(rank, folder):
             "seen_on_rank": peaks["rank"],
             "left": len(alive),
         }
-    (folder / f"{rank}.json").write_text(json.dumps(results))
+    return results
 
 
 @pytest.fixture(scope="module")
-def counts(tmp_path_factory):
+def counts():
     """Per rank, per schedule: what one real step held."""
-    folder = tmp_path_factory.mktemp("in_flight")
-    launch(count, DEGREE, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(DEGREE)]
+    return collect(count, DEGREE)
 
 
 def in_theory(schedule, rank):

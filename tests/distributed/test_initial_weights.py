@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import all_stages, base_config, by_name, launch, runs_exhaustive_tests
+from tests.distributed.launch import all_stages, base_config, by_name, launch, runs_exhaustive_tests, trainer_of
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.weight_reader import CheckpointWeights
@@ -24,8 +24,6 @@ from titan_like.models.layers.init import local_part
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
 from titan_like.train.initial_weights import load_initial_weights
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 SIZES = {"num_layers": 4, "vocab_size": 301, "max_seq_len": 64}  # an odd vocabulary, padded to 384
@@ -80,7 +78,7 @@ def build(folder: Path, model: str, source: Path, settings: dict[str, Any]) -> T
         "job.dump_folder": str(folder / "run"),
         "checkpoint.initial_load_path": str(source),
     }
-    return Trainer(prepare_run(resolve_settings(base_config(folder, own | settings))))
+    return trainer_of(folder, own | settings)
 
 
 def load_each(rank: int, folder: Path, ranks: int, exhaustive: bool) -> None:

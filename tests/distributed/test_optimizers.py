@@ -7,7 +7,6 @@ on their size: clipping and the parameter's scale.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +19,11 @@ from tests.distributed.launch import (
     Case,
     Result,
     base_config,
-    launch,
-    read_results,
+    collect,
     run_cases,
+    runs_exhaustive_tests,
     train_cases,
+    trainer_of,
     worst,
 )
 from tests.distributed.test_host_reads import CountReads, refuse
@@ -32,8 +32,6 @@ from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import plan_step
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 TOLERANCE = 1e-10
@@ -68,7 +66,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tensor with SP, 2 stages": (4, "gpt", {TP: 2, SP: True, PP: 2}),
     "zero 1, both ends on one rank": (4, "gpt", {ZERO: 1} | V_SHAPED),
 }
-MORE_LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+EVERY_LAYOUT: dict[str, tuple[int, str, dict[str, Any]]] = {
+    **LAYOUTS,
     "zero 0 of 4": (4, "gpt", {ZERO: 0}),
     "zero 1 of 4": (4, "gpt", {ZERO: 1}),
     "zero 0, tensor with SP": (4, "llama", {ZERO: 0, TP: 2, SP: True}),
@@ -77,7 +76,6 @@ MORE_LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero 3 of 4, 2 stages": (8, "gpt", {ZERO: 3, PP: 2}),
     "zero 1 of 4, both ends on one rank": (8, "gpt", {ZERO: 1} | V_SHAPED),
 }
-EVERY_LAYOUT = LAYOUTS | MORE_LAYOUTS
 
 
 def settings(optimizer: str, family: str, layout: dict[str, Any], steps: int = 2) -> dict[str, Any]:
@@ -120,17 +118,15 @@ def cases(layouts: dict[str, tuple[int, str, dict[str, Any]]], ranks: int) -> li
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, Result]:
-    return run_cases(references(LAYOUTS), 1, folder) | read_results(4, folder)
+def results(request: pytest.FixtureRequest, folder: Path, on_four: list[dict[str, Any]]) -> dict[str, Result]:
+    chosen = chosen_layouts(request)
+    found = run_cases(references(chosen), 1, folder)
+    found |= {name: Result(**values) for name, values in on_four[0]["results"].items()}
+    return found | (run_cases(cases(chosen, 8), 8, folder) if cases(chosen, 8) else {})
 
 
-@pytest.fixture(scope="module")
-def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder = tmp_path_factory.mktemp("optimizers")
-    found = run_cases(references(MORE_LAYOUTS), 1, folder)
-    for ranks in (4, 8):
-        found |= run_cases(cases(MORE_LAYOUTS, ranks), ranks, folder)
-    return found
+def chosen_layouts(request: pytest.FixtureRequest) -> dict[str, tuple[int, str, dict[str, Any]]]:
+    return EVERY_LAYOUT if runs_exhaustive_tests(request) else LAYOUTS
 
 
 def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,19 +139,10 @@ def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in LAYOUTS)) for name in EVERY_LAYOUT]
+)
 def test_same_training_as_one_process(results: dict[str, Result], name: str, optimizer: str) -> None:
-    assert_same(results, name, optimizer)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_same_training_in_more_layouts(more_results: dict[str, Result], name: str, optimizer: str) -> None:
-    assert_same(more_results, name, optimizer)
-
-
-def assert_same(results: dict[str, Result], name: str, optimizer: str) -> None:
     _, family, layout = EVERY_LAYOUT[name]
     result, expected = results[f"{optimizer} {name}"], results[reference(optimizer, family, layout).name]
     assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
@@ -167,70 +154,35 @@ def assert_same(results: dict[str, Result], name: str, optimizer: str) -> None:
 
 # ---- checkpoints
 
-ONE = "one process"
-PAIRS = [("zero 3, tensor", "zero 2, replicas")]  # of layouts of four processes with the same model
-MORE_PAIRS = [
-    ("tensor with SP, 2 stages", "zero 1, tensor with SP"),
-    (ONE, "zero 3, tensor"),
-    ("zero 3, 2 stages", "zero 1, tensor with SP"),
-    ("zero 0, tensor with SP", ONE),
-]
+# Of layouts of four processes with the same model.
+PAIRS = [("zero 3, tensor", "zero 2, replicas"), ("tensor with SP, 2 stages", "zero 1, tensor with SP")]
 SAVED = 2
 
 Job = tuple[str, Path | None, dict[str, Any]]
 
 
-def jobs(folder: Path, pairs: list[tuple[str, str]], ranks: int) -> tuple[list[Job], list[Job]]:
+def jobs(folder: Path) -> tuple[list[Job], list[Job]]:
     """What `crash_worker.train_from` takes: runs that keep all their checkpoints, and runs that go on from those."""
-    own, going_on = {}, []
+    own: list[Job] = []
+    going_on: list[Job] = []
     keeps = {"checkpoint.interval": 100, "checkpoint.keep_latest": 0, "training.steps": SAVED + 2}
     for optimizer in OPTIMIZERS:
-        for before, after in pairs:
-            for name in (before, after):
-                size, family, layout = EVERY_LAYOUT.get(name, (1, "llama", {}))
-                chosen = settings(optimizer, family, layout) | keeps
-                if size == ranks and name == before:
-                    own[f"{optimizer} {before}"] = chosen
-                if size == ranks and name == after:
-                    job = f"{optimizer} {before} → {after}", folder / f"{optimizer} {before}", chosen
-                    going_on.append(job)
-    return [(name, None, chosen) for name, chosen in own.items()], going_on
+        for pair in PAIRS:
+            before, after = (settings(optimizer, *LAYOUTS[name][1:]) | keeps for name in pair)
+            own.append((f"{optimizer} {pair[0]}", None, before))
+            going_on.append((f"{optimizer} {pair[0]} → {pair[1]}", folder / f"{optimizer} {pair[0]}", after))
+    return own, going_on
 
 
-def read_losses(folder: Path) -> dict[str, list[float]]:
+@pytest.fixture(scope="module")
+def losses(on_four: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Of the steps after the saved one: of each layout's own run, and of each that goes on from another's."""
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("* *.json")}
-
-
-@pytest.fixture(scope="module")
-def losses(folder: Path) -> dict[str, list[float]]:
-    return read_losses(folder)
-
-
-@pytest.fixture(scope="module")
-def more_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    folder = tmp_path_factory.mktemp("resumed")
-    base_config(folder, {})
-    for goes_on in (False, True):
-        for ranks in (1, 4):
-            launch(crash_worker.train_from, ranks, folder, jobs(folder, MORE_PAIRS, ranks)[goes_on], {}, SAVED)
-    return read_losses(folder)
+    return on_four[0]["losses"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda name: name)
 def test_goes_on_in_another_layout(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
-    assert_goes_on(losses, optimizer, before, after)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("before", "after"), MORE_PAIRS, ids=lambda name: name)
-def test_goes_on_in_more_layouts(more_losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
-    assert_goes_on(more_losses, optimizer, before, after)
-
-
-def assert_goes_on(losses: dict[str, list[float]], optimizer: str, before: str, after: str) -> None:
     wanted = losses[f"{optimizer} {before}"]
     assert len(wanted) == 2 and wanted[-1] < wanted[0]
     assert losses[f"{optimizer} {before} → {after}"] == pytest.approx(wanted, rel=TOLERANCE)
@@ -247,14 +199,12 @@ def bits(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 
-def watch_steps(rank: int, folder: Path) -> None:
+def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
     found = {}
     for name in ("zero 3 of 4", "zero 1, tensor with SP"):
         for optimizer in OPTIMIZERS:
             _, family, layout = LAYOUTS[name]
-            trainer = Trainer(
-                prepare_run(resolve_settings(base_config(folder, settings(optimizer, family, layout) | QUIET)))
-            )
+            trainer = trainer_of(folder, settings(optimizer, family, layout) | QUIET)
             data = trainer._load_data()
             for _ in range(2):
                 trainer.train_step(data)
@@ -285,7 +235,7 @@ def watch_steps(rank: int, folder: Path) -> None:
             beyond = held - planned, sum(counted.counts.values()) - sum(each.calls for each in traffic)
             sent = counted.bytes, sum(each.bytes for each in traffic)
             found[f"{optimizer} {name}"] = [dict(reads.seen), dict(counted.counts), differ, moved, beyond, sent]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 class CountUpdates(CountCollectives):
@@ -306,26 +256,29 @@ class CountUpdates(CountCollectives):
         return func(*args, **(kwargs or {}))
 
 
-def do_everything(rank: int, folder: Path) -> None:
-    """What the tests that are not exhaustive look at: processes take long to start."""
-    train_cases(rank, folder, cases(LAYOUTS, 4))
-    for some in jobs(folder, PAIRS, 4):
-        crash_worker.train_from(rank, folder, some, {}, SAVED)
-    watch_steps(rank, folder)
+def do_everything(rank: int, folder: Path, chosen: dict[str, tuple[int, str, dict[str, Any]]]) -> dict[str, Any]:
+    """What the tests look at: processes take long to start."""
+    results = train_cases(rank, folder, cases(chosen, 4))
+    own, going_on = (crash_worker.train_from(rank, folder, some, {}, SAVED) for some in jobs(folder))
+    return {"results": results, "losses": own | going_on, "watched": watch_steps(rank, folder)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("optimizers")
     base_config(folder, {})
-    launch(do_everything, 4, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def watched(folder: Path) -> list[dict[str, Any]]:
+def on_four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    return collect(do_everything, 4, folder, chosen_layouts(request))
+
+
+@pytest.fixture(scope="module")
+def watched(on_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By rank and run: values read, collectives, what a skipped step changed, and what the next one did not."""
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return [of_rank["watched"] for of_rank in on_four]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -354,7 +307,7 @@ def test_collectives_of_an_update(watched: list[dict[str, Any]]) -> None:
 def test_state_and_collectives_are_planned(watched: list[dict[str, Any]]) -> None:
     for name in watched[0]:
         state_and_calls, sent = zip(*[of_rank[name][4:] for of_rank in watched], strict=True)
-        assert state_and_calls == ([0, 0],) * 4
+        assert state_and_calls == ((0, 0),) * 4
         counted, planned = zip(*sent, strict=True)
         # Muon's owners send back what they own, which is about what each process has.
         assert counted == planned if "adafactor" in name else sum(counted) == sum(planned), name

@@ -12,16 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.launch import (
     Case,
-    base_config,
+    collect,
     full,
-    launch,
     relative,
-    runs_exhaustive_tests,
     train_case,
+    trainer_of,
 )
 from titan_like.config.errors import RunError
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
 
 TINY = {
@@ -34,74 +31,63 @@ TINY = {
 FOUR_LAYERS = TINY["model.overrides"] | {"num_layers": 4}
 EXACT = Case("float32", TINY)
 EXACT_OF_FOUR = Case("float32 of four layers", TINY | {"model.overrides": FOUR_LAYERS})
-HALF = [
-    Case(f"{dtype} zero{stage} summed in {reduce_dtype}", TINY | {
-        "training.dtype": dtype,
-        "training.reduce_dtype": reduce_dtype,
-        "parallelism.zero_stage": stage,
-    })
-    for dtype in ("float16", "bfloat16")
-    for reduce_dtype in ("float32", "bfloat16")
-    for stage in (0, 1, 2, 3)
-    if dtype == "bfloat16" or reduce_dtype == "float32"
-]  # fmt: skip
+
+
+def half(dtype: str, zero: int, reduce_dtype: str = "float32") -> Case:
+    settings = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype, "parallelism.zero_stage": zero}
+    return Case(f"{dtype} zero{zero} summed in {reduce_dtype}", TINY | settings)
+
+
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
 SEQUENCE = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
 V_SHAPED = PIPELINE | {"parallelism.pipeline_schedule": "zbv_zero_bubble", "model.overrides": FOUR_LAYERS}
 ONE_MICROBATCH = {"training.micro_batch_size": 8}
-MODEL_PARALLEL = [  # on two ranks
-    Case(f"{dtype} {name} zero{stage}", TINY | layout | {"training.dtype": dtype, "parallelism.zero_stage": stage})
-    for dtype, name, layout, stage in (
-        ("float16", "pipeline", PIPELINE, 0),
-        ("bfloat16", "pipeline", PIPELINE, 3),
-        ("float16", "sequence", SEQUENCE, 1),
-        ("bfloat16", "sequence", SEQUENCE, 0),
-        ("bfloat16", "split", V_SHAPED, 1),
-        ("bfloat16", "split", V_SHAPED, 2),
-        ("float16", "split", V_SHAPED, 3),
-        ("bfloat16", "split, one microbatch,", V_SHAPED | ONE_MICROBATCH, 0),
-    )
-]
-CASES = {1: HALF, 2: [*HALF, *MODEL_PARALLEL]}  # by number of ranks
-NORMAL = {  # those that run without -m exhaustive
-    1: {
-        "float16 zero0 summed in float32",
-        "bfloat16 zero0 summed in float32",
-        "bfloat16 zero3 summed in bfloat16",
-    },
-    2: {
-        "float16 zero0 summed in float32",
-        "float16 zero2 summed in float32",
-        "bfloat16 zero1 summed in float32",
-        "bfloat16 zero3 summed in float32",
-        "bfloat16 zero0 summed in bfloat16",
-        "bfloat16 zero3 summed in bfloat16",
-        "bfloat16 pipeline zero3",
-        "float16 sequence zero1",
-        "bfloat16 split zero2",
-        "float16 split zero3",
-        "bfloat16 split, one microbatch, zero0",
-    },
+
+
+def split(dtype: str, name: str, zero: int, layout: dict[str, Any]) -> Case:
+    return Case(f"{dtype} {name} zero{zero}", TINY | layout | {"training.dtype": dtype, "parallelism.zero_stage": zero})
+
+
+HALF = {  # by number of ranks
+    1: [half("float16", 0), half("bfloat16", 0), half("bfloat16", 3, "bfloat16")],
+    2: [
+        *(half("float16", zero) for zero in (0, 2)),
+        *(half("bfloat16", zero) for zero in (1, 3)),
+        *(half("bfloat16", zero, "bfloat16") for zero in (0, 3)),
+    ],
+}
+CASES = {
+    1: HALF[1],
+    2: [
+        *HALF[2],
+        split("bfloat16", "pipeline", 3, PIPELINE),
+        split("float16", "sequence", 1, SEQUENCE),
+        split("bfloat16", "split", 2, V_SHAPED),
+        split("float16", "split", 3, V_SHAPED),
+        split("bfloat16", "split, one microbatch,", 0, V_SHAPED | ONE_MICROBATCH),
+    ],
 }
 STEPS = 16
 WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
+HALF_WARMUP = TINY | WARMUP | {"training.dtype": "float16"}
 SCALED = {
-    f"zero{stage}": TINY | WARMUP | {"training.dtype": "float16", "parallelism.zero_stage": stage} for stage in (0, 3)
+    1: {"zero0": HALF_WARMUP},
+    2: {"zero3": HALF_WARMUP | {"parallelism.zero_stage": 3}, "pipeline": HALF_WARMUP | PIPELINE},
 }
-SCALED_PIPELINE = {"pipeline": TINY | WARMUP | PIPELINE | {"training.dtype": "float16"}}
 ABSURD_SCALE = 2.0**30
-POISONED = {f"zero{stage}": TINY | WARMUP | {"parallelism.zero_stage": stage} for stage in (0, 1, 3)}
-
-ALL_SCALED = {1: SCALED, 2: SCALED | SCALED_PIPELINE}
-ALL_POISONED = {1: POISONED, 2: POISONED}
-NORMAL_SCALED = {1: {"zero0"}, 2: {"zero3", "pipeline"}}
-NORMAL_POISONED = {1: {"zero0"}, 2: {"zero0", "zero3"}}
+POISONED = {
+    ranks: {f"zero{zero}": TINY | WARMUP | {"parallelism.zero_stage": zero} for zero in stages}
+    for ranks, stages in ((1, [0]), (2, [0, 3]))
+}
 
 
-def marked(name: str, world_size: int, normal: dict[int, set[str]], value: Any = None) -> Any:
-    """A pair of parameters, exhaustive unless the name is among the normal ones."""
-    marks = [] if name in normal[world_size] else [pytest.mark.exhaustive]
-    return pytest.param(value or name, world_size, marks=marks, id=f"{name}-{world_size}")
+def of_each(cases: dict[int, Any]) -> Any:
+    """Every case with its number of ranks."""
+    return [
+        pytest.param(case, ranks, id=f"{getattr(case, 'name', case)}-{ranks}")
+        for ranks, here in cases.items()
+        for case in here
+    ]
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -115,7 +101,7 @@ def types_of(trainer: Trainer) -> set[str]:
 
 
 def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    trainer = Trainer(prepare_run(resolve_settings(base_config(folder, settings))))
+    trainer = trainer_of(folder, settings)
     trainer.scaler.scale.fill_(ABSURD_SCALE)
     weights, records, data = [weights_of(trainer)], [], trainer._load_data()
     for _ in range(STEPS):
@@ -127,9 +113,7 @@ def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str,
 
 def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: bool) -> dict[str, Any]:
     """A good step, one with a NaN in a weight of the last rank alone, and a good one again."""
-    trainer = Trainer(
-        prepare_run(resolve_settings(base_config(folder, settings | {"health.skip_nonfinite": not stops})))
-    )
+    trainer = trainer_of(folder, settings | {"health.skip_nonfinite": not stops})
     data = trainer._load_data()
     records = [trainer.read_step(trainer.train_step(data)).as_dict()]
     before = weights_of(trainer)
@@ -151,30 +135,22 @@ def train_poisoned(folder: Path, settings: dict[str, Any], rank: int, stops: boo
     return {"records": records, "before": before, "after": after, "end": weights_of(trainer), "stopped": stopped}
 
 
-def train_everything(rank: int, folder: Path, world_size: int, exhaustive: bool) -> None:
-    def chosen(runs: dict[int, dict[str, Any]], normal: dict[int, set[str]]) -> dict[str, Any]:
-        here = runs[world_size].items()
-        return {name: settings for name, settings in here if exhaustive or name in normal[world_size]}
-
-    half = [case for case in CASES[world_size] if exhaustive or case.name in NORMAL[world_size]]
-    scaled, poisoned = chosen(ALL_SCALED, NORMAL_SCALED), chosen(ALL_POISONED, NORMAL_POISONED)
-    results = {
-        "half": {case.name: vars(train_case(case, folder)) for case in half},
+def train_everything(rank: int, folder: Path, world_size: int) -> dict[str, Any]:
+    scaled, poisoned = SCALED[world_size].items(), POISONED[world_size].items()
+    return {
+        "half": {case.name: vars(train_case(case, folder)) for case in CASES[world_size]},
         "exact": {case.name: vars(train_case(case, folder)) for case in (EXACT, EXACT_OF_FOUR) if world_size == 1},
-        "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in scaled.items()},
-        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in poisoned.items()},
-        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in poisoned.items()},
+        "scaled": {name: train_with_absurd_scale(folder, settings) for name, settings in scaled},
+        "skips": {name: train_poisoned(folder, settings, rank, stops=False) for name, settings in poisoned},
+        "stops": {name: train_poisoned(folder, settings, rank, stops=True) for name, settings in poisoned},
     }
-    torch.save(results, folder / f"{world_size}_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """By number of ranks; what the last rank saw."""
-    folder, exhaustive = tmp_path_factory.mktemp("precision"), runs_exhaustive_tests(request)
-    for world_size in (1, 2):
-        launch(train_everything, world_size, folder, world_size, exhaustive)
-    return {size: torch.load(folder / f"{size}_{size - 1}.pt", weights_only=True) for size in (1, 2)}
+    folder = tmp_path_factory.mktemp("precision")
+    return {size: collect(train_everything, size, folder, size)[-1] for size in (1, 2)}
 
 
 def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case) -> dict[str, torch.Tensor]:
@@ -183,10 +159,7 @@ def gradients_of(results: dict[int, dict[str, Any]], world_size: int, case: Case
     return {name: gradient / scale for name, gradient in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [marked(case.name, world_size, NORMAL, case) for world_size, cases in CASES.items() for case in cases],
-)
+@pytest.mark.parametrize(("case", "world_size"), of_each(CASES))
 def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_size: int, case: Case) -> None:
     """A gradient element goes through some 20 rounded results per layer, forward and backward.
 
@@ -207,11 +180,11 @@ def test_gradient_is_float32_s_within_rounding(results: dict[int, Any], world_si
 
 @pytest.mark.parametrize(
     ("case", "world_size"),
-    [marked(case.name, world_size, NORMAL, case) for world_size in CASES for case in HALF if "in float32" in case.name],
+    of_each({ranks: [case for case in cases if "in float32" in case.name] for ranks, cases in HALF.items()}),
 )
 def test_sums_are_float32(results: dict[int, Any], case: Case, world_size: int) -> None:
     """Microbatches are the same in every layout, so what differs is only the order of their float32 sum."""
-    alone = next(other for other in HALF if other.settings["training.dtype"] == case.settings["training.dtype"])
+    alone = next(other for other in HALF[1] if other.settings["training.dtype"] == case.settings["training.dtype"])
     reference = gradients_of(results, 1, alone)
     for name, gradient in gradients_of(results, world_size, case).items():
         assert relative(gradient, reference[name]) < 1e-6, name
@@ -219,16 +192,12 @@ def test_sums_are_float32(results: dict[int, Any], case: Case, world_size: int) 
 
 def test_summing_in_bfloat16_is_coarser(results: dict[int, Any]) -> None:
     in_float32, in_bfloat16 = (
-        gradients_of(results, 2, next(case for case in HALF if case.name == f"bfloat16 zero3 summed in {reduce_dtype}"))
-        for reduce_dtype in ("float32", "bfloat16")
+        gradients_of(results, 2, half("bfloat16", 3, reduce_dtype)) for reduce_dtype in ("float32", "bfloat16")
     )
     assert max(relative(in_bfloat16[name], in_float32[name]) for name in in_float32) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [marked(name, world_size, NORMAL_SCALED) for world_size, runs in ALL_SCALED.items() for name in runs],
-)
+@pytest.mark.parametrize(("name", "world_size"), of_each(SCALED))
 def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], world_size: int, name: str) -> None:
     run = results[world_size]["scaled"][name]
     records, weights = run["records"], run["weights"]
@@ -252,10 +221,7 @@ def test_overflow_is_skipped_until_the_loss_scale_fits(results: dict[int, Any], 
     assert run["types"] == {"torch.float32"}
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [marked(name, world_size, NORMAL_POISONED) for world_size, runs in ALL_POISONED.items() for name in runs],
-)
+@pytest.mark.parametrize(("name", "world_size"), of_each(POISONED))
 def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_size: int, name: str) -> None:
     run = results[world_size]["skips"][name]
     records = run["records"]
@@ -271,10 +237,7 @@ def test_step_with_nan_is_skipped_and_counted(results: dict[int, Any], world_siz
     assert "loss_scale" not in records[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [marked(name, world_size, NORMAL_POISONED) for world_size, runs in ALL_POISONED.items() for name in runs],
-)
+@pytest.mark.parametrize(("name", "world_size"), of_each(POISONED))
 def test_step_with_nan_stops_the_run_if_it_may_not_be_skipped(
     results: dict[int, Any], world_size: int, name: str
 ) -> None:

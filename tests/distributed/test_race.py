@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import Case, launch, train_case
+from tests.distributed.launch import Case, collect, train_case
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
 from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
@@ -40,19 +40,18 @@ def sections(race: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def score_and_train(rank: int, race: Path) -> None:
+def score_and_train(rank: int, race: Path) -> dict[str, list[float]]:
     tokenizer = build_tokenizer(str(race / "tokenizer.json"))
     task = race_task("race", race / "test", tokenizer, TextSettings.of(SEQ))
-    found: dict[str, Any] = {}
+    found = {}
     for name, layout in LAYOUTS.items():
         config = JobConfig.model_validate(sections(race) | {"parallelism": layout})
         degrees = resolve_settings(config, dist.get_world_size()).layout
         mesh, device = build_mesh(degrees, "cpu"), torch.device("cpu")
         scores = Scorer(config, load_parallel_model(config, find_checkpoint(config), mesh, device), mesh, device)
-        found[name] = torch.tensor([score.log_probability for score in scores(task.windows)])
-        found[f"{name}, losses"] = torch.tensor(losses_of(race, layout))
-    if rank == 0:
-        torch.save(found, race / "found.pt")
+        found[name] = [score.log_probability for score in scores(task.windows)]
+        found[f"{name}, losses"] = losses_of(race, layout)
+    return found
 
 
 def losses_of(race: Path, layout: dict[str, Any]) -> list[float]:
@@ -61,21 +60,19 @@ def losses_of(race: Path, layout: dict[str, Any]) -> list[float]:
     return train_case(Case("", settings | {"job.dump_folder": str(race / "out")}), race).losses
 
 
-def train_alone(rank: int, race: Path) -> None:
-    torch.save(torch.tensor(losses_of(race, {})), race / "alone.pt")
+def train_alone(rank: int, race: Path) -> list[float]:
+    return losses_of(race, {})
 
 
 def test_scores_and_losses_in_every_layout(tmp_path: Path) -> None:
     race = write_race(tmp_path / "race", {"train": 9, "dev": 2, "test": 3})
     model = random_model(SHAPE).float()
     save_checkpoint(race / "checkpoint", model)
-    launch(score_and_train, 4, race)
-    launch(train_alone, 1, race)
-    found, alone = (torch.load(race / name, weights_only=True) for name in ("found.pt", "alone.pt"))
+    found, (alone,) = collect(score_and_train, 4, race)[0], collect(train_alone, 1, race)
     questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))
     wanted = scores_of_transformers(reference_of(model), questions, SEQ).flatten()
     assert wanted.numel() == 72 and wanted.std() > 0.05
     for name in LAYOUTS:
-        assert found[name].tolist() == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
-        assert found[f"{name}, losses"].tolist() == pytest.approx(alone.tolist(), rel=1e-5)
-    assert len(set(alone.tolist())) == 6
+        assert found[name] == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
+        assert found[f"{name}, losses"] == pytest.approx(alone, rel=1e-5)
+    assert len(set(alone)) == 6

@@ -2,34 +2,127 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
+import resource
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import crash_worker, save_worker
-from tests.distributed.launch import launch
-from titan_like.checkpoint.step_folders import complete_steps
+from tests.distributed import crash_worker
+from tests.distributed.crash_worker import build, digest
+from tests.distributed.launch import base_config, collect, launch
+from titan_like.checkpoint.saver import Saver
+from titan_like.checkpoint.step_folders import RunState, complete_steps
+from titan_like.config.errors import RunError
+from titan_like.train.trainer import Trainer
 
 STEPS = {"training.steps": 5}
 BACKGROUND = STEPS | {"checkpoint.async": True}
+Tensors = dict[str, torch.Tensor]
+
+
+def slow(seconds_to_copy: float, seconds_to_write: float, events: list[str]) -> contextlib.ExitStack:
+    """Saves take that much longer; ``events`` notes when they have copied and written."""
+    copy, write = Saver._copy, Saver._write
+
+    def late_copy(saver: Saver, *args: Any) -> Tensors:
+        time.sleep(seconds_to_copy)
+        copies = copy(saver, *args)
+        events.append("copied")
+        return copies
+
+    def late_write(saver: Saver, tensors: Tensors, run: RunState) -> str | None:
+        time.sleep(seconds_to_write)
+        problem = write(saver, tensors, run)
+        events.append(f"written {run.step}")
+        return problem
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(Saver, "_copy", late_copy))
+    stack.enter_context(patch.object(Saver, "_write", late_write))
+    return stack
+
+
+def train_slowly(
+    rank: int, folder: Path, dump: Path, settings: dict[str, Any], copy: float, write: float
+) -> tuple[list[str], dict[str, str]]:
+    """Train while saves take long: in which order things happen, and the digest of every checkpoint."""
+    events: list[str] = []
+
+    class Noting(Trainer):
+        def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
+            events.append(f"update {self.step + 1}")
+            super()._update(grad_norm, lr, skip)
+
+        def save(self, is_last: bool = False) -> None:
+            super().save(is_last)
+            events.append(f"save {self.step} returns")
+
+    with slow(copy, write, events):
+        trainer = build(folder, dump, settings, Noting)
+        trainer.train()
+    digests = {}
+    for step in range(1, settings["training.steps"] + 1):
+        digests[str(step)] = digest(build(folder, dump, settings | {"checkpoint.load_step": step}))
+    return events, digests
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """This process cannot write larger files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error then, as of a full disk, and not the process's death
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def train_where_a_save_fails(
+    rank: int, folder: Path, dump: Path, settings: dict[str, Any], step: int
+) -> dict[str, Any]:
+    """Train where the last rank cannot write its part of one step's checkpoint."""
+
+    class Failing(Trainer):
+        def save(self, is_last: bool = False) -> None:
+            fails = self.step == step and rank == dist.get_world_size() - 1
+            self.finish_save()  # the one before is to be whole
+            with files_of_at_most(20_000) if fails else contextlib.nullcontext():
+                super().save(is_last)
+                if fails and self.saver._save is not None:
+                    assert self.saver._save.thread is not None
+                    self.saver._save.thread.join()
+
+    outcome: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = build(folder, dump, settings, Failing)
+        try:
+            trainer.train()
+        except RunError as error:
+            outcome["error"] = str(error)
+    return outcome | {"step": trainer.step, "printed": printed.getvalue()}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saves")
-    crash_worker.base_config(root, {})  # writes the text
+    base_config(root, {})  # writes the text
     return root
 
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[str, str]:
     """Digest of every step of a run that saves nothing, on two ranks."""
-    path = folder / "straight.json"
-    launch(crash_worker.reference, 2, folder, path, STEPS)
-    digests: dict[str, str] = json.loads(path.read_text())
-    return digests
+    return collect(crash_worker.reference, 2, folder, folder / "straight", STEPS)[0]
 
 
 @pytest.mark.parametrize(("copy", "write"), [(0.3, 0.0), (0.0, 0.5)], ids=["slow to copy", "slow to write"])
@@ -37,9 +130,8 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
     folder: Path, wanted: dict[str, str], copy: float, write: float
 ) -> None:
     dump = folder / f"background {copy} {write}"
-    launch(save_worker.train_slowly, 2, folder, dump, BACKGROUND, copy, write)
-    assert json.loads((dump / "digests.json").read_text()) == wanted
-    events = json.loads((dump / "events.json").read_text())
+    events, digests = collect(train_slowly, 2, folder, dump, BACKGROUND, copy, write)[0]
+    assert digests == wanted
     of_each = ["save {0} returns", "copied", "update {1}", "written {0}"]  # written at last, while training goes on
     if copy:
         assert [event for event in events if "written" not in event][:7] == [
@@ -56,8 +148,7 @@ def test_a_checkpoint_written_in_the_background_is_that_of_its_step(
 def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: bool, on_failure: str) -> None:
     dump = folder / f"fails {background} {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": background, "checkpoint.on_failure": on_failure}
-    launch(save_worker.train_where_a_save_fails, 2, folder, dump, settings, 3)
-    outcomes = [json.loads((dump / f"outcome_{rank}.json").read_text()) for rank in (0, 1)]
+    outcomes = collect(train_where_a_save_fails, 2, folder, dump, settings, 3)
     problem = f"{dump}/checkpoint/step-3 is not saved (rank 1: "
     saved = complete_steps(dump / "checkpoint")
     assert not [path.name for path in (dump / "checkpoint").iterdir() if not path.name.startswith("step-")]
@@ -74,8 +165,7 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
         assert saved == [1, 2]
         assert outcomes[0]["step"] == outcomes[1]["step"] <= 4
     # What is there is whole.
-    launch(crash_worker.resume_each, 2, folder, [dump], STEPS)
-    outcome = json.loads((dump / "outcome.json").read_text())
+    (outcome,) = collect(crash_worker.resume_each, 2, folder, [dump], STEPS)[0]
     assert outcome["step"] == saved[-1] and outcome["digest"] == wanted[str(saved[-1])]
     assert outcome["final"] == wanted["5"]
 
@@ -84,20 +174,18 @@ def test_a_save_that_fails(folder: Path, wanted: dict[str, str], background: boo
 def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_failure: str) -> None:
     dump = folder / f"last fails {on_failure}"
     settings: dict[str, Any] = STEPS | {"checkpoint.async": True, "checkpoint.on_failure": on_failure}
-    launch(save_worker.train_where_a_save_fails, 1, folder, dump, settings, 5)
-    outcome = json.loads((dump / "outcome_0.json").read_text())
+    (outcome,) = collect(train_where_a_save_fails, 1, folder, dump, settings, 5)
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
 
 
 def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
-    crash_worker.base_config(tmp_path, {})
+    base_config(tmp_path, {})
     text, dump = tmp_path / "text.txt", tmp_path / "run"
     launch(crash_worker.train, 1, tmp_path, dump, {})
     before = text.read_text()
     for changed, is_refused in ((before[::-1], True), (before, False)):
         text.write_text(changed)
-        launch(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
-        outcome = json.loads((dump / "outcome.json").read_text())
+        ((outcome,),) = collect(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
         refusal = f"the checkpoint of step 3 in {dump}/checkpoint was trained on other data than [data] now gives;"
         assert outcome.get("error", "").startswith(refusal) == is_refused, outcome

@@ -7,12 +7,11 @@ gradient of the first step, every weight after two steps of SGD, and the losses.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launch import Case, Result, run_cases, worst
+from tests.distributed.launch import Case, Result, run_cases, runs_exhaustive_tests, worst
 
 TOLERANCE = 1e-10
 TWO_LAYERS = 1_400_000  # bytes of an encoder's and a decoder's, which then share a unit of communication
@@ -72,7 +71,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         shape(3, 3) | pipeline(2) | tensor(2, True) | recompute("full"),
     ),
 }  # fmt: skip
-MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
     **{f"zero {stage}": (2, shape(2, 2) | zero(stage)) for stage in (1, 2, 3)},
     "tensor 2": (2, shape(2, 2) | tensor(2)),
     "4 stages": (4, shape(4, 4) | pipeline(4)),
@@ -90,7 +90,9 @@ def reference(settings: dict[str, Any]) -> Case:
     return Case(json.dumps(model, sort_keys=True), COMMON | model | {"training.micro_batch_size": 8})
 
 
-def train(layouts: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> dict[str, Result]:
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder, layouts = tmp_path_factory.mktemp("t5"), ALL_LAYOUTS if runs_exhaustive_tests(request) else LAYOUTS
     references = {case.name: case for case in (reference(settings) for _, settings in layouts.values())}
     found = run_cases(list(references.values()), 1, folder)
     for ranks in sorted({size for size, _ in layouts.values()}):
@@ -100,28 +102,11 @@ def train(layouts: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return train(LAYOUTS, tmp_path_factory.mktemp("t5"))
-
-
-@pytest.fixture(scope="module")
-def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return train(MORE_LAYOUTS, tmp_path_factory.mktemp("t5"))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in LAYOUTS)) for name in ALL_LAYOUTS]
+)
 def test_same_training_as_one_process(results: dict[str, Result], name: str) -> None:
-    assert_same(results[name], results[reference(LAYOUTS[name][1]).name])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_same_training_in_more_layouts(more_results: dict[str, Result], name: str) -> None:
-    assert_same(more_results[name], more_results[reference(MORE_LAYOUTS[name][1]).name])
-
-
-def assert_same(result: Result, expected: Result) -> None:
+    result, expected = results[name], results[reference(ALL_LAYOUTS[name][1]).name]
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
     assert worst(result.gradients, expected.gradients) <= (TOLERANCE, "")
     assert worst(result.weights, expected.weights) <= (TOLERANCE, "")

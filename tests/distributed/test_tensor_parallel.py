@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import collect
 from tests.losses import summed_loss
 from titan_like.config.schema import Model
 from titan_like.models.labels import IGNORED_LABEL
@@ -59,7 +57,7 @@ def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def measure(rank: int, folder: Path) -> None:
+def measure(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {"collectives": {}, "errors": {}, "loss": {}}
     tokens, labels = tokens_and_labels()
@@ -103,10 +101,7 @@ def measure(rank: int, folder: Path) -> None:
         with pytest.raises(ValueError) as refused:
             apply_tensor_parallel(model, mesh, False, change(family_plan(model)))
         found["errors"][name] = str(refused.value)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        torch.save(everyone, folder / "found.pt")
+    return found
 
 
 def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
@@ -146,10 +141,8 @@ def dropout_draws(mesh: DeviceMesh) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("tensor")
-    launch(measure, 2, folder)
-    return torch.load(folder / "found.pt", weights_only=True)
+def found() -> list[dict[str, Any]]:
+    return collect(measure, 2)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])

@@ -1,12 +1,10 @@
 """torch's own pipeline schedules run the same stages to the same gradients."""
 
-import json
-
 import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from tests.distributed.launch import base_config, by_name, launch
+from tests.distributed.launch import base_config, by_name, collect
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
@@ -68,15 +66,13 @@ def compare(rank, folder):
             "parameters": len(expected),
             "losses": len(losses),
         }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """By rank and schedule."""
-    folder = tmp_path_factory.mktemp("torch_schedules")
-    launch(compare, RANKS, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return collect(compare, RANKS, tmp_path_factory.mktemp("torch_schedules"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.launch import Case, base_config, collect, trainer_of
 from tests.distributed.memory_probe import held_bytes
 from titan_like.models.registry import model_config
 from titan_like.planner.training_state import state_bytes
-from titan_like.train.rules import resolve_settings
-from titan_like.train.setup import prepare_run
-from titan_like.train.trainer import Trainer
 
 RANKS = 4
 CASES = [
@@ -53,15 +50,13 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(rank: int, folder: Path, cases: list[Case]) -> None:
-    results = {case.name: measure_case(folder, case) for case in cases}
-    if rank == RANKS - 1:
-        torch.save(results, folder / "measured.pt")
+def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    return {case.name: measure_case(folder, case) for case in cases}
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     with case.layer_units():
-        trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
+        trainer = trainer_of(folder, case.settings)
     (stage,) = trainer.model.stages
     data = trainer._load_data()
     trainer.train_step(data)  # the optimizer's state exists from here on
@@ -89,9 +84,7 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("zero")
-    launch(measure, RANKS, folder, CASES)
-    return torch.load(folder / "measured.pt", weights_only=True)
+    return collect(measure, RANKS, tmp_path_factory.mktemp("zero"), CASES)[-1]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -79,7 +79,6 @@ DATA = {  # name of the file, its content, words
         '\ufeff [{"text": "a"}]',
         ["a.json", "holds JSON, not text", "as .jsonl", "name the file .txt"],
     ),
-    "object": ("a.json", '{"text": "a"}', ["a.json", "holds JSON, not text"]),
 }
 
 
@@ -214,6 +213,9 @@ OPTIONS = {
     "seed of many digits": (["--seed=" + 5000 * "1"], '"--seed": invalid int value: .1{99,180}… .5,0.. characters'),
     "word for a seed": (["--seed=x"], "\"--seed\": invalid int value: 'x'"),
     "temperature": (["--temperature=inf"], "--temperature = inf"),
+    "negative temperature": (["--temperature=-1"], "--temperature = -1.0: must be 0, or from 0.0001 to 10000"),
+    "no tokens": (["--max_new_tokens=0"], "--max_new_tokens = 0: must be at least 1"),
+    "no such option": (["--top_kk=3"], "--top_kk"),
 }
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.e2e.jobs import records, train_on
+from tests.e2e.scripts import Script
 from titan_like.data.indexed import IndexedDataset
 
 REPO = Path(__file__).parents[2]
@@ -21,24 +20,23 @@ TOKENIZE, TRAIN = BLOCKS[0].strip().split("\n"), BLOCKS[1]
 SMALL = "--training.steps 4 --training.seq_len 32 --metrics.log_interval 2 --checkpoint.enable false"
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+def run(command: str, folder: Path) -> str:
+    """What a Python command prints."""
+    _, script, *arguments = shlex.split(command)
+    done = Script(script, arguments, cwd=folder).wait()
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository, as links, in which the page's first commands have been run."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("docs", "README.md", "scripts", "titan_like", "train.py", "train_configs"):
+    for name in ("docs", "README.md", "titan_like", "train_configs"):
         (folder / name).symlink_to(REPO / name)
     for command in TOKENIZE:
         assert re.fullmatch(
-            r"\d+ documents, [\d,]+ tokens in data/\w+\.bin and \.idx \([\d.]+ s\)\n", run(command, folder).stdout
+            r"\d+ documents, [\d,]+ tokens in data/\w+\.bin and \.idx \([\d.]+ s\)\n", run(command, folder)
         )
     return folder
 
@@ -58,7 +56,7 @@ def test_both_sources_are_drawn_and_told(folder: Path) -> None:
     for processes in (1, 2):
         command = TRAIN.replace("\\\n", " ") + f" {SMALL} --job.dump_folder out{processes}"
         if processes == 1:
-            printed = run(command, folder).stdout
+            printed = run(command, folder)
         else:
             arguments = shlex.split(command)[2:]
             printed = train_on(processes, folder / "log.txt", arguments, cwd=folder)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.e2e.jobs import free_port
+from tests.e2e.jobs import free_port, steps
 
 REPO = Path(__file__).parents[2]
 STEPS = 40
@@ -29,74 +29,45 @@ SETTINGS = [
 ]
 
 
-class Pods:
-    """Starts pods, and ends what is left of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.all: list[subprocess.Popen[bytes]] = []
-        self.environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPO),
-            "CUDA_VISIBLE_DEVICES": "",
-            "NPROC": "1",
-            "PET_NNODES": "2:2",
-            "PET_MAX_RESTARTS": "0",
-            "PET_RDZV_BACKEND": "c10d",
-            "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
-            "PET_RDZV_ID": "test",
-        }
-
-    def start(self) -> list[subprocess.Popen[bytes]]:
-        """Two of them."""
-        settings = ["train_configs/debug_gpt.toml", f"--job.dump_folder={self.folder}", *SETTINGS]
-        with open(self.folder / "log", "ab") as log:
-            pods = [
-                subprocess.Popen(
-                    ["bash", str(REPO / "scripts/k8s/run.sh"), *settings], env=self.environment, stdout=log, stderr=log
-                )
-                for _ in range(2)
-            ]
-        self.all += pods
-        return pods
-
-    def close(self) -> None:
-        """End them."""
-        for pod in self.all:
-            pod.kill()
-            pod.wait()
-        mark = f"--job.dump_folder={self.folder}".encode()
-        for arguments in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if mark in arguments.read_bytes().split(b"\0"):
-                    os.kill(int(arguments.parent.name), signal.SIGKILL)
-            except OSError:  # it has just ended
-                continue
-
-
 @pytest.fixture
-def pods(tmp_path: Path) -> Iterator[Pods]:
-    pods = Pods(tmp_path)
+def pods(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two of them."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPO),
+        "CUDA_VISIBLE_DEVICES": "",
+        "NPROC": "1",
+        "PET_NNODES": "2:2",
+        "PET_MAX_RESTARTS": "0",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "PET_RDZV_ID": "test",
+    }
+    dump = f"--job.dump_folder={tmp_path}"
+    command = ["bash", str(REPO / "scripts/k8s/run.sh"), "train_configs/debug_gpt.toml", dump, *SETTINGS]
+    with open(tmp_path / "log", "ab") as log:
+        pods = [subprocess.Popen(command, env=environment, stdout=log, stderr=log) for _ in range(2)]
     yield pods
-    pods.close()
-
-
-def steps(folder: Path) -> list[int]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+    for pod in pods:
+        pod.kill()
+        pod.wait()
+    for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            if dump.encode() in arguments.read_bytes().split(b"\0"):
+                os.kill(int(arguments.parent.name), signal.SIGKILL)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the pods are Linux")
-def test_all_pods_save_when_one_is_to_go_and_want_to_be_started_again(pods: Pods, tmp_path: Path) -> None:
-    first = pods.start()
+def test_all_pods_save_when_one_is_to_go_and_want_to_be_started_again(
+    pods: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     deadline = time.monotonic() + 180
     while len(steps(tmp_path)) < 5:
-        assert time.monotonic() < deadline and first[0].poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline and pods[0].poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    first[1].send_signal(signal.SIGTERM)
-    assert [pod.wait(timeout=120) for pod in first] == [143, 143]  # torchrun alone would wait 5 minutes for the other
+    pods[1].send_signal(signal.SIGTERM)
+    assert [pod.wait(timeout=120) for pod in pods] == [143, 143]  # torchrun alone would wait 5 minutes for the other
     stopped = steps(tmp_path)[-1]
     assert 5 <= stopped < STEPS
     log = (tmp_path / "log").read_text()

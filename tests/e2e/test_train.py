@@ -145,21 +145,10 @@ def test_generation_is_decided_by_its_seed(first: subprocess.CompletedProcess[st
     assert 0 < len(sample["tokens"]) <= 20
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--top_p=0", "--top_p = 0.0: must be above 0"),
-        ("--temperature=-1", "--temperature = -1.0: must be 0, or from 0.0001 to 10000"),
-        ("--max_new_tokens=0", "--max_new_tokens = 0: must be at least 1"),
-        ("--json=/no/such/folder/out.json", '--json = "/no/such/folder/out.json": not a file in a folder'),
-        ("--top_kk=3", "--top_kk"),
-    ],
-)
-def test_generation_refuses_bad_options(here: Any, option: str, words: str) -> None:
-    code, out, err = here("scripts/generate.py", option)
+def test_generation_refuses_a_bad_option(here: Any) -> None:
+    code, out, err = here("scripts/generate.py", "--top_p=0")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ")
-    assert words in err
+    assert err.startswith("error: --top_p = 0.0: must be above 0")
 
 
 def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
@@ -209,13 +198,6 @@ def test_dry_run_prints_the_size_and_starts_nothing(tmp_path: Path, here: Any, m
     )
     assert "rank 0 of 2 processes" in out
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_help_lists_every_key(here: Any) -> None:
-    code, out, err = here("train.py", "--help")
-    assert (code, err) == (0, "")
-    for key in ("job.config_file", "training.global_batch_size", "parallelism.zero_stage", "metrics.wandb_mode"):
-        assert key in out
 
 
 def test_diverging_run_ends_with_one_sentence(tmp_path: Path, here: Any) -> None:

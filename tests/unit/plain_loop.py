@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from tests.unit.hugging_face_cases import reference_of
+from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.masks import MaskedSamples
 from titan_like.models.registry import build_model
-from titan_like.train.setup import Run
+from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.setup import Run, prepare_run
 
 STEPS, BATCH = 30, 4
 
@@ -39,6 +41,11 @@ def run_settings(folder: Path) -> dict[str, object]:
         "evaluation.interval": 0,
         "job.dump_folder": folder / "out",
     }
+
+
+def prepared(settings: Mapping[str, object]) -> Run:
+    """A run that is ready to begin, as a command line with these settings makes it."""
+    return prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)))
 
 
 def logged(config: JobConfig) -> list[dict[str, float]]:

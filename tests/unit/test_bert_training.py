@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.hugging_face_cases import bert_config, random_model
-from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_reference
-from titan_like.config import ConfigError, load_config
+from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
-from titan_like.train.setup import prepare_run
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
@@ -51,7 +47,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
     if head == "pair":
         settings |= {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
         settings["model.overrides.vocab_size"] = 261
-    run = prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)))
+    run = prepared(settings)
     run_job(run)
     lines = logged(run.config)
     losses = [[line["loss"]] if head == "none" else [line["lm_loss"], line["sentence_loss"]] for line in lines]
@@ -78,14 +74,6 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
     assert expected[0][0] > 5 and expected[-1][0] < expected[0][0] - 1
     for one, other in zip(losses, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-7)  # which is how metrics.jsonl may round
-
-
-def test_it_continues_no_prompt() -> None:
-    main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"))["main"]
-    with pytest.raises(
-        ConfigError, match=r'model.family = "bert": names masked tokens from both sides and continues no text'
-    ):
-        main(["--model.family=bert", "--training.steps=1"])
 
 
 @pytest.mark.slow
@@ -120,8 +108,9 @@ def test_it_learns_how_two_sentences_are_related(tmp_path: Path, objective: str)
         "evaluation.interval": 60,
         "job.dump_folder": tmp_path / "out",
     }
-    run_job(prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))))
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    run = prepared(settings)
+    run_job(run)
+    lines = logged(run.config)
     print(lines[-1])
     assert lines[0]["sentence_loss"] > 0.6 and lines[-1]["validation_lm_loss"] < lines[0]["lm_loss"] - 1
     # Of other samples half have words of the same kind: at best, a quarter of the pairs are as likely either way.

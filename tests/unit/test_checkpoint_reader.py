@@ -52,22 +52,6 @@ def test_every_type_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-@pytest.mark.parametrize(
-    "options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"capturable": False}], ids=str
-)
-def test_every_state_of_adamw_comes_back(tmp_path: Path, options: dict[str, bool]) -> None:
-    parameter = torch.nn.Parameter(torch.randn(4, 4))
-    optimizer = torch.optim.AdamW([parameter], **options)
-    parameter.grad = torch.randn(4, 4)
-    optimizer.step()
-    saved = dict(optimizer.state[parameter])
-    save(tmp_path, saved)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    load(tmp_path, loaded)
-    assert saved.keys() >= {"step", "exp_avg", "exp_avg_sq"}
-    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-
-
 def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
     return {
         "os.system": (Call(os.system, f"touch {mark}"), "posix.system"),

@@ -66,26 +66,29 @@ PIPELINE = {"pipeline_parallel_degree": 2}
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "interleaving without stages": (
         PIPELINE | {"pipeline_schedule": "interleaved_1f1b"},
-        ["pipeline_schedule", "virtual_stages_per_rank of at least 2"],
+        ["pipeline_schedule", "virtual_stages_per_rank of at least 2", "use 1f1b"],
     ),
     "stages of a single-stage schedule": (
         PIPELINE | {"virtual_stages_per_rank": 2},
-        ["virtual_stages_per_rank = 2", "interleaved"],
+        ["virtual_stages_per_rank = 2", "use 1 or interleaved_1f1b"],
     ),
     "three stages in a V": (
         PIPELINE | {"pipeline_schedule": "zbv_zero_bubble", "virtual_stages_per_rank": 3},
-        ["virtual_stages_per_rank = 3", "exactly 2"],
+        ["virtual_stages_per_rank = 3", "exactly 2", "use 2"],
     ),
     "more stages than layers": (
         {"pipeline_parallel_degree": 8},
-        ["pipeline_parallel_degree = 8", "8 stages for 4 layers"],
+        ["pipeline_parallel_degree = 8", "8 stages for 4 layers", "at most 4"],
     ),
-    "layers that do not add up": (PIPELINE | {"pipeline_layers": [1, 2]}, ["pipeline_layers", "2 numbers", "4 layers"]),
+    "layers that do not add up": (
+        PIPELINE | {"pipeline_layers": [1, 2]},
+        ["pipeline_layers = [1, 2]", "must be 2 numbers", "sum to the 4 layers"],
+    ),
     "layers of one stage": ({"pipeline_layers": [4]}, ["pipeline_layers", "there is one stage"]),
     "sequence parallelism alone": ({"sequence_parallel": True}, ["sequence_parallel", "raise tensor_parallel_degree"]),
     "microbatches that do not fill a round": (
         {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages_per_rank": 2},
-        ["global_batch_size = 6", "interleaved_1f1b", "3"],
+        ["global_batch_size = 6", "multiples of pipeline_parallel_degree (2)", "use 2 or 4", "such as 1f1b"],
     ),
 }
 

@@ -18,6 +18,7 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.e2e.scripts import Script
 from titan_like.config import ConfigError
 from titan_like.data import preprocess, raw_text
 from titan_like.data.indexed import IndexedDataset
@@ -281,8 +282,7 @@ preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/preprocess_data.py", *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return Script("scripts/preprocess_data.py", [*map(str, options)]).wait()
 
 
 def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:

@@ -10,21 +10,19 @@ import torch
 import torch.nn.functional as F
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_reference
+from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
 from titan_like.config import ConfigError, load_config
-from titan_like.config.schema import JobConfig
 from titan_like.train.job import run_job
 from titan_like.train.rules import CHECKS, resolve_settings
-from titan_like.train.setup import prepare_run
+from titan_like.train.setup import Run
 
 
-def config_of(folder: Path, **settings: object) -> JobConfig:
-    settings = run_settings(folder) | {"model.family": "t5", "training.decoder_seq_len": 20} | settings
-    return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
+def run_of(folder: Path, **settings: object) -> Run:
+    return prepared(run_settings(folder) | {"model.family": "t5", "training.decoder_seq_len": 20} | settings)
 
 
-def losses_of(config: JobConfig) -> list[float]:
-    return [line["loss"] for line in logged(config)]
+def losses_of(run: Run) -> list[float]:
+    return [line["loss"] for line in logged(run.config)]
 
 
 @pytest.mark.parametrize(("mlp", "tied"), [("gated_gelu", False), ("relu", True)])  # v1.1, the original
@@ -32,7 +30,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
     mlp: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"model.overrides.mlp": mlp, "model.overrides.tied_embeddings": str(tied).lower()}
-    run = prepare_run(resolve_settings(config_of(tmp_path, **shape)))
+    run = run_of(tmp_path, **shape)
     run_job(run)
 
     in_float64 = lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)  # noqa: E731
@@ -45,20 +43,19 @@ def test_30_steps_equal_a_plain_loop_over_transformers(
 
     expected = [terms[0] for terms in plain_losses(run, theirs, terms_of)]
     assert expected[0] > 5 and expected[-1] < expected[0] - 1
-    assert losses_of(run.config) == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
+    assert losses_of(run) == pytest.approx(expected, rel=1e-7)  # which is how metrics.jsonl may round
 
 
 def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
     settings = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
-    whole = config_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
-    run_job(prepare_run(resolve_settings(whole)))
+    whole = run_of(tmp_path, **settings, **{"job.dump_folder": tmp_path / "whole"})
+    run_job(whole)
     for steps in (3, 6):
-        part = config_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
-        run_job(prepare_run(resolve_settings(part)))
+        part = run_of(tmp_path, **settings | {"training.steps": steps}, **{"job.dump_folder": tmp_path / "parts"})
+        run_job(part)
     assert losses_of(part) == losses_of(whole)
-    changed = config_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
     with pytest.raises(ConfigError, match=r"data\.noise_density = 0\.14: .* was saved with 0\.15"):
-        prepare_run(resolve_settings(changed))
+        run_of(tmp_path, **settings, **{"data.noise_density": 0.14, "job.dump_folder": tmp_path / "parts"})
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
