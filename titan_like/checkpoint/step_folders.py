@@ -2,7 +2,7 @@
 
 ``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
 the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
-has its own, see `torch_archive`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
+has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
 any moment leaves earlier checkpoints whole.
 """
 
@@ -162,11 +162,11 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
     write_run_state(unfinished, run)
-    flush_folder(unfinished)
+    flush(unfinished)
     if final.exists():  # a run that went back passes this step again
         os.rename(final, final.with_name(final.name + REPLACED))
     os.rename(unfinished, final)
-    flush_folder(folder)
+    flush(folder)
     steps = complete_steps(folder)
     kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
     for step in sorted(set(steps) - set(kept)) if keep_latest else []:
@@ -221,24 +221,22 @@ def written_aside(final: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        flush_folder(aside)
+        flush(aside)
         os.rename(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file and wait until it is on disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text, encoding="utf-8")
+    flush(path)
 
 
-def flush_folder(path: Path) -> None:
-    """Wait until the entries of a folder are on disk."""
+def flush(path: str | os.PathLike[str]) -> None:
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

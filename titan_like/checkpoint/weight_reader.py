@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_like.checkpoint.loader import first_failure
 from titan_like.checkpoint.reader import TensorReader
@@ -60,7 +60,7 @@ class CheckpointWeights:
             if not isinstance(self.tokenizer, str):
                 raise TypeError("run.json names no tokenizer")
             self.model = config_class(self.family).model_validate(self.run.model)
-            self._reader = _CachingReader(path)
+            self._reader = TensorReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata
         except Exception as error:  # whatever a damaged file raises
             raise RunError(f"{path} cannot be loaded ({first_line(error)})") from error
@@ -100,15 +100,3 @@ class CheckpointWeights:
             if name.startswith("model.") and name not in known:
                 problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
                 raise RunError(f"{self.path} cannot be loaded ({problem})")
-
-
-class _CachingReader(TensorReader):
-    """Parses the metadata, which lists every piece of every tensor, only once for all loads."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Names, shapes and places of the stored tensors."""
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titan_like.checkpoint.direct_files import DirectFiles
 from titan_like.checkpoint.loader import first_failure
+from titan_like.checkpoint.saver import DurableFiles
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, write_run_state, written_aside
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data, JobConfig, Model
@@ -46,7 +46,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
         planner = _Planner(source, most_chunk_bytes)
         # One file per piece, because torch keeps all pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
-        writer.fs = DirectFiles(writer.save_id)
+        writer.fs = DurableFiles(writer.save_id)
         try:
             with warnings.catch_warnings():
                 # A single process is intended.
