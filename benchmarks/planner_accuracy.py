@@ -36,8 +36,8 @@ from planner_speed import SEARCHES, layouts, timed_search
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import config_class, flavors
-from titan_like.parallel.schedules import check_schedule, ideal_bubble, schedule_table, simulate, stage_ranks
-from titan_like.parallel.schedules.simulate import bubble_fraction
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, simulate
+from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
 from titan_like.planner.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.measured_rows import Row, read_rows

@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from tests.distributed.crash_worker import build, digest
 from titan_like.config.errors import RunError
 from titan_like.models.transformer import Transformer
-from titan_like.train.job import clock_warning
 from titan_like.train.trainer import Trainer
 
 DIGESTED = (5, 7, 9, 10, 11, 14)  # the steps at which the tests look
@@ -71,13 +68,3 @@ def train(
         "printed": printed.getvalue(),
     }
     (dump / f"outcome_{rank}.json").write_text(json.dumps(outcome))
-
-
-def clocks(rank: int, path: Path, ahead: float) -> None:
-    """Write what is said of clocks where the last rank's is ahead."""
-    clock: Callable[[], float] = time.time
-    if rank == dist.get_world_size() - 1:
-        clock = lambda: time.time() + ahead  # noqa: E731
-    warning = clock_warning(clock)
-    assert math.isfinite(ahead)
-    path.with_name(f"{path.name}_{rank}").write_text(str(warning))

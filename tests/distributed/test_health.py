@@ -151,14 +151,3 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
     assert outcomes[0]["error"] == outcomes[1]["error"]
     assert outcomes[0]["error"].startswith("3 steps in a row up to step 8 had no usable gradients (last loss nan)")
     assert (folder / "too many" / "checkpoint" / "step-4" / "run.json").exists()
-
-
-@pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
-def test_clocks_that_differ_are_named(tmp_path: Path, ahead: float, warns: bool) -> None:
-    launch(health_worker.clocks, 2, tmp_path / "said", ahead)
-    said = {(tmp_path / f"said_{rank}").read_text() for rank in (0, 1)}
-    assert len(said) == 1
-    (sentence,) = said
-    assert (
-        sentence.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else sentence == "None"
-    )

@@ -13,14 +13,14 @@ import titan_like.train.job
 import titan_like.train.setup
 from scripts import convert, generate
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
-from titan_like.checkpoint.lock import hold
+from titan_like.checkpoint.step_folders import hold
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
 from titan_like.data.text import corpus_files
 from titan_like.planner.profile import load_profile
 from titan_like.train.job import meeting_place
-from titan_like.train.out_of_memory import out_of_memory_names
+from titan_like.train.setup import out_of_memory_names
 
 # What a file is, by the name that it has in the test's folder, and the words that name it.
 KINDS = {
@@ -97,8 +97,8 @@ def test_profile_with_thousands_of_brackets(tmp_path):
 
 
 RUN_FILES = {
-    "brackets": (100_000 * "[", "brackets in run.json are nested too deeply"),
-    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json holds an integer of 5,000 digits"),
+    "brackets": (100_000 * "[", "run.json is not JSON: maximum recursion"),
+    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json is not JSON: Exceeds the limit"),
     "no JSON": ("step 5", "run.json is not JSON"),
 }
 

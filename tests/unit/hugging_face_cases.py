@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from titan_like.checkpoint.loader import model_tensors
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path
-from titan_like.checkpoint.tensor_names import model_tensors
 from titan_like.config.schema import JobConfig
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig

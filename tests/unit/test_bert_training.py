@@ -16,7 +16,7 @@ from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_
 from titan_like.config import ConfigError, load_config
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
 
@@ -51,7 +51,7 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
     if head == "pair":
         settings |= {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
         settings["model.overrides.vocab_size"] = 261
-    run = prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)))
+    run = prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()])))
     run_job(run)
     lines = logged(run.config)
     losses = [[line["loss"]] if head == "none" else [line["lm_loss"], line["sentence_loss"]] for line in lines]
@@ -120,7 +120,7 @@ def test_it_learns_how_two_sentences_are_related(tmp_path: Path, objective: str)
         "evaluation.interval": 60,
         "job.dump_folder": tmp_path / "out",
     }
-    run_job(prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS))))
+    run_job(prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()]))))
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     print(lines[-1])
     assert lines[0]["sentence_loss"] > 0.6 and lines[-1]["validation_lm_loss"] < lines[0]["lm_loss"] - 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_like.config import ConfigError, JobConfig, load_config
-from titan_like.config.help import json_schema
+from titan_like.config.load import json_schema
 from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
@@ -152,7 +152,7 @@ def test_bad_override_names_key_value_and_cure(argv, words):
         ("[model]\noverrides = 3\n", ["model.overrides = 3", "dictionary"]),
         ("[checkpoint]\nenable = True\n", ["line 2", "write true instead of True"]),
         ("[checkpoint]\nenable = yes # please\n", ["line 2", "write true instead of yes"]),
-        ("[training]\nsteps = " + 5000 * "1", ["steps in line 2 is a number of 5,000 digits", "at most 18"]),
+        ("[training]\nsteps = " + 5000 * "1", ["not valid TOML", "digits", "correct that value"]),
         ("[training]\nsteps = " + 5000 * "[", ["nested too deeply"]),
         ("[training]\nsteps = 2026-02-30\n", ["not valid TOML", "correct that"]),
         ('[job]\ndump_folder = "a\\u0000b"\n', ["job.dump_folder", "null character"]),

@@ -14,13 +14,13 @@ from tests.unit.plain_loop import logged, plain_losses, run_settings, untrained_
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
 
 def config_of(folder: Path, **settings: object) -> JobConfig:
     settings = run_settings(folder) | {"model.family": "t5", "training.decoder_seq_len": 20} | settings
-    return load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)
+    return load_config([f"--{key}={value}" for key, value in settings.items()])
 
 
 def losses_of(config: JobConfig) -> list[float]:
@@ -64,7 +64,7 @@ def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     def refusal(*settings: str, processes: int = 1) -> str:
         with pytest.raises(ConfigError) as error:
-            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings], CHECKS), processes)
+            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings]), processes)
         return str(error.value)
 
     tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]

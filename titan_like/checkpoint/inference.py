@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.compatible import check_readable, check_same_model
+from titan_like.checkpoint.checks import check_readable, check_same_model
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError, first_line

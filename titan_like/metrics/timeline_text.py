@@ -10,7 +10,7 @@ import numpy as np
 
 from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.timeline_report import rank_shares
-from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.tables import Action
 
 LEGEND = "F forward, B backward (I its inputs, W its weights) and the microbatch; small letters: a rank's later stages"
 _FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.planner.explanations import described, why_slower
 from titan_like.planner.search import Found, search

@@ -16,8 +16,8 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Any
 
-from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig

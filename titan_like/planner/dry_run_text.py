@@ -8,7 +8,7 @@ from itertools import groupby
 
 from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.schema import JobConfig
-from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.dry_run import DryRun, ParameterReport, StageReport, dry_run
 from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.step_plan import SchedulePlan

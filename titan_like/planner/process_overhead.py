@@ -14,8 +14,8 @@ from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.collectives import build_mesh
 from titan_like.parallel.layout import resolve_layout
-from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.memory import RankMemory, memory
 from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import Profile

@@ -18,8 +18,7 @@ from typing import Any
 import tomli_w
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.paths import file_problem
-from titan_like.config.toml import read_toml
+from titan_like.config.paths import file_problem, read_toml
 from titan_like.metrics.devices import (
     Device,
     builtin_devices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.update_work import ADAMW_WORK, newton_schulz_products
+from titan_like.optim.state_size import ADAMW_WORK, newton_schulz_products
 from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.layer_time import gemm_time
 from titan_like.planner.profile import Profile

@@ -16,7 +16,7 @@ from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.masks import prefix_length
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.verify.samples import (
     END_OF_DOCUMENT,

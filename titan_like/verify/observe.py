@@ -12,7 +12,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_like.optim.grad_norm import Gradients
-from titan_like.parallel import activation_checkpoint, compute_copies, data
+from titan_like.optim.optimizer import Gradients
+from titan_like.parallel import apply, data, gradients
 from titan_like.parallel.collectives import CopyToTensorRegion
-from titan_like.parallel.model import ParallelModel
+from titan_like.parallel.model import ParallelModel, WholeModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage
-from titan_like.parallel.whole_model import WholeModel
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
@@ -233,7 +232,7 @@ def tied_table_counted_twice() -> Iterator[None]:
 @contextmanager
 def recomputation_rounds() -> Iterator[None]:
     """What is recomputed is not quite what the forward pass computed."""
-    original = activation_checkpoint.checkpoint
+    original = apply.checkpoint
 
     def checkpoint(function: Any, *args: Any, **options: Any) -> Any:
         def changed(*inputs: Any) -> Any:
@@ -242,7 +241,7 @@ def recomputation_rounds() -> Iterator[None]:
 
         return original(changed, *args, **options)
 
-    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+    with patch.object(apply, "checkpoint", checkpoint):
         yield
 
 
@@ -254,12 +253,12 @@ def gradients_summed_in_bfloat16() -> Iterator[None]:
     def policy(**options: Any) -> Any:
         return original(**options | {"reduce_dtype": options["param_dtype"]})
 
-    add = compute_copies.add_all_
+    add = gradients.add_all_
 
     def add_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         add(sums, gradients)
         for total in sums:
             total.copy_(total.to(gradients[0].dtype))
 
-    with patch.object(data, "MixedPrecisionPolicy", policy), patch.object(compute_copies, "add_all_", add_rounded):
+    with patch.object(data, "MixedPrecisionPolicy", policy), patch.object(gradients, "add_all_", add_rounded):
         yield

@@ -17,7 +17,7 @@ from titan_like.planner.duration import SECONDS_PER_DAY
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES
-from titan_like.train.rules import CHECKS, check_sequence
+from titan_like.train.rules import check_sequence
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         problem = f"cannot be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
     # Everything but the layout must be a valid run.
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     context = config.parallelism.context_parallel_degree
     if context != 1:
         raise ConfigError("parallelism.context_parallel_degree", context, "must be 1 here")
