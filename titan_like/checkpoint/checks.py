@@ -52,30 +52,28 @@ _MUST_STAY = [
 ]
 
 
-def check_same_model(path: Path, config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse a checkpoint of another model. A damaged one passes here and fails when it is loaded.
+def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resumes: bool = True) -> None:
+    """Refuse a checkpoint of another model and, if the run ``resumes`` from it, of another optimizer or data.
+
+    A damaged one passes here and fails when it is loaded.
 
     Raises:
         OtherRunError: the first difference.
     """
-    state = _readable_state(path)
-    if state is not None:
-        _compare(path, _of_model(state, config, model))
-
-
-def check_same_run(path: Path, config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse to resume from a checkpoint of another model, optimizer or data. A damaged one fails when it is loaded.
-
-    Raises:
-        OtherRunError: the first difference.
-    """
-    state = _readable_state(path)
-    if state is None:
+    try:
+        state = read_run_state(path)
+    except (OSError, ValueError):
         return
     compared, now, then = _of_model(state, config, model), config.model_dump(mode="json"), state.config
-    if state.step > 0:  # at step 0 there is no cursor and no optimizer state
+    if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
         compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
-    _compare(path, compared)
+    for key, value, saved in compared:
+        if saved is PydanticUndefined:
+            problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
+            raise OtherRunError(key, value, problem)
+        if value != saved:
+            then_text = "none" if saved is None else saved
+            raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
 
 
 def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
@@ -107,23 +105,6 @@ def check_readable(folder: Path, steps: list[int], cure: str) -> None:
     if problem is not None:
         others = ", nor any other there" if len(steps) > 1 else ""
         raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
-
-
-def _readable_state(path: Path) -> RunState | None:
-    try:
-        return read_run_state(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _compare(path: Path, compared: list[tuple[str, Any, Any]]) -> None:
-    for key, value, saved in compared:
-        if saved is PydanticUndefined:
-            problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
-            raise OtherRunError(key, value, problem)
-        if value != saved:
-            then = "none" if saved is None else saved
-            raise OtherRunError(key, value, f"{path} was saved with {then}; keep that, or name another folder")
 
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
