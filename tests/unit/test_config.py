@@ -248,12 +248,8 @@ micro_batch_size = 0
 lr = 1.0
 [optimizer]
 lr = true
-[model.overrides]
-layers = 2
-hidden_size = "wide"
 """
 WRONG_ARGUMENTS = ["--checkpoint.enable=yes", "--job.sed=1", "training.tokens=5", "--lr_scheduler.decay=cosinus"]
-WRONG_ARGUMENTS += ["--data.dataset=texts"]
 WRONG_KEYS = [
     "steps = 3: unknown section",
     "training.stepz = 5: unknown key; did you mean training.steps?",
@@ -261,13 +257,10 @@ WRONG_KEYS = [
     "training.micro_batch_size = 0: should be greater than 0",
     'optimiser = "[table]": unknown section; did you mean [optimizer]?',
     "optimizer.lr = true: should be a valid number",
-    "model.overrides.layers = 2: unknown field; did you mean num_layers?",
-    'model.overrides.hidden_size = "wide": should be a valid integer',
     'checkpoint.enable = "yes": should be a valid boolean; write true',
     '--job.sed = "1": unknown key; did you mean job.seed?',
     'command line = "training.tokens=5": a setting needs two dashes; write --training.tokens=5',
     "lr_scheduler.decay = \"cosinus\": should be 'cosine', 'linear'",
-    'data.dataset = "texts": unknown name; did you mean text? there are hf, indexed, race, stdlib, text',
 ]
 
 
