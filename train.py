@@ -23,12 +23,11 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     """
     from titan_like.config import ConfigError, load_config
     from titan_like.config.options import OptionParser, path_option
-    from titan_like.train.rules import CHECKS
 
     parser = OptionParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=path_option)
     options, given = parser.parse_known_args(argv)
-    config = load_config(given, CHECKS)
+    config = load_config(given)
     if options.json is not None and not config.job.dry_run:
         raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:

@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from titan_like.checkpoint.loader import load_checkpoint
+from titan_like.checkpoint.loader import load_checkpoint, model_tensors, optimizer_tensors
 from titan_like.checkpoint.step_folders import checkpoint_path
-from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
 from titan_like.config import load_config
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings

@@ -35,8 +35,8 @@ from sleeping_stages import TORCH_SCHEDULES, OwnRuntime, Times, TorchRuntime, la
 
 from titan_like.metrics.step_timeline import StepTimeline, measured, simulated
 from titan_like.metrics.timeline_report import figures
-from titan_like.parallel.schedules import check_schedule, ideal_bubble, stages_per_rank
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
+from titan_like.parallel.schedules.simulate import ideal_bubble
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, check_schedule, stages_per_rank
 from titan_like.parallel.timeline import Timeline
 
 CASES = [

@@ -18,7 +18,7 @@ from sleeping_stages import OwnRuntime, Times, launch
 from titan_like.metrics.step_timeline import StepTimeline, simulated
 from titan_like.metrics.timeline_plot import draw
 from titan_like.metrics.timeline_report import figures, report
-from titan_like.parallel.schedules import stages_per_rank
+from titan_like.parallel.schedules.tables import stages_per_rank
 
 DEGREE, MICROBATCHES, HIDDEN_SHAPE = 4, 8, (1, 16, 64)
 RANK_TIMES = Times(forward=0.020, input_gradient=0.020, weight_gradient=0.020)  # sum over the stages of a rank

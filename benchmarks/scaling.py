@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from titan_like.parallel.schedules import ideal_bubble
+from titan_like.parallel.schedules.simulate import ideal_bubble
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "max_seq_len": 256}

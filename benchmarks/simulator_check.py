@@ -26,8 +26,7 @@ from pipeline_bubble import CASES, SMALL, run_step
 from sleeping_stages import OwnRuntime, Times, launch
 
 from titan_like.metrics.step_timeline import StepTimeline, simulated
-from titan_like.parallel.schedules import check_schedule, stages_per_rank
-from titan_like.parallel.schedules.actions import Action, inputs, outcome
+from titan_like.parallel.schedules.tables import Action, check_schedule, inputs, outcome, stages_per_rank
 
 CONSTANTS_FROM = (("1f1b", 1), ("zbv_zero_bubble", 2))  # one schedule with whole backward passes, one with split ones
 CONSTANTS_MICROBATCHES, CONSTANTS_STEPS = 6, 8

@@ -80,8 +80,8 @@ def to_hf(options: argparse.Namespace) -> int:
 
     import torch
 
-    from titan_like.checkpoint.weight_reader import CheckpointWeights, one_checkpoint
-    from titan_like.hugging_face.to_hugging_face import to_hugging_face
+    from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
+    from titan_like.hugging_face.convert import to_hugging_face
 
     weights = CheckpointWeights(one_checkpoint(Path(options.checkpoint), "--checkpoint"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -103,9 +103,8 @@ def from_hf(options: argparse.Namespace) -> int:
     output = Path(options.output)
     check_new(output / "step-0")
 
-    from titan_like.hugging_face.folder import open_hugging_face
-    from titan_like.hugging_face.from_hugging_face import from_hugging_face, settings_to_train
-    from titan_like.hugging_face.hub import local_folder
+    from titan_like.hugging_face.convert import from_hugging_face, settings_to_train
+    from titan_like.hugging_face.folder import local_folder, open_hugging_face
 
     source = open_hugging_face(local_folder(options.input, "--input"), "--input")
     try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
-from titan_like.train.rules import CHECKS, check_predicts_next_token
+from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
@@ -159,7 +159,7 @@ def score(
     from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
-    from titan_like.parallel.mesh import build_mesh
+    from titan_like.parallel.collectives import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
     from titan_like.train.rules import check_sequence, resolve_for_inference
@@ -174,8 +174,7 @@ def score(
     tasks = open_tasks(key, specs, tokenizer, windows)
     names = options.lm_eval.split(",") if options.lm_eval else []
     if names:
-        from titan_like.evaluate.harness import CheckpointLM, run_harness
-        from titan_like.evaluate.harness_tasks import find_tasks
+        from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
 
         names, manager = find_tasks(names, options.lm_eval_folder)
     device = select_device(config.training.dtype)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.change import edit
-from titan_like.config.load import run_command
+from titan_like.config.load import edit, run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
 from titan_like.config.section import utf8_text
-from titan_like.train.rules import CHECKS, check_predicts_next_token
+from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
+    from titan_like.checkpoint.inference import ParallelInference
     from titan_like.config.schema import JobConfig
-    from titan_like.evaluate.sampling import LanguageModel
+    from titan_like.models.transformer import Transformer
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     check_output_file("--json", options.json, config)
 
     from titan_like.checkpoint.inference import find_checkpoint
@@ -121,13 +121,13 @@ def sample(
 
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
     from titan_like.evaluate.sampling import generate
-    from titan_like.parallel.mesh import build_mesh
+    from titan_like.parallel.collectives import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
 
-    def continue_prompt(model: LanguageModel, device: torch.device) -> list[int]:
+    def continue_prompt(model: Transformer | ParallelInference, device: torch.device) -> list[int]:
         return generate(
             model,
             prompt,

@@ -6,7 +6,7 @@ cannot resume, with 2 after bad input. Takes the same arguments as train.py.
 
 from __future__ import annotations
 
-from titan_like.checkpoint.progress import is_resumable
+from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import load_config
 from titan_like.config.load import run_command
 

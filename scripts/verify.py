@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # verify the code 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, json_text, path_option, write_output_file
-from titan_like.train.rules import CHECKS
 
 if TYPE_CHECKING:
     from titan_like.verify.compare import Check
@@ -96,7 +95,7 @@ def main(argv: list[str]) -> int:
     """
     options, settings = build_parser().parse_known_args(argv)
     check_options(options)
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     check_output_file("--json", options.json, config)
     if config.parallelism.auto:
         problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titan_like.config.help import json_schema
+from titan_like.config.load import json_schema
 from titan_like.config.schema import JobConfig
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_inductor.config._micro_pipeline_tp`, `distributed._symmetric_memory` | asynchronous tensor parallelism | all |
 | `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
@@ -144,15 +143,6 @@ def compiler_cache() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
-
-
-def overlap_tensor_parallelism(group_name: Any) -> None:
-    """Let the compiler overlap matrix products with a group's adjacent collectives. CUDA only."""
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(group_name)
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:

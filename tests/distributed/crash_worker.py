@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.launch import full, trainer_of
-from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
+from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
 from titan_like.train.trainer import Trainer
 

@@ -24,8 +24,8 @@ from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer
-from titan_like.evaluate.windows import Window, ending_window, sliding_windows
-from titan_like.parallel.mesh import build_mesh
+from titan_like.evaluate.task import Window, ending_window, sliding_windows
+from titan_like.parallel.collectives import build_mesh
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 from titan_like.train.setup import prepare_run
@@ -219,8 +219,7 @@ TABLE = ("results", "versions", "n-shot", "higher_is_better")  # what the harnes
 
 
 def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]:
-    from titan_like.evaluate.harness import CheckpointLM, run_harness
-    from titan_like.evaluate.harness_tasks import find_tasks
+    from titan_like.evaluate.harness import CheckpointLM, find_tasks, run_harness
 
     device = torch.device("cpu")
     model = load_parallel_model(config, find_checkpoint(config), mesh, device)
@@ -272,7 +271,7 @@ def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: t
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
 
-    from titan_like.evaluate.harness_tasks import find_tasks
+    from titan_like.evaluate.harness import find_tasks
 
     folder, _ = trained
     config = training_config(folder, "pipeline, tensor", TASKS)

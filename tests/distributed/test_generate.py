@@ -16,11 +16,11 @@ from titan_like.checkpoint.inference import (
     load_for_inference,
     load_parallel_model,
 )
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
-from titan_like.evaluate.sampling import LanguageModel, generate
-from titan_like.parallel.mesh import build_mesh
+from titan_like.evaluate.sampling import generate
+from titan_like.parallel.collectives import build_mesh
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -66,7 +66,7 @@ def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
     return base_config(folder / family, settings | few | {"model.family": family, "model.overrides": overrides})
 
 
-def write(model: LanguageModel, family: str, options: dict[str, Any]) -> list[int]:
+def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
     """What follows the prompt, or what a t5 writes that reads it."""
     if family != "t5":
         return generate(model, PROMPT, NEW_TOKENS, **options)

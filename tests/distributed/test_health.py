@@ -7,8 +7,6 @@ import io
 import json
 import math
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +19,6 @@ from tests.distributed.crash_worker import build, digest
 from tests.distributed.launch import base_config, collect
 from titan_like.config.errors import RunError
 from titan_like.models.transformer import Transformer
-from titan_like.train.job import clock_warning
 from titan_like.train.trainer import Trainer
 
 BATCH = 4  # samples
@@ -81,14 +78,6 @@ def train_here(
         "digests": digests,
         "printed": printed.getvalue(),
     }
-
-
-def clocks_here(rank: int, ahead: float) -> str | None:
-    """What is said of clocks where the last rank's is ahead."""
-    clock: Callable[[], float] = time.time
-    if rank == dist.get_world_size() - 1:
-        clock = lambda: time.time() + ahead  # noqa: E731
-    return clock_warning(clock)
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +205,3 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_wh
     assert outcomes[0]["error"] == outcomes[1]["error"]
     assert outcomes[0]["error"].startswith("3 steps in a row up to step 8 had no usable gradients (last loss nan)")
     assert (folder / "too many" / "checkpoint" / "step-4" / "run.json").exists()
-
-
-@pytest.mark.parametrize(("ahead", "warns"), [(0.5, False), (30.0, True)])
-def test_clocks_that_differ_are_named(ahead: float, warns: bool) -> None:
-    first, second = collect(clocks_here, 2, ahead)
-    assert first == second
-    assert first.startswith("the clock of rank 1 is 30.0 s ahead of that of rank 0;") if warns else first is None

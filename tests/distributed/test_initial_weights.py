@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import all_stages, base_config, by_name, launch, runs_exhaustive_tests, trainer_of
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.saver import Saver
-from titan_like.checkpoint.weight_reader import CheckpointWeights
 from titan_like.config.errors import RunError
+from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
-from titan_like.hugging_face.from_hugging_face import from_hugging_face
-from titan_like.hugging_face.to_hugging_face import to_hugging_face
 from titan_like.models.layers.init import local_part
-from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.collectives import build_mesh
 from titan_like.train import trainer as trainer_module
 from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.trainer import Trainer

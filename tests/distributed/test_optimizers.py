@@ -28,7 +28,7 @@ from tests.distributed.launch import (
 )
 from tests.distributed.test_host_reads import CountReads, refuse
 from tests.distributed.test_zero_memory import CountCollectives
-from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors
+from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import plan_step

@@ -16,10 +16,10 @@ from titan_like.checkpoint.inference import find_checkpoint, load_parallel_model
 from titan_like.config.schema import JobConfig
 from titan_like.data.race import read_questions
 from titan_like.data.tokenizer import build_tokenizer
-from titan_like.evaluate.race import race_task
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import TextSettings
-from titan_like.parallel.mesh import build_mesh
+from titan_like.evaluate.tasks import race_task
+from titan_like.parallel.collectives import build_mesh
 from titan_like.train.rules import resolve_settings
 
 SEQ = 20

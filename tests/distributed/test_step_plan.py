@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import Case, base_config, launch
 from tests.distributed.memory_probe import fsdp_groups, held_bytes
-from titan_like.checkpoint.tensor_names import materialise_optimizer_state
+from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.shapes import coordinates_of

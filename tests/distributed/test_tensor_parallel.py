@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.launch import collect
 from tests.losses import summed_loss
 from titan_like.config.schema import Model
-from titan_like.models.labels import IGNORED_LABEL
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor import apply_tensor_parallel, family_plan, full_logits

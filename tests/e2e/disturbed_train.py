@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train
 from titan_like.checkpoint import loader
 from titan_like.config.load import run_command
-from titan_like.parallel.whole_model import WholeModel
+from titan_like.parallel.model import WholeModel
 from titan_like.train import job
 
 forward_backward = WholeModel.forward_backward

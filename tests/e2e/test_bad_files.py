@@ -13,14 +13,14 @@ import titan_like.train.job
 import titan_like.train.setup
 from scripts import convert, generate
 from tests.e2e.test_bad_input import STEPS, TOML, arguments, check_refusal, run_here
-from titan_like.checkpoint.lock import hold
+from titan_like.checkpoint.step_folders import hold
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
 from titan_like.data.packed import corpus_files
 from titan_like.planner.profile import load_profile
 from titan_like.train.job import meeting_place
-from titan_like.train.out_of_memory import out_of_memory_names
+from titan_like.train.setup import out_of_memory_names
 
 # What a file is, by the name that it has in the test's folder, and the words that name it.
 KINDS = {
@@ -96,8 +96,8 @@ def test_profile_with_thousands_of_brackets(tmp_path):
 
 
 RUN_FILES = {
-    "brackets": (100_000 * "[", "brackets in run.json are nested too deeply"),
-    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json holds an integer of 5,000 digits"),
+    "brackets": (100_000 * "[", "run.json is not JSON: maximum recursion"),
+    "digits": ('{"step": ' + 5000 * "1" + "}", "run.json is not JSON: Exceeds the limit"),
     "no JSON": ("step 5", "run.json is not JSON"),
 }
 
@@ -276,16 +276,25 @@ def test_port_in_use_is_named(monkeypatch):
 
 BILLION = "1000000000"
 SIZES = {  # settings, words
-    "layers": ([f"--model.overrides.num_layers={BILLION}"], ["model.overrides.num_layers = 1000000000", "2,048"]),
-    "width": ([f"--model.overrides.hidden_size={BILLION}"], ["model.overrides.hidden_size", "at most 1,048,576"]),
+    "layers": (
+        [f"--model.overrides.num_layers={BILLION}"],
+        ["model.overrides.num_layers = 1000000000", "equal to 2048"],
+    ),
+    "width": (
+        [f"--model.overrides.hidden_size={BILLION}"],
+        ["model.overrides.hidden_size", "less than or equal to 1048576"],
+    ),
     "digits of an unused flavor": (["--model.flavors.z.x=0x" + 5000 * "f"], ["flavors.z.x", "64 bits"]),
     "levels of an unused flavor": ([f"--model.flavors.z={20 * '['}{20 * ']'}"], ["flavors.z", "at most 16 levels"]),
     "forged line": (["--model.overrides.a\nerror: fake\x1b=3"], [r"a\nerror: fake\x1b = 3", "unknown field"]),
     "unlimited rate": (["--optimizer.lr=1e308"], ["optimizer.lr = 1e+308", "less than or equal to 1000000"]),
     "variable without a name": (["--job.dump_folder=${}/x"], ["${}/x", "names no environment variable"]),
     "digits": (["--model.overrides.hidden_size=0x" + 5000 * "f"], ["hidden_size", "thousands of digits", "64 bits"]),
-    "rows": ([f"--model.overrides.vocab_multiple={BILLION}"], ["model.overrides.vocab_multiple", "at most 1,048,576"]),
-    "positions": ([f"--model.overrides.max_seq_len={BILLION}"], ["model.overrides.max_seq_len", "134,217,728"]),
+    "rows": (
+        [f"--model.overrides.vocab_multiple={BILLION}"],
+        ["model.overrides.vocab_multiple", "less than or equal to 1048576"],
+    ),
+    "positions": ([f"--model.overrides.max_seq_len={BILLION}"], ["model.overrides.max_seq_len", "134217728"]),
     "passes": (
         ["--training.micro_batch_size=1", "--training.global_batch_size=1048576"],
         ["training.global_batch_size = 1048576", "1,048,576 microbatches of 1 × 1 samples", "raise micro_batch_size"],

@@ -76,7 +76,7 @@ def test_same_layout_ends_with_0_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_bug_in_the_product_ends_with_1_and_names_parameter_and_axis(tmp_path: Path) -> None:
-    forgets_the_sum = copy_with(tmp_path, "parallel/tied.py", "            total += other", "            pass")
+    forgets_the_sum = copy_with(tmp_path, "parallel/model.py", "            total += other", "            pass")
     options = ["--steps", "2", "--verbose", "--json", str(tmp_path / "verdict.json")]
     result = verify(*options, *PIPELINE, product=forgets_the_sum)
     assert result.returncode == 1, result.stdout + result.stderr

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from titan_like.checkpoint.loader import model_tensors
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path
-from titan_like.checkpoint.tensor_names import model_tensors
 from titan_like.config.schema import JobConfig
 from titan_like.models import hugging_face
 from titan_like.models.bert.config import BertConfig

@@ -3,7 +3,8 @@
 from functools import cache
 from itertools import product
 
-from titan_like.parallel.schedules import check_schedule, schedule_table, simulate, stage_ranks, unit_time
+from titan_like.parallel.schedules.simulate import simulate, unit_time
+from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
 
 SINGLE, V_SHAPED = ("gpipe", "1f1b"), ("zbv_zero_bubble", "dualpipe_v")
 SPLIT = ("interleaved_zero_bubble", *V_SHAPED)

@@ -14,7 +14,7 @@ from titan_like.config import load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.masks import MaskedSamples
 from titan_like.models.registry import build_model
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run, prepare_run
 
 STEPS, BATCH = 30, 4
@@ -45,7 +45,7 @@ def run_settings(folder: Path) -> dict[str, object]:
 
 def prepared(settings: Mapping[str, object]) -> Run:
     """A run that is ready to begin, as a command line with these settings makes it."""
-    return prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()], CHECKS)))
+    return prepare_run(resolve_settings(load_config([f"--{key}={value}" for key, value in settings.items()])))
 
 
 def logged(config: JobConfig) -> list[dict[str, float]]:

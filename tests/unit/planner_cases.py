@@ -3,7 +3,7 @@
 import random
 
 from titan_like.models.registry import config_class, flavors
-from titan_like.parallel.schedules import check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 from titan_like.planner.workload import Workload
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from titan_like.checkpoint.compatible import check_same_run
+from titan_like.checkpoint.checks import check_same_run
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig

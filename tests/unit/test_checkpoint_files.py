@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -15,84 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from titan_like.checkpoint import direct_files as files
-from titan_like.checkpoint.direct_files import DirectFile, DirectFiles
 from titan_like.checkpoint.reader import TensorReader
+from titan_like.checkpoint.saver import DurableFiles
 from titan_like.checkpoint.step_folders import RunState, read_run_state, write_run_state
 from titan_like.config.schema import JobConfig
 
 CONFIG = JobConfig().model_dump(mode="json")
 RUN = RunState(3, 24, 3072, 0, 1.0, 0, {"num_layers": 2}, CONFIG, recent_losses=[1 / 3, 1e-30, 2e22])
-
-
-@pytest.fixture
-def small_buffer(monkeypatch):
-    monkeypatch.setattr(files, "_BUFFER", 8192)
-
-
-def written(path, sizes):
-    """A file of random bytes, written in parts; the bytes."""
-    data = random.Random(0).randbytes(sum(sizes))
-    with DirectFile(path) as file:
-        begin = 0
-        for size in sizes:
-            assert file.tell() == begin
-            assert file.write(memoryview(data)[begin : begin + size]) == size
-            begin += size
-    return data
-
-
-SIZES = [[], [1], [0, 5, 0], [4096], [8192], [8191, 1], [8193], [30, 100_000, 7, 8192, 16], [4096, 4096, 4095]]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_parts_of_any_size_arrive_in_order(tmp_path, small_buffer, sizes):
-    data = written(tmp_path / "file", sizes)
-    assert (tmp_path / "file").read_bytes() == data
-
-
-def refuse_open(monkeypatch):
-    def opened(path, flags, mode=0o777, real=os.open):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", opened)
-
-
-def refuse_second_write(monkeypatch):
-    calls = []
-
-    def write(descriptor, data, offset, real=os.pwrite):
-        calls.append(offset)
-        if len(calls) == 2:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", write)
-
-
-def write_short(monkeypatch):
-    def write(descriptor, data, offset, real=os.pwrite):
-        return real(descriptor, data[: max(1, len(data) // 3)], offset)  # direct writes of odd lengths are refused
-
-    monkeypatch.setattr(os, "pwrite", write)
-
-
-@pytest.mark.parametrize("fault", [refuse_open, refuse_second_write, write_short])
-def test_file_systems_without_direct_writes(tmp_path, monkeypatch, small_buffer, fault):
-    fault(monkeypatch)
-    data = written(tmp_path / "file", [10, 50_000, 3])
-    assert (tmp_path / "file").read_bytes() == data
-
-
-def test_full_disk_says_so(tmp_path, monkeypatch, small_buffer):
-    def write(descriptor, data, offset):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", write)
-    with pytest.raises(OSError, match="No space left"):
-        written(tmp_path / "file", [20_000])
 
 
 def test_files_are_on_disk_when_closed(tmp_path, monkeypatch):
@@ -109,7 +37,7 @@ def tensors():
 
 def save(folder, state):
     writer = FileSystemWriter(folder, sync_files=False)
-    writer.fs = DirectFiles(writer.save_id)
+    writer.fs = DurableFiles(writer.save_id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(state, storage_writer=writer, no_dist=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_like.parallel import compute_copies
-from titan_like.parallel.compute_copies import ComputeCopies
+from titan_like.parallel import gradients
+from titan_like.parallel.gradients import ComputeCopies
 
 
 def model():
@@ -28,7 +28,7 @@ def expected_gradients(inputs, dtype):
 @pytest.mark.parametrize("unit_bytes", [1, 8 * 8 * 2, 1 << 20], ids=["each weight", "some", "one unit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_are_those_of_casts(monkeypatch, dtype, unit_bytes):
-    monkeypatch.setattr(compute_copies, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(gradients, "UNIT_BYTES", unit_bytes)
     inputs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
     layers = model()
     copies = ComputeCopies(layers, dtype)
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_casts(monkeypatch, dtype, unit_bytes):
 
 
 def test_units_are_added_up_before_the_backward_pass_ends(monkeypatch):
-    monkeypatch.setattr(compute_copies, "UNIT_BYTES", 1)
+    monkeypatch.setattr(gradients, "UNIT_BYTES", 1)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     copies = ComputeCopies(layers, torch.bfloat16)
     copies.refresh()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titan_like.config import load_config
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
 
@@ -18,7 +18,7 @@ def train(dump: Path, steps: int, folder: Path | None = None) -> None:
     arguments += ["--data.dataset=text", f"--data.paths={text}", "--checkpoint.enable", "--checkpoint.interval=2"]
     arguments += ["--checkpoint.keep_latest=0", "--model.overrides.num_layers=1", "--model.overrides.hidden_size=8"]
     arguments += [f"--checkpoint.folder={folder}"] if folder is not None else []
-    run_job(prepare_run(resolve_settings(load_config(arguments, CHECKS))))
+    run_job(prepare_run(resolve_settings(load_config(arguments))))
 
 
 def steps(path: Path) -> list[int]:

@@ -14,13 +14,20 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.tokenizer import ByteTokenizer
-from titan_like.evaluate.lambada import lambada_task, read_passages, split_passage
-from titan_like.evaluate.task import TaskError, TextSettings
-from titan_like.evaluate.tasks import check_tasks, open_tasks
-from titan_like.evaluate.text import text_task
-from titan_like.evaluate.wikitext import count_words, detokenize, read_published, wikitext_task
-from titan_like.evaluate.windows import Score, ending_window, sliding_windows
-from titan_like.parallel.token_scores import token_scores
+from titan_like.evaluate.scoring import token_scores
+from titan_like.evaluate.task import Score, TaskError, TextSettings, ending_window, sliding_windows
+from titan_like.evaluate.tasks import (
+    check_tasks,
+    count_words,
+    detokenize,
+    lambada_task,
+    open_tasks,
+    read_passages,
+    read_published,
+    split_passage,
+    text_task,
+    wikitext_task,
+)
 
 
 @pytest.mark.parametrize(("seq_len", "stride"), [(1, 1), (4, 1), (4, 3), (4, 4), (7, 2), (7, 5), (7, 7)])
@@ -169,8 +176,8 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "text=$NO_SUCH_VARIABLE/a": (None, "the path names the environment variable NO_SUCH_VARIABLE, which is not set"),
     "wikitext103=FILE": (b"ab\xff", "FILE is not valid UTF-8 at byte 2; convert"),
     "lambada=FILE": ("a bcdefghijklmnop", "raise training.seq_len"),
-    "text=./FILE": (b"PAR1\x00\xff", "FILE is a parquet file; lambada and wikitext103"),
-    "text=.//FILE": ("ab".encode("utf-16"), "FILE is UTF-16; convert it"),
+    "text=./FILE": (b"PAR1\x00\xff", r"FILE is not valid UTF-8 at byte 5; .* name it as what it is \(.parquet"),
+    "text=.//FILE": ("ab".encode("utf-16"), "FILE is not valid UTF-8 at byte 0; convert the file"),
     "lambada=./FILE": ('[{"text": "a b"},\n {"text": "c d"}]', "FILE is one JSON array; write an object"),
     "lambada=.//FILE": (
         '{"text": "a b"}\n{"text": "\\ud800 c"}',

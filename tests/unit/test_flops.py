@@ -14,7 +14,7 @@ from titan_like.metrics.flops import (
 )
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.registry import build_model, config_class, flavors
-from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
+from titan_like.parallel.apply import apply_activation_checkpoint
 
 NONE, FULL, SELECTIVE = (ActivationCheckpoint(mode=mode) for mode in ("none", "full", "selective"))
 

@@ -28,14 +28,13 @@ from tests.unit.hugging_face_cases import (
     t5_config,
 )
 from titan_like.checkpoint.inference import find_checkpoint, load_for_inference
-from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.sampling import generate
-from titan_like.hugging_face.safetensors_file import TensorSpec, plan_shards
-from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.hugging_face.convert import TensorSpec, plan_shards, to_hugging_face
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.setup import check_folders
 

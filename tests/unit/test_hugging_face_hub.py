@@ -6,7 +6,7 @@ import huggingface_hub
 import pytest
 
 from titan_like.config import ConfigError
-from titan_like.hugging_face.hub import local_folder
+from titan_like.hugging_face.folder import local_folder
 
 
 def test_a_path_is_itself_and_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from tests.unit.hugging_face_cases import (
     t5_config,
 )
 from titan_like.data.sentence_pairs import PairTokens
-from titan_like.models.labels import num_labels
-from titan_like.models.layers.rope import rope_frequencies
+from titan_like.models.layers.cross_entropy import num_labels
+from titan_like.models.layers.positions import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model, flavors
 

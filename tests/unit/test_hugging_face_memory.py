@@ -29,11 +29,11 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.hugging_face.folder import open_hugging_face
-from titan_like.hugging_face.from_hugging_face import from_hugging_face
-from titan_like.hugging_face.safetensors_file import TensorSpec, write_safetensors
-from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.hugging_face.convert import from_hugging_face
+from titan_like.hugging_face.convert import TensorSpec, write_safetensors
+from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models.hugging_face import Fields, family_module
 
 folder, shard = Path(sys.argv[1]), int(sys.argv[2])

@@ -24,12 +24,11 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
 )
 from titan_like.checkpoint.inference import load_for_inference
-from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import JobConfig
+from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
-from titan_like.hugging_face.from_hugging_face import from_hugging_face
-from titan_like.hugging_face.to_hugging_face import to_hugging_face
 from titan_like.models.registry import model_config
 from titan_like.train.initial_weights import check_initial_weights
 

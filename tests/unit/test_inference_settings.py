@@ -224,7 +224,7 @@ def test_the_harness_s_own_tasks_are_read_only_where_they_may_be_meant(
 def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that finds the harness's tasks, without the thousands that it comes with."""
     pytest.importorskip("lm_eval")
-    from titan_like.evaluate import harness_tasks
+    from titan_like.evaluate import harness as harness_tasks
 
     few = partial(harness_tasks.HarnessTasks, include_defaults=False)
     monkeypatch.setattr(harness_tasks, "HarnessTasks", few)

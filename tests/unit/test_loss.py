@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_like.models.labels import IGNORED_LABEL
 from titan_like.models.layers import cross_entropy
-from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 
 VOCAB, PADDED, HIDDEN, FACTOR = 1000, 1024, 16, 1 / 7
 

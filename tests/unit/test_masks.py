@@ -24,7 +24,7 @@ from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.visible import VisibleKeys, block_mask
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.train.rules import CHECKS, check_rules
+from titan_like.train.rules import check_rules
 
 EOD, SEED = 9, 1234
 INPUTS = [1, 2, EOD, 3, EOD, EOD, 4, 5, 6, 7]  # documents: 1 2 E | 3 E | E | 4 5 6 7
@@ -199,7 +199,7 @@ def test_dropout_drops_only_what_is_seen() -> None:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_packed_documents_equal_separate_ones(family: str) -> None:
-    config = load_config(["--job.config_file", f"train_configs/debug_{family}.toml"], CHECKS)
+    config = load_config(["--job.config_file", f"train_configs/debug_{family}.toml"])
     overrides = {"dropout": 0.0} if family == "gpt" else {}
     shape = model_config(config.model.model_copy(update={"overrides": overrides}))
     model = build_model(shape, family).double()
@@ -233,11 +233,11 @@ def test_end_of_document_comes_from_the_tokenizer_if_it_is_needed() -> None:
 
 
 def test_rules() -> None:
-    config = load_config(["--training.steps=1", "--data.prefix_lm_loss", "all"], CHECKS)
+    config = load_config(["--training.steps=1", "--data.prefix_lm_loss", "all"])
     model = model_config(config.model)
     with pytest.raises(ConfigError, match=r"data.prefix_lm_loss.*data.prefix_lm to true"):
         check_rules(config, model, resolve_layout(config.parallelism, 1))
-    config = load_config(["--training.steps=1", "--data.prefix_lm", "true"], CHECKS)
+    config = load_config(["--training.steps=1", "--data.prefix_lm", "true"])
 
     class Plain(type(model)):  # type: ignore[misc]
         supports_masks = False

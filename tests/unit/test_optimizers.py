@@ -11,9 +11,8 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Optimizer
-from titan_like.optim.exchange import assign_owners
-from titan_like.optim.fused_adamw import FusedAdamW
-from titan_like.optim.optimizer import build_optimizer, update
+from titan_like.optim.muon import assign_owners
+from titan_like.optim.optimizer import FusedAdamW, build_optimizer, update
 from titan_like.train.rules import resolve_settings
 
 LR, DECAY = 0.01, 0.1

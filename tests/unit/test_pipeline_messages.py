@@ -6,14 +6,8 @@ from itertools import pairwise, product
 import pytest
 
 from tests.unit.pipeline_cases import SINGLE, cases, unit_run
-from titan_like.parallel.schedules import (
-    SCHEDULES,
-    Action,
-    add_communication,
-    forward_table,
-    schedule_table,
-    stage_ranks,
-)
+from titan_like.parallel.schedules.simulate import add_communication
+from titan_like.parallel.schedules.tables import SCHEDULES, Action, forward_table, schedule_table, stage_ranks
 
 
 class HangError(Exception):

@@ -8,20 +8,22 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from tests.unit.pipeline_cases import SINGLE, SPLIT, V_SHAPED, cases, unit_run
-from titan_like.parallel.schedules import (
-    SCHEDULES,
-    Action,
+from titan_like.parallel.schedules.simulate import (
     bubble_fraction,
-    check_schedule,
-    forward_table,
     ideal_bubble,
     max_in_flight,
-    schedule_table,
     simulate,
-    stage_ranks,
-    stages_per_rank,
     step_time,
     unit_time,
+)
+from titan_like.parallel.schedules.tables import (
+    SCHEDULES,
+    Action,
+    check_schedule,
+    forward_table,
+    schedule_table,
+    stage_ranks,
+    stages_per_rank,
 )
 
 

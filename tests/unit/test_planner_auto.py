@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
-from titan_like.config.write import to_toml
+from titan_like.config.paths import to_toml
 from titan_like.planner.auto import choose_layout, with_chosen_layout
 from titan_like.planner.dry_run import dry_run
 from titan_like.train.rules import resolve_settings

@@ -9,8 +9,15 @@ from tests.unit.planner_cases import MODELS, flavor, random_workloads
 from titan_like.config.schema import Optimizer
 from titan_like.optim.state_size import ADAMW_STATE, StateValues, optimizer_state
 from titan_like.parallel import split as parallel_split
-from titan_like.parallel.schedules import SCHEDULES, check_schedule, max_in_flight, schedule_table, stages_per_rank
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stage_ranks
+from titan_like.parallel.schedules.simulate import max_in_flight
+from titan_like.parallel.schedules.tables import (
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    check_schedule,
+    schedule_table,
+    stage_ranks,
+    stages_per_rank,
+)
 from titan_like.parallel.split import StageLayers, balanced_layers, split_layers
 from titan_like.planner import training_state_fast
 from titan_like.planner.dtypes import BYTES

@@ -8,7 +8,8 @@ from tests.unit.test_planner_command import plan
 from titan_like.metrics.step_timeline import Phase, simulated
 from titan_like.metrics.timeline_report import differences, lanes, parts_of
 from titan_like.metrics.timeline_trace import chrome_trace, read_trace
-from titan_like.parallel.schedules import SCHEDULES, bubble_fraction, ideal_bubble, stages_per_rank, unit_time
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, unit_time
+from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.simulator import simulated_step_time, timeline
 from titan_like.planner.step_time import step_time

@@ -3,8 +3,9 @@ import statistics
 import pytest
 
 from tests.unit.planner_cases import flavor, random_workloads
-from titan_like.parallel.schedules import SCHEDULES, bubble_fraction, check_schedule, ideal_bubble, stages_per_rank
-from titan_like.parallel.schedules import step_time as end_of
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble
+from titan_like.parallel.schedules.simulate import step_time as end_of
+from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, stages_per_rank
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.simulator import simulated_step_time, stage_passes, timeline

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.checkpoint.progress import is_resumable
+from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import load_config
 
 

@@ -20,7 +20,7 @@ from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.source import IGNORED_LABEL, DataRequest
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
 SEQ = 16
@@ -130,7 +130,7 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
         (f'["{race}", "{race}"]', "needs one folder, in which train, dev and test are"),
     ):
         with pytest.raises(ConfigError, match=words_of):
-            config = load_config([*start, f"--data.paths={paths}", f"--job.dump_folder={tmp_path}/out"], CHECKS)
+            config = load_config([*start, f"--data.paths={paths}", f"--job.dump_folder={tmp_path}/out"])
             prepare_run(resolve_settings(config))
     for family, task, words_of in (
         ("bert", f"text={race}/tokenizer.json", "bert with this head chooses answers; only race is for it"),
@@ -208,7 +208,7 @@ def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys)
         "checkpoint.enable": "true",
     }
     start = {"training.steps": 2, "evaluation.interval": 0, "job.dump_folder": tmp_path / "pretrained"}
-    config = load_config(arguments(race, both | pretraining | start), CHECKS)
+    config = load_config(arguments(race, both | pretraining | start))
     run_job(prepare_run(resolve_settings(config)))
     tuning = {
         "data.dataset": "race",
@@ -221,7 +221,7 @@ def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys)
         "checkpoint.initial_load_path": tmp_path / "pretrained" / "checkpoint" / "step-2",
         "job.dump_folder": tmp_path / "tuned",
     }
-    run_job(prepare_run(resolve_settings(load_config(arguments(race, both | tuning), CHECKS))))
+    run_job(prepare_run(resolve_settings(load_config(arguments(race, both | tuning)))))
     lines = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
     assert "weights from" in capsys.readouterr().out
     assert lines[0]["choice_loss"] == pytest.approx(1.4, abs=0.3) and lines[0]["loss"] == lines[0]["choice_loss"]

@@ -8,7 +8,7 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import LRScheduler, Training
 from titan_like.data.batch_size import global_batch_size_at, rampup_batch_sizes, total_samples, total_steps
 from titan_like.models.registry import model_config
-from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.optimizer import LossScaler
 from titan_like.optim.schedule import describe_warmup, lr_factor
 from titan_like.parallel.layout import Layout
 from titan_like.train.rules import check_rules

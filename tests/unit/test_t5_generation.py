@@ -12,11 +12,11 @@ import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from tests.unit.hugging_face_cases import random_model, reference_of, save_checkpoint, t5_config
-from titan_like.checkpoint.weight_reader import CheckpointWeights
+from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.sampling import generate
-from titan_like.hugging_face.to_hugging_face import to_hugging_face
+from titan_like.hugging_face.convert import to_hugging_face
 
 START, NO_END, NEW_TOKENS = 0, 1, 24
 

@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
 from titan_like.config import ConfigError, load_config
 from titan_like.train.job import run_job
-from titan_like.train.rules import CHECKS, resolve_settings
+from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import Run
 
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_takes_out_the_same_spans(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     def refusal(*settings: str, processes: int = 1) -> str:
         with pytest.raises(ConfigError) as error:
-            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings], CHECKS), processes)
+            resolve_settings(load_config(["--model.family=t5", "--training.steps=1", *settings]), processes)
         return str(error.value)
 
     tensor = ["--parallelism.tensor_parallel_degree=4", "--parallelism.sequence_parallel=true"]

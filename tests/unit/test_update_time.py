@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.planner_cases import flavor
 from titan_like.config.schema import Optimizer
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.optim.update_work import newton_schulz_products, update_work
+from titan_like.optim.state_size import newton_schulz_products, update_work
 from titan_like.planner.layer_time import gemm_time
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import description

@@ -18,7 +18,7 @@ from pyarrow import ipc
 from tests.distributed.mutations import data
 from tests.unit.race_cases import VOCABULARY, write_race
 from titan_like.config import load_config
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.open_source import open_data

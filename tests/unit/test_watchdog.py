@@ -257,14 +257,17 @@ def test_time_in_which_the_process_is_suspended_does_not_count(job: Job) -> None
     job.pass_time(20)
 
 
-def test_another_rank_looks_where_the_first_one_was_stopped_meanwhile(job: Job) -> None:
-    assert job.store.add("round", 0) == 0 and job.store.add("looks in round 0", 1) == 1  # rank 1 is to look
-    job.pass_time(10)
-    with pytest.raises(Ended, match="rank 1 died or was stopped"):
-        job.pass_time(120, other=False)
+def test_few_and_spread_ranks_look(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
+    looking = []
+    for rank in range(1000):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        looking += [rank] if Watchdog(timeout=60.0)._looks else []
+    assert looking == list(range(0, 1000, 16))
 
 
 def test_the_word_of_the_rank_that_looked_is_taken(job: Job) -> None:
+    job.watchdog._looks = False
     job.store.set("report", "rank 1 …")
     with pytest.raises(Ended, match=r"^$"):  # which has printed it
         job.pass_time(60)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.compatible import check_readable, check_same_model
+from titan_like.checkpoint.checks import check_readable, check_same_run
 from titan_like.checkpoint.loader import load_checkpoint
 from titan_like.checkpoint.step_folders import RUN_FILE, checkpoint_folder, checkpoint_path, complete_steps
 from titan_like.config.errors import ConfigError, RunError, first_line
@@ -40,7 +40,7 @@ def find_checkpoint(config: JobConfig) -> Path:
     step = steps[-1] if wanted is None else wanted
     check_readable(folder, [step], _other_checkpoints(folder, step))
     path = checkpoint_path(folder, step)
-    check_same_model(path, config, model_config(config.model))
+    check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
 

@@ -1,7 +1,9 @@
-"""Loading checkpoints in any layout."""
+"""The tensors of a run by their names in a checkpoint, and loading them in any layout or one by one."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,20 +12,88 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_like.checkpoint.lock import hold
 from titan_like.checkpoint.reader import TensorReader
-from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps, read_run_state, sweep
-from titan_like.checkpoint.tensor_names import (
-    forget_state,
-    materialise_optimizer_state,
-    model_tensors,
-    optimizer_tensors,
-    restore_rng,
-    rng_tensors,
+from titan_like.checkpoint.step_folders import (
+    RUN_FILE,
+    RunState,
+    checkpoint_path,
+    complete_steps,
+    hold,
+    read_run_state,
+    sweep,
 )
-from titan_like.config.errors import RunError, first_line
+from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.models.hugging_face import family_module
+from titan_like.models.registry import config_class
+from titan_like.optim.optimizer import FusedAdamW
+from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
+
+
+def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
+    """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor."""
+    return {f"model.{name}": parameter.detach() for name, parameter in _by_name(model).items()}
+
+
+def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Optimizer state by the name of its parameter."""
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in _by_name(model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def rng_tensors() -> dict[str, torch.Tensor]:
+    """State of this rank's random generators."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"rng.cpu.rank{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.rank{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(tensors: dict[str, torch.Tensor]) -> None:
+    """Restore this rank's random generators from the states in ``tensors``."""
+    for name, state in tensors.items():
+        if name.startswith("rng.cpu."):
+            torch.set_rng_state(state)
+        elif name.startswith("rng.cuda."):
+            torch.cuda.set_rng_state(state)
+
+
+def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name; only the first copy of a tied table."""
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        parameters.setdefault(name, parameter)
+    return parameters
+
+
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Free an optimizer's state."""
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.forget_state()
+    else:
+        optimizer.state.clear()
+
+
+def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, with a step of learning rate 0 that changes no weight."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.init_state()  # without the collectives of a step
+        return
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, lr in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = lr
 
 
 def resume(
@@ -146,3 +216,86 @@ def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None
         if optimizer is not None:
             for key, value in optimizer.state.get(original, {}).items():
                 optimizer.state[copy][key].copy_(value)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like one checkpoint."""
+    return os.path.isfile(path / RUN_FILE)
+
+
+def one_checkpoint(path: Path, key: str) -> Path:
+    """``path`` if it is a step-N folder, or the newest checkpoint in it.
+
+    Raises:
+        ConfigError: it is neither, or its run.json is damaged; ``key`` is the setting to blame.
+    """
+    if not is_checkpoint(path):
+        steps = complete_steps(path)
+        if not steps:
+            problem = "neither a checkpoint (a step-N folder) nor a folder of them; name one that a run has saved"
+            raise ConfigError(key, str(path), problem)
+        path = checkpoint_path(path, steps[-1])
+    try:
+        read_run_state(path)
+    except Exception as error:  # whatever a damaged file raises
+        raise ConfigError(key, str(path), f"cannot be loaded ({first_line(error)}); name another checkpoint") from None
+    return path
+
+
+class CheckpointWeights:
+    """The model description and the weights of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the metadata.
+
+        Raises:
+            RunError: it is damaged or inconsistent.
+        """
+        self.path = path
+        try:
+            self.run = read_run_state(path)
+            self.family: str = self.run.config["model"]["family"]
+            self.tokenizer: str = self.run.config["data"]["tokenizer"]
+            if not isinstance(self.tokenizer, str):
+                raise TypeError("run.json names no tokenizer")
+            self.model = config_class(self.family).model_validate(self.run.model)
+            self._reader = TensorReader(path)
+            self._stored = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # whatever a damaged file raises
+            raise RunError(f"{path} cannot be loaded ({first_line(error)})") from error
+        self._check()
+
+    def read(self, name: str) -> torch.Tensor:
+        """One full weight by its name in the model.
+
+        Raises:
+            RunError: its file is damaged.
+        """
+        stored = self._stored[f"model.{name}"]
+        assert isinstance(stored, TensorStorageMetadata)  # checked before
+        try:
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise RunError(f"{self.path} cannot be loaded ({first_failure(error)})") from error
+        except Exception as error:  # whatever a damaged file raises
+            raise RunError(f"{self.path} cannot be loaded ({first_line(error)})") from error
+        return tensor
+
+    def _check(self) -> None:
+        known = set()
+        for parameter in family_module(self.family).stored_parameters(self.model):
+            name = f"model.{parameter.name}"
+            stored = self._stored.get(name)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != parameter.shape:
+                problem = f"run.json describes a {name} of shape {list(parameter.shape)}, which is not there"
+                raise RunError(f"{self.path} cannot be loaded ({problem})")
+            if not stored.properties.dtype.is_floating_point:
+                raise RunError(f"{self.path} cannot be loaded ({name} is of type {stored.properties.dtype})")
+            known.add(name)
+        for name in self._stored:
+            if name.startswith("model.") and name not in known:
+                problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
+                raise RunError(f"{self.path} cannot be loaded ({problem})")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import fields, is_dataclass
 from math import prod
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, ClassVar
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -13,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titan_like.checkpoint.torch_archive import FilePart, is_as_written
 from titan_like.torch_private import storage_info
 
 _ALLOWED = {
@@ -88,14 +89,17 @@ class TensorReader(FileSystemReader):
     """
 
     _mark = b""
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes and places of the stored tensors.
+        """Names, shapes and places of the stored tensors. The file is read once, however often tensors are loaded.
 
         Raises:
             pickle.UnpicklingError: the file holds anything else, places a tensor outside the checkpoint's folder, or
                 lacks parts of a tensor.
         """
+        if self._metadata is not None:
+            return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         _check_places(metadata)
@@ -104,6 +108,7 @@ class TensorReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self._mark = str(metadata.storage_meta.save_id or "").encode()
+        self._metadata = metadata
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -124,11 +129,23 @@ class TensorReader(FileSystemReader):
         first = file.read(len(self._mark))
         if first != self._mark and not first.startswith(b"PK"):  # files written by torch alone begin with a tensor
             raise RuntimeError(f"{sinfo.relative_path} is not this checkpoint's file")
-        stored = FilePart(file, sinfo.offset, sinfo.length)
-        if not is_as_written(stored):
+        file.seek(sinfo.offset)
+        stored = io.BytesIO(file.read(sinfo.length))
+        if not _is_as_written(stored):
             raise RuntimeError(f"{sinfo.relative_path} does not match its checksum")
         stored.seek(0)
-        return cast(IO[bytes], stored)
+        return stored
+
+
+def _is_as_written(archive: io.BytesIO) -> bool:
+    """Whether every record of a zip archive is stored as it is and matches its checksum."""
+    try:
+        with ZipFile(archive) as directory:
+            records = directory.infolist()
+            is_stored = all(record.compress_type == ZIP_STORED for record in records)
+            return bool(records) and is_stored and directory.testzip() is None
+    except Exception:  # whatever zipfile raises for damaged bytes
+        return False
 
 
 def _check_places(metadata: Metadata) -> None:

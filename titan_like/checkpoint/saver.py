@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.direct_files import DirectFiles
 from titan_like.checkpoint.loader import first_failure
 from titan_like.checkpoint.step_folders import (
     RunState,
     begin_checkpoint,
     checkpoint_path,
     complete_checkpoint,
+    flush,
     unfinished_path,
 )
 from titan_like.config.errors import first_line
@@ -42,6 +45,27 @@ class SaveError(Exception):
 def background_group() -> dist.ProcessGroup:
     """A process group of all ranks for the thread that saves: its collectives must not mix with those of training."""
     return dist.new_group(backend="gloo")
+
+
+class DurableFiles(FileSystem):
+    """The files of a checkpoint that is being written; each is on disk once it is closed.
+
+    Tensor files begin with a mark of their checkpoint, so a file from another checkpoint is recognised. torch's own
+    readers work too, because the metadata gives the offset of each tensor.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark.encode()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A file."""
+        with super().create_stream(path, mode) as stream:
+            if mode == "wb" and str(path).endswith(DEFAULT_SUFFIX):
+                stream.write(self.mark)
+            yield stream
+        if mode == "wb":  # not by torch's writer, which does not empty its own buffer before
+            flush(path)
 
 
 class Saver:
@@ -151,7 +175,7 @@ class Saver:
                 mark = [writer.save_id]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
                 writer.save_id = mark[0]
-                writer.fs = DirectFiles(writer.save_id)  # each file is on disk once it is closed
+                writer.fs = DurableFiles(writer.save_id)
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 problem = self._explained(first_failure(error), tensors)

@@ -2,16 +2,19 @@
 
 ``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
 the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
-has its own, see `torch_archive`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
+has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
 any moment leaves earlier checkpoints whole.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -22,7 +25,9 @@ from zlib import crc32
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_problem
+from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig
+from titan_like.data.batch_size import total_steps
 
 RUN_FILE = "run.json"
 UNFINISHED = ".unfinished"
@@ -106,18 +111,12 @@ def read_run_state(path: Path) -> RunState:
     """
     if not (path / RUN_FILE).is_file():  # reading a pipe or a device may never end
         raise FileNotFoundError(f"there is no file {path / RUN_FILE}")
+    content = (path / RUN_FILE).read_bytes()
     try:
-        return _checked(json.loads((path / RUN_FILE).read_bytes(), parse_int=_parse_int), path)
-    except RecursionError:
-        raise UnreadableError(f"brackets in {RUN_FILE} are nested too deeply") from None
-    except json.JSONDecodeError as error:
+        numbers = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{RUN_FILE} is not JSON: {error}") from None
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 20:  # Python refuses more than 4,300 digits with a message of its own
-        raise UnreadableError(f"{RUN_FILE} holds an integer of {len(digits):,} digits")
-    return int(digits)
+    return _checked(numbers, path)
 
 
 def _checked(numbers: Any, path: Path) -> RunState:
@@ -162,11 +161,11 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
     """
     final, unfinished = checkpoint_path(folder, run.step), unfinished_path(folder, run.step)
     write_run_state(unfinished, run)
-    flush_folder(unfinished)
+    flush(unfinished)
     if final.exists():  # a run that went back passes this step again
         os.rename(final, final.with_name(final.name + REPLACED))
     os.rename(unfinished, final)
-    flush_folder(folder)
+    flush(folder)
     steps = complete_steps(folder)
     kept = [step for step in steps if step <= run.step][-keep_latest:]  # the run may have gone back
     for step in sorted(set(steps) - set(kept)) if keep_latest else []:
@@ -221,26 +220,91 @@ def written_aside(final: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        flush_folder(aside)
+        flush(aside)
         os.rename(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def write_durably(path: Path, text: str) -> None:
     """Write a file and wait until it is on disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text, encoding="utf-8")
+    flush(path)
 
 
-def flush_folder(path: Path) -> None:
-    """Wait until the entries of a folder are on disk."""
+def flush(path: str | os.PathLike[str]) -> None:
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_resumable(config: JobConfig) -> tuple[bool, str]:
+    """Whether a run that has ended has steps left and a checkpoint to resume from, and a sentence that says so."""
+    if not config.checkpoint.enable:
+        return False, "not resumable: checkpoint.enable is false"
+    if config.checkpoint.load_step is not None:
+        return False, f"not resumable: every start goes back to checkpoint.load_step = {config.checkpoint.load_step}"
+    folder, total = checkpoint_folder(config), total_steps(config.training)
+    # Looked up by name, because the listing of a network file system may lag behind.
+    newest = total if checkpoint_path(folder, total).is_dir() else max(complete_steps(folder), default=0)
+    if newest >= total:
+        return False, f"finished: a checkpoint of step {newest} of {total} is in {folder}"
+    if newest == 0:
+        return False, f"not resumable: no checkpoint in {folder}"
+    return True, f"resumable: step {newest} of {total} is in {folder}"
+
+
+_PATIENCE = 30.0  # seconds to wait for a run that is being stopped
+_held: list[int] = []  # descriptors; the system releases the locks when the process ends, for whatever reason
+
+
+def lock_path(folder: Path) -> Path:
+    """The lock file, which is next to the folder."""
+    return folder.with_name(folder.name + ".lock")
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Why the lock file is unusable and what to do, as the predicate of a sentence; None if it is usable."""
+    problem = writing_problem(lock_path(folder))
+    return None if problem is None else f"{problem}, and runs lock it; remove it"
+
+
+def hold(folder: Path, taken: str, patience: float = _PATIENCE) -> str | None:
+    """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds.
+
+    Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
+    cannot be used. On a file system without locks it also returns None, and nobody is kept out.
+    """
+    path = lock_path(folder)
+    problem = lock_problem(folder)
+    if problem is not None:
+        return f"{path} {problem}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}), and runs lock it; name another folder"
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                if time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                os.close(descriptor)
+                return taken
+        _held.append(descriptor)
+        return None
+
+
+def release() -> None:
+    """Unlock every folder that this process holds."""
+    while _held:
+        os.close(_held.pop())

@@ -5,22 +5,75 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import json
 import os
 import sys
+import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
-from titan_like.config.help import format_help
-from titan_like.config.paths import expanded
+from titan_like.config.paths import expanded, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
-from titan_like.config.toml import read_toml
+
+
+def format_help(program: str, config_type: type[BaseModel]) -> str:
+    """How ``program`` is called: every key with its type, default and meaning."""
+    lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value] ..."]
+    for section, field in config_type.model_fields.items():
+        section_type = field.annotation
+        assert isinstance(section_type, type) and issubclass(section_type, BaseModel)
+        lines += ["", f"[{section}] {(section_type.__doc__ or '').strip()}"]
+        for key, option in options_of(section_type).items():
+            default = option.get_default(call_default_factory=True)
+            lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {_default(default)}")
+            lines += textwrap.wrap(option.description or "", 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) in (dict, list, tuple):
+        return {dict: "table", list: "list", tuple: "list"}[get_origin(annotation)]
+    choices = [a for a in get_args(annotation) if a is not type(None)]
+    if choices and all(isinstance(choice, str | int) and not isinstance(choice, type) for choice in choices):
+        return " | ".join(json.dumps(choice) for choice in choices)
+    if choices:
+        return " | ".join(_type_name(choice) for choice in choices)
+    names = {str: "string", int: "integer", float: "number", bool: "true | false"}
+    return names.get(annotation, str(annotation))
+
+
+def json_schema(config_type: type[BaseModel]) -> str:
+    """JSON schema of a run's TOML; editors use it if the first line is ``#:schema ./schema.json``."""
+    return json.dumps(config_type.model_json_schema(), indent=2) + "\n"
+
+
+def setting(config: JobConfig, key: str) -> Any:
+    """The value of ``section.key``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
+    """A copy of a configuration with other values of some keys (``section.key``), which are not validated again."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    )
+
 
 # Tables whose keys the user, the model family, the dataset or the optimizer defines, so the schema does not list them.
 _FREE_TABLES = ("model.overrides", "model.flavors", "data.options", "optimizer.options")
@@ -30,12 +83,10 @@ _MOST_LEVELS = 16  # of tables and lists in these
 _SECONDS_FOR_RANK_0 = 10
 
 
-def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] | None = None) -> JobConfig:
+def load_config(argv: list[str]) -> JobConfig:
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > default. ``--help`` prints every key and exits.
-
-    If any key is wrong, ``checks`` (by section name) run too, so that their ConfigErrors are reported together with it.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
@@ -58,20 +109,15 @@ def load_config(argv: list[str], checks: Mapping[str, Callable[[Any], object]] |
             _set_dotted(tree, dotted, value)
         except ConfigError as error:
             errors.append(error)
-    unfit = set[str]()  # sections with values too deep or too large for any check
     for table in _FREE_TABLES:
         section, _, key = table.partition(".")
-        found = _free_table_errors(table, tree.get(section, {}).get(key))
-        errors += found
-        unfit |= {section} if found else set()
+        errors += _free_table_errors(table, tree.get(section, {}).get(key))
     try:
         config = JobConfig.model_validate(tree)
     except ValidationError as error:
         told = {one.key for one in errors}
         errors += [one for one in _validation_errors(error) if one.key not in told]
     if errors:
-        for section, check in (checks or {}).items():
-            errors += _section_errors(section, tree.get(section, {}), check) if section not in unfit else []
         raise all_of(errors)
     return config
 
@@ -336,16 +382,3 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
         meaning = f" ({fields[key].description})" if key in fields else ""
         found.setdefault(dotted, ConfigError(dotted, detail["input"], f"{problem_of(detail)}{meaning}"))
     return list(found.values())
-
-
-def _section_errors(section: str, table: dict[str, Any], check: Callable[[Any], object]) -> list[ConfigError]:
-    """What ``check`` finds wrong in a section whose types and values are right."""
-    kind = JobConfig.model_fields[section].annotation
-    assert isinstance(kind, type) and issubclass(kind, BaseModel)
-    try:
-        check(kind.model_validate(table))
-    except ValidationError:
-        return []
-    except ConfigError as error:
-        return [error]
-    return []

@@ -1,11 +1,15 @@
-"""Paths in settings, and the settings files that they name."""
+"""Paths in settings, and the settings files that they name: parsing TOML, and writing it."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from titan_like.config.errors import ConfigError
 
@@ -97,3 +101,58 @@ def read_settings(path: str, key: str) -> str:
         raise ConfigError(key, path, problem) from None
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror}); give a readable TOML file") from None
+
+
+_WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse a TOML document.
+
+    Raises:
+        ValueError: the text is not valid; the message says where, and what would be valid.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"not valid TOML ({error}); {_cure(text, str(error))}") from None
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply; at most some hundred levels can be read") from None
+    except ValueError as error:  # such as a date that does not exist, or a number of thousands of digits
+        raise ValueError(f"not valid TOML ({error}); correct that value") from None
+
+
+def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not UTF-8 or not TOML; ``key`` is the setting that names it.
+    """
+    text = read_settings(path, key)
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(key, path, str(error)) from None
+
+
+def _cure(text: str, message: str) -> str:
+    """What to do about the line that the parser stopped at."""
+    place = re.search(r"at line (\d+)", message)
+    lines = text.splitlines()
+    if place and int(place[1]) <= len(lines):
+        word = re.search(r"=\s*(\w+)\s*(?:#.*)?$", lines[int(place[1]) - 1])
+        if word and word[1] in _WORDS:
+            return f"write {_WORDS[word[1]]} instead of {word[1]}"
+    return "correct that line"
+
+
+def to_toml(tree: dict[str, dict[str, Any]], head: list[str]) -> str:
+    """The settings as TOML, one table per section.
+
+    Args:
+        tree: settings by section and key; sections without keys are left out.
+        head: comment lines at the top.
+    """
+    comments = [f"# {line}".rstrip() for line in head]
+    tables = [tomli_w.dumps({section: table}) for section, table in tree.items() if table]
+    return "\n".join([*comments, "", *tables])

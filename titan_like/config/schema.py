@@ -16,11 +16,13 @@ from titan_like.config.section import (
     MOST_SEQ_LEN,
     MOST_STEPS,
     MOST_TOKENS,
+    Degree,
     OptionalPath,
     PathList,
     PathText,
     Section,
     StepList,
+    StepNumber,
     Text,
     TextList,
     expanded_tokenizer,
@@ -248,13 +250,9 @@ class Parallelism(Section):
         description="let the planner choose whatever is left unset of this section, [activation_checkpoint] and "
         "training.micro_batch_size, to suit the GPU and the number of processes",
     )
-    tensor_parallel_degree: int = Field(
-        1, gt=0, le=MOST_PROCESSES, description="processes that share each layer's matrices"
-    )
+    tensor_parallel_degree: Degree = Field(1, description="processes that share each layer's matrices")
     sequence_parallel: bool = Field(False, description="shard activations between tensor-parallel regions")
-    pipeline_parallel_degree: int = Field(
-        1, gt=0, le=MOST_PROCESSES, description="pipeline ranks, each of which holds a share of the layers"
-    )
+    pipeline_parallel_degree: Degree = Field(1, description="pipeline ranks, each of which holds a share of the layers")
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
     ] = Field("1f1b", description="order of the pipeline's forward and backward passes")
@@ -267,13 +265,9 @@ class Parallelism(Section):
     pipeline_layers: list[Annotated[int, Field(le=MOST_LAYERS)]] | None = Field(
         None, description="layers of each stage, first to last (default: balanced, counting the output matrix)"
     )
-    context_parallel_degree: int = Field(1, gt=0, le=MOST_PROCESSES, description="processes that share each sequence")
-    expert_parallel_degree: int = Field(
-        1, gt=0, le=MOST_PROCESSES, description="processes that share a layer's experts"
-    )
-    data_parallel_replicate_degree: int = Field(
-        1, gt=0, le=MOST_PROCESSES, description="full replicas of the ZeRO-sharded group"
-    )
+    context_parallel_degree: Degree = Field(1, description="processes that share each sequence")
+    expert_parallel_degree: Degree = Field(1, description="processes that share a layer's experts")
+    data_parallel_replicate_degree: Degree = Field(1, description="full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = Field(
         -1,
         ge=-1,
@@ -323,13 +317,9 @@ class Checkpoint(Section):
     """Saving and resuming."""
 
     enable: bool = Field(False, description="save checkpoints, and resume from the newest one in the folder")
-    interval: int = Field(
-        500, gt=0, le=MOST_STEPS, description="steps between checkpoints; the last step is always saved"
-    )
+    interval: StepNumber = Field(500, description="steps between checkpoints; the last step is always saved")
     async_: bool = Field(
-        False,
-        alias="async",
-        description="write checkpoints while training continues, from copies in host memory",
+        False, alias="async", description="write checkpoints while training continues, from copies in host memory"
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
@@ -351,9 +341,7 @@ class Checkpoint(Section):
 class Metrics(Section):
     """The log line's interval and the writers of metrics."""
 
-    log_interval: int = Field(
-        10, gt=0, le=MOST_STEPS, description="steps between console lines; metrics.jsonl has every step"
-    )
+    log_interval: StepNumber = Field(10, description="steps between console lines; metrics.jsonl has every step")
     tensorboard: bool = Field(False, description="write TensorBoard events to <job.dump_folder>/tensorboard")
     wandb: bool = Field(False, description="log to Weights & Biases")
     wandb_project: Text = Field("titan_like", description="wandb project")

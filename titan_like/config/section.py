@@ -27,25 +27,12 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value
 
 
-def _expanded_or_none(path: str | None) -> str | None:
-    return None if path is None else expanded(path)
-
-
-def _expanded_list(paths: list[str]) -> list[str]:
-    return [expanded(path) for path in paths]
-
-
 def _as_texts(value: Any) -> Any:
     """A list in which weights may stand as numbers."""
     values = _as_list(value)
-    is_number = (
-        [isinstance(item, int | float) and not isinstance(item, bool) for item in values]
-        if isinstance(values, list)
-        else []
-    )
-    return (
-        [str(item) if number else item for item, number in zip(values, is_number, strict=True)] if is_number else values
-    )
+    if not isinstance(values, list):
+        return values
+    return [str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for item in values]
 
 
 def expanded_tokenizer(spec: str) -> str:
@@ -89,12 +76,14 @@ def utf8_text(text: str) -> str:
         raise ValueError("is not valid UTF-8; write it in a UTF-8 terminal") from None
 
 
+Degree = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
+StepNumber = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
-OptionalPath = Annotated[str | None, AfterValidator(_expanded_or_none)]
+OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
 TextList = Annotated[list[Text], BeforeValidator(_as_list)]
-PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(_expanded_list)]
-StepList = Annotated[list[Annotated[int, Field(gt=0, le=MOST_STEPS)]], BeforeValidator(_as_list)]
+PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(lambda paths: list(map(expanded, paths)))]
+StepList = Annotated[list[StepNumber], BeforeValidator(_as_list)]
 
 
 def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
 from titan_like.data.permutation import Permutation
-from titan_like.models.labels import IGNORED_LABEL
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "SPLITS", "UNKNOWN_LENGTH", "DataRequest", "Source", "epoch_order"]
 

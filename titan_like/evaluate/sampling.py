@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from titan_like.models.config import TransformerConfig
+from titan_like.checkpoint.inference import ParallelInference
 from titan_like.models.layers.visible import VisibleKeys
-
-
-class LanguageModel(Protocol):
-    """A `Transformer`, or a callable with the same signature: tokens [1, seq] → logits [1, seq, vocab].
-
-    It may return only the logits of the last token, [1, 1, vocab].
-    """
-
-    config: TransformerConfig
-
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: None = None,
-        visible: VisibleKeys | None = None,
-        encoder_len: int | None = None,
-        /,
-    ) -> torch.Tensor:
-        """tokens [1, seq] → logits [1, seq, vocab]; causal without ``visible``.
-
-        With ``encoder_len`` the first tokens are an encoder's, and logits are those of the others.
-        """
-
-    def eval(self) -> object:
-        """Turn dropout off."""
+from titan_like.models.transformer import Transformer
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -63,7 +38,7 @@ def prefix_visible(seq_len: int, prefix_end: int, device: torch.device) -> Visib
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: Transformer | ParallelInference,
     prompt: list[int],
     max_new_tokens: int,
     *,

@@ -1,4 +1,4 @@
-"""The loop that scores windows with a model that may be split over processes."""
+"""Scoring windows with a model that may be split over processes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,59 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.tokenizer import build_tokenizer
-from titan_like.evaluate.windows import Score, Window
+from titan_like.evaluate.task import Score, Window
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import run_batches
-from titan_like.parallel.mesh import data_parallel_mesh
-from titan_like.parallel.model import ParallelModel
-from titan_like.parallel.token_scores import token_scores
-from titan_like.parallel.whole_model import WholeModel
+from titan_like.parallel.collectives import Group, all_gather, data_parallel_mesh
+from titan_like.parallel.model import ParallelModel, WholeModel
 
 if TYPE_CHECKING:
     from titan_like.parallel.pipeline import Pipeline
+
+
+def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the labels: logits [batch, seq, vocab], labels [batch, seq] → two tensors [batch, seq].
+
+    Logits may be a DTensor split over the vocabulary. One small all-gather then gives every rank the same result.
+
+    Returns:
+        The log-probability of each label in nats, at least float32, and whether the label is the most probable token
+        (the lowest of equally probable ones). Without a label: 0 and False.
+    """
+    parts = logits.to_local() if isinstance(logits, DTensor) else logits
+    group = Group.of(logits.device_mesh) if isinstance(logits, DTensor) else None
+    first = 0 if group is None else group.vocabulary(logits.shape[2]).start
+    # One sequence at a time, because the logits of a batch in float32 can take gigabytes.
+    local = torch.stack([_parts(part, label, first) for part, label in zip(parts, labels, strict=True)], 1)
+    found = local[None] if group is None else all_gather(local[None], 0, group)  # [ranks, 4, batch, seq]
+    denominator, target = found[:, 0].logsumexp(0), found[:, 1].sum(0)
+    best = found[:, 2].argmax(0, keepdim=True)  # rank, and below the token on it; argmax takes the first of equals
+    most_probable = found[:, 3].gather(0, best)[0]
+    valid = labels != IGNORED_LABEL
+    return (target - denominator).masked_fill(~valid, 0), (most_probable == labels) & valid
+
+
+def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+    """What one rank knows: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
+
+    The rows are the logarithm of its part of the softmax's denominator, the label's logit or else 0, its largest logit,
+    and the token of that, which float32 holds exactly up to 2²⁴.
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    columns = labels - first
+    here = (columns >= 0) & (columns < values.shape[1])
+    target = values.gather(1, columns.masked_fill(~here, 0)[:, None])[:, 0].masked_fill(~here, 0)
+    token = values.argmax(1)
+    largest = values.gather(1, token[:, None])[:, 0]
+    return torch.stack((values.logsumexp(1), target, largest, (token + first).to(values.dtype)))
+
 
 _WIDTHS = 64  # windows are padded to a multiple of this, so that few lengths occur
 _MICROBATCHES_PER_STAGE = 4  # in one pass through a pipeline, to keep its stages busy

@@ -1,11 +1,69 @@
-"""What every task has in common."""
+"""Tasks: windows of text that a model sees at once, what their scores say, and the files they are read from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from titan_like.evaluate.windows import Score, Window
+import numpy as np
+
+from titan_like.data.raw_text import (
+    RECORD_ENDINGS,
+    BadRecord,
+    Piece,
+    UnreadableError,
+    ending_of,
+    json_problem,
+    read_pieces,
+    texts_of,
+)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The model sees ``tokens`` without the last one. The last ``num_targets`` tokens are scored."""
+
+    tokens: np.ndarray  # int64 [at most seq_len + 1]
+    num_targets: int  # at least 1, and fewer than there are tokens
+
+
+class Score(NamedTuple):
+    """A model's score on the targets of one window."""
+
+    log_probability: float  # of all targets together, in nats; or the score of an option, of a model that chooses
+    num_right: int  # targets that are the most probable token given all tokens before
+
+
+def sliding_windows(tokens: np.ndarray, seq_len: int, stride: int) -> list[Window]:
+    """Cut a text [tokens] into windows of ``seq_len`` inputs, each ``stride`` tokens after the one before.
+
+    Every token except the first is scored once. Tokens of the first window see everything before them; later ones see
+    at least the ``seq_len - stride`` inputs before the newly scored tokens. A stride of ``seq_len`` gives disjoint
+    windows.
+    """
+    windows, scored = [], 1  # nothing predicts the first token
+    for start in range(0, len(tokens), stride):
+        end = min(start + seq_len + 1, len(tokens))
+        if end > scored:
+            windows.append(Window(tokens[start:end], end - scored))
+            scored = end
+    return windows
+
+
+def ending_window(context: Sequence[int], target: Sequence[int], seq_len: int) -> Window:
+    """The window that scores ``target`` after as much of ``context`` as fits; the rest is cut from its left.
+
+    Raises:
+        ValueError: the context is empty, or the target is empty or has more than ``seq_len`` tokens.
+    """
+    if not context or not 0 < len(target) <= seq_len:
+        raise ValueError(f"{len(target)} tokens after {len(context)} cannot be scored in a window of {seq_len}")
+    tokens = np.asarray([*context, *target], dtype=np.int64)
+    return Window(tokens[-(seq_len + 1) :], len(target))
 
 
 @dataclass(frozen=True)
@@ -32,3 +90,67 @@ class TextSettings:
 
 class TaskError(ValueError):
     """A file that a task cannot use, as the predicate of a sentence about the file."""
+
+
+_KEY = "text"  # of a record
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without a byte-order mark.
+
+    Raises:
+        TaskError: the file is not UTF-8, or is JSON.
+        OSError: it cannot be read.
+    """
+    problem = json_problem(path)
+    if problem is not None:
+        raise TaskError(problem)
+    try:
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        problem = f"is not valid UTF-8 at byte {error.start}"
+        raise TaskError(f"{problem}; convert the file, or name it as what it is (.parquet, .arrow)") from None
+
+
+def read_records(path: Path) -> list[tuple[int, str]] | None:
+    """The texts of a file of records, with their numbers in the file from 1. None if the file is ordinary text.
+
+    Records are the rows of a parquet or arrow file, with their text in the column "text", or the lines of a file of
+    JSON objects, with their text under "text".
+
+    Raises:
+        TaskError: the file is damaged, or a record has no text.
+        OSError: the file cannot be read.
+    """
+    try:
+        pieces = _pieces(path)
+        return None if pieces is None else [record for piece in pieces for record in _records(piece)]
+    except UnreadableError as error:
+        raise TaskError(str(error)) from None
+
+
+def _pieces(path: Path) -> Iterator[Piece] | None:
+    if ending_of(path) in RECORD_ENDINGS:
+        return (piece for piece, _ in read_pieces(path, _KEY))
+    content = path.read_bytes()
+    text = content.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"[") and _is_json(text):
+        raise TaskError('is one JSON array; write an object such as {"text": "…"} on each line instead')
+    # Files of JSON lines are published with several endings.
+    return iter([Piece("jsonl", content, 1, 0, len(content))]) if text.startswith(b"{") else None
+
+
+def _records(piece: Piece) -> Iterator[tuple[int, str]]:
+    unit = "row" if piece.kind == "rows" else "line"
+    for number, text in texts_of(piece, _KEY):
+        if isinstance(text, BadRecord):
+            raise TaskError(f"cannot be used because of {unit} {number} ({text}); correct it")
+        yield number, text
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

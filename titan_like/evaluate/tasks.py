@@ -1,25 +1,251 @@
-"""The tasks by name, and how they are opened from the settings that name them."""
+"""The tasks by name: how their files become windows, and how they are opened from the settings that name them."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titan_like.config.errors import ConfigError
 from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
+from titan_like.data.race import RaceError, read_questions
+from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from titan_like.evaluate.files import read_text
-from titan_like.evaluate.lambada import lambada_task, read_passages
-from titan_like.evaluate.race import race_task
 from titan_like.evaluate.scoring import Progress, Scorer
-from titan_like.evaluate.task import Task, TaskError, TextSettings
-from titan_like.evaluate.text import text_task
-from titan_like.evaluate.wikitext import read_published, wikitext_task
-from titan_like.models.config import TransformerConfig
+from titan_like.evaluate.task import (
+    Score,
+    Task,
+    TaskError,
+    TextSettings,
+    Window,
+    ending_window,
+    read_records,
+    read_text,
+    sliding_windows,
+)
+from titan_like.models.config import NUM_OPTIONS, TransformerConfig
+
+
+def text_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """The perplexity of a text under a sliding window.
+
+    Raises:
+        TaskError: the text has fewer than two tokens.
+    """
+    tokens = tokenizer.encode(text)
+    check_long_enough(len(tokens))
+    num_bytes = len(text.encode("utf-8"))
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        loss = -math.fsum(score.log_probability for score in scores)  # nats
+        return text_results(loss, len(tokens) - 1) | {"bits_per_byte": loss / math.log(2) / num_bytes}
+
+    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride), results)
+
+
+def check_long_enough(num_tokens: int) -> None:
+    """Check that a text has a token to score.
+
+    Raises:
+        TaskError: it has fewer than two tokens.
+    """
+    if num_tokens < 2:
+        raise TaskError("has fewer than two tokens, so that none can be scored; name a longer text")
+
+
+def text_results(loss: float, num_tokens: int) -> dict[str, float]:
+    """Figures by token of a summed loss in nats over ``num_tokens`` scored tokens."""
+    return {"tokens": num_tokens, "loss": loss / num_tokens, "perplexity": exponential(loss / num_tokens)}
+
+
+def exponential(loss: float) -> float:
+    """exp(loss); infinite where Python's would overflow."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+# What to write instead of what, in this order. Megatron-LM has one more rule, which is meant to join an apostrophe and
+# a digit. As written it applies only to an apostrophe and a digit between slashes, which WikiText does not contain.
+_JOINED = {
+    "s '": "s'",  # the players ' goals
+    " @-@ ": "-",
+    " @,@ ": ",",
+    " @.@ ": ".",
+    " : ": ": ",
+    " ; ": "; ",
+    " . ": ". ",
+    " ! ": "! ",
+    " ? ": "? ",
+    " , ": ", ",
+}
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))  # no spaces right inside these
+_REMAINING = {
+    "= = = =": "====",  # headings
+    "= = =": "===",
+    "= =": "==",
+    " ° ": "°",
+    " \n": "\n",
+    "\n ": "\n",
+    " N ": " 1 ",
+    " 's": "'s",
+}
+
+
+def detokenize(text: str) -> str:
+    """Turn WikiText's words between spaces into ordinary text."""
+    for written, meant in _JOINED.items():
+        text = text.replace(written, meant)
+    for opening, closing in _PAIRS:
+        end = re.escape(closing)
+        text = re.sub(rf"{re.escape(opening)}\s*([^{end}]*?)\s*{end}", rf"{opening}\1{closing}", text)
+    for written, meant in _REMAINING.items():
+        text = text.replace(written, meant)
+    return text
+
+
+def read_published(path: Path) -> str:
+    """The text of a split as published: the file itself, or the lines in its records, as on Hugging Face's hub.
+
+    The hub's records have nothing in place of the lines that hold a single space.
+
+    Raises:
+        TaskError: the file is not UTF-8, or its records are not lines.
+        OSError: the file cannot be read.
+    """
+    records = read_records(path)
+    if records is None:
+        return read_text(path)
+    for number, line in records:
+        if line and not line.endswith("\n"):
+            raise TaskError(f"has a text without a line end in record {number}; WikiText's records are lines")
+    return "".join(line or " \n" for _, line in records)
+
+
+def count_words(text: str) -> int:
+    """The number of words of a text as published. Words are between single spaces, so a line end counts as a word.
+
+    That is how Megatron-LM counts; the test split of WikiText-103 has 245,566.
+    """
+    return len(text.strip().split(" "))
+
+
+def wikitext_task(name: str, text: str, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """The perplexity per word of a split of WikiText-103 (arXiv 1609.07843) or WikiText-2, as it is published.
+
+    It is published as words between spaces, and models that read words are compared by their perplexity per word.
+    Megatron-LM (arXiv 1909.08053, appendix E) gives a model with tokens of its own ordinary text, and divides the loss
+    of that text by the number of words that were there before.
+
+    Raises:
+        TaskError: the text has fewer than two tokens.
+    """
+    tokens, num_words = tokenizer.encode(detokenize(text)), count_words(text)
+    check_long_enough(min(len(tokens), num_words))
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        loss = -math.fsum(score.log_probability for score in scores)  # nats
+        by_word = {"words": num_words, "word_perplexity": exponential(loss / (num_words - 1))}
+        return by_word | text_results(loss, len(tokens) - 1)
+
+    return Task(name, sliding_windows(tokens, settings.seq_len, settings.stride), results)
+
+
+def lambada_task(name: str, passages: Sequence[tuple[int, str]], tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """LAMBADA (arXiv 1606.06031): accuracy and perplexity of passages' last words, each with its line in the file.
+
+    A word is right if each of its tokens is the most probable one after all tokens before it. The perplexity is by
+    word: the exponential of the mean over passages of the word's loss.
+
+    Raises:
+        TaskError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
+    """
+    pairs = [split_passage(number, passage) for number, passage in passages]
+    if not pairs:
+        raise TaskError("has no passages; write one a line")
+    contexts = tokenizer.encode_all([context for context, _ in pairs])
+    words = tokenizer.encode_all([word for _, word in pairs])
+    try:
+        windows = [
+            ending_window(context.tolist(), word.tolist(), settings.seq_len)
+            for context, word in zip(contexts, words, strict=True)
+        ]
+    except ValueError as error:
+        raise TaskError(f"has a last word that does not fit: {error}; raise training.seq_len") from None
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        right = sum(score.num_right == window.num_targets for score, window in zip(scores, windows, strict=True))
+        loss = -math.fsum(score.log_probability for score in scores)
+        accuracy, perplexity = right / len(windows), exponential(loss / len(windows))
+        return {"passages": len(windows), "accuracy": accuracy, "perplexity": perplexity}
+
+    return Task(name, windows, results)
+
+
+def read_passages(path: Path) -> list[tuple[int, str]]:
+    """Numbers and passages of a file of records, or the lines of one of ordinary text.
+
+    Raises:
+        TaskError: the file or a record cannot be used.
+        OSError: the file cannot be read.
+    """
+    records = read_records(path)
+    passages = enumerate(read_text(path).split("\n"), start=1) if records is None else records
+    return [(number, passage) for number, passage in passages if passage.strip()]
+
+
+def split_passage(number: int, passage: str) -> tuple[str, str]:
+    """The context and the last word with a space before it, which is how it is tokenized.
+
+    Raises:
+        TaskError: the passage, in line ``number`` of the file, has only one word.
+    """
+    words = passage.split()
+    if len(words) < 2:
+        raise TaskError(f"has fewer than two words in line {number}; a passage needs a context and a last word")
+    return passage.rstrip().removesuffix(words[-1]).strip(), f" {words[-1]}"
+
+
+def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
+    """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over those of each of its subfolders.
+
+    Raises:
+        TaskError: the folder is not of RACE, or the tokenizer has no tokens for pairs of sentences.
+    """
+    if tokenizer.pair_ids is None:
+        raise TaskError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
+    try:
+        questions = read_questions(folder, tokenizer)
+    except RaceError as error:
+        raise TaskError(str(error)) from None
+    around = PairTokens(*tokenizer.pair_ids)
+    windows = [
+        option_window(question.inputs(option, around, settings.seq_len), around)
+        for question in questions
+        for option in range(NUM_OPTIONS)
+    ]
+
+    def results(scores: Sequence[Score]) -> dict[str, float]:
+        values = np.array([score.log_probability for score in scores]).reshape(-1, NUM_OPTIONS)
+        right = values.argmax(1) == [question.answer for question in questions]
+        groups = np.array([question.group for question in questions])
+        figures = {"questions": len(questions), "accuracy": float(right.mean())}
+        names = sorted(set(groups)) if len(set(groups)) > 1 else []
+        return figures | {f"accuracy_{group}": float(right[groups == group].mean()) for group in names}
+
+    return Task(name, windows, results)
+
+
+def option_window(inputs: np.ndarray, around: PairTokens) -> Window:
+    """The window of one option without its padding: the model sees all its tokens and predicts none of them."""
+    end = int(np.flatnonzero(inputs == around.separator)[-1]) + 1
+    return Window(np.append(inputs[:end], around.separator), 1)
+
 
 # The function that reads a task's file, and the one that makes a task of its name and what was read.
 _OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, TextSettings], Task]]] = {

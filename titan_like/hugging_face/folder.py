@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import file_problem
+from titan_like.data.tokenizer import is_on_hub
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
@@ -31,6 +33,33 @@ from titan_like.models.hugging_face import (
     family_of,
     head_prefixes,
 )
+
+_PATTERNS = ["*.json", "*.safetensors", "*.model"]
+
+
+def local_folder(name: str, key: str) -> Path:
+    """The folder that ``name`` stands for: a path, or org/name on the hub, which is downloaded to its cache once.
+
+    Args:
+        name: a path, or the name of a repository. A path that exists comes first.
+        key: the setting that errors blame.
+
+    Raises:
+        ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
+    """
+    if not is_on_hub(name):
+        return Path(name)
+    from huggingface_hub import HfApi, snapshot_download  # which the package tokenizers brings
+
+    with suppress(Exception):
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
+    try:
+        HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except Exception as error:  # of the network, or the hub's answer
+        problem = f"no such folder, nor can the Hugging Face hub give it ({first_line(error)})"
+        raise ConfigError(key, name, f"{problem}; name a folder that is there") from None
+
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"

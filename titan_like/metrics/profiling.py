@@ -17,8 +17,8 @@ from titan_like.metrics.step_timeline import RankTimes, StepTimeline, as_simulat
 from titan_like.metrics.timeline_plot import can_draw, draw
 from titan_like.metrics.timeline_report import figures, report
 from titan_like.metrics.timeline_trace import chrome_trace
+from titan_like.parallel.model import WholeModel
 from titan_like.parallel.timeline import Timeline
-from titan_like.parallel.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from titan_like.parallel.pipeline import Pipeline

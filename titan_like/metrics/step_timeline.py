@@ -9,9 +9,8 @@ from functools import cached_property
 from statistics import fmean
 from typing import TypeVar
 
-from titan_like.parallel.schedules.actions import Action, inputs, outcome
 from titan_like.parallel.schedules.simulate import Event, simulate, step_time
-from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import Action, inputs, outcome, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Phase, RankTimes
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}

@@ -15,8 +15,8 @@ from rich.console import Console, Group
 from rich.table import Column, Table
 
 from titan_like.metrics.step_timeline import KINDS, StepTimeline, as_simulated
-from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble
+from titan_like.parallel.schedules.tables import Action
 
 _WIDTH = 110
 LEGEND = "F forward, B backward (I its inputs, W its weights) and the microbatch; small letters: a rank's later stages"

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.metrics.step_timeline import KINDS, Phase, StepTimeline
-from titan_like.parallel.schedules.actions import Action
 from titan_like.parallel.schedules.simulate import Event
-from titan_like.parallel.schedules.tables import schedule_table
+from titan_like.parallel.schedules.tables import Action, schedule_table
 
 _PASSES, _WAITS, _PHASES = range(3)  # rows of a rank
 _ROWS = ("passes", "waiting", "rest of the step")

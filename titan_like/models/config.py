@@ -12,6 +12,30 @@ from titan_like.config.errors import ConfigError
 if TYPE_CHECKING:
     from titan_like.models.parts import Parts
 
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's scaling of the rotary frequencies to longer contexts; see `rope_frequencies` for the formula.
+
+    Raises:
+        pydantic.ValidationError: ``low_freq_factor`` is not below ``high_freq_factor``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    factor: float = Field(gt=0, description="how much longer the context becomes")
+    low_freq_factor: float = Field(gt=0, description="wavelengths above original_max_seq_len / this are stretched")
+    high_freq_factor: float = Field(gt=0, description="wavelengths below original_max_seq_len / this are kept")
+    original_max_seq_len: int = Field(gt=0, description="context length of the first training phase, tokens")
+
+    @model_validator(mode="after")
+    def _check_order(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
+
 NUM_OPTIONS = 4  # of a multiple-choice question: as many samples, one after the other
 
 
@@ -29,14 +53,16 @@ class TransformerConfig(BaseModel):
     supports_masks: ClassVar[bool] = False  # whether layers take `VisibleKeys`, and the model positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
-    num_layers: int = Field(gt=0, description="transformer layers")
-    hidden_size: int = Field(gt=0, description="width of the residual stream")
+    # Limits are far above any real model. Up to them the size of each matrix in bytes fits into 63 bits, and the layers
+    # can be built and counted one by one.
+    num_layers: int = Field(gt=0, le=2048, description="transformer layers")
+    hidden_size: int = Field(gt=0, le=2**20, description="width of the residual stream")
     num_attention_heads: int = Field(gt=0, description="query heads")
     num_kv_heads: int = Field(0, ge=0, description="key and value heads; 0 means one per query head")
-    ffn_hidden_size: int = Field(0, ge=0, description="width of the MLP; 0 means 4 × hidden_size")
-    vocab_size: int = Field(gt=0, description="tokens the tokenizer can produce")
-    vocab_multiple: int = Field(128, gt=0, description="the embedding table is padded to a multiple of this")
-    max_seq_len: int = Field(gt=0, description="longest sequence, tokens")
+    ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of the MLP; 0 means 4 × hidden_size")
+    vocab_size: int = Field(gt=0, le=2**27, description="tokens the tokenizer can produce")
+    vocab_multiple: int = Field(128, gt=0, le=2**20, description="the embedding table is padded to a multiple of this")
+    max_seq_len: int = Field(gt=0, le=2**27, description="longest sequence, tokens")
     norm_eps: float = Field(1e-5, gt=0, le=1e6, description="epsilon of the norms")
     init_std: float = Field(0.02, gt=0, le=1e6, description="standard deviation of initial weights")
     tied_embeddings: bool = Field(True, description="the output matrix is the embedding table")

@@ -1,6 +1,7 @@
 """The mapping between a model's parameters and the tensors of Hugging Face files. This module opens no files.
 
 Each family describes its parameters in its module `hugging_face`. Import and export follow from that one description.
+docs/families.md says what the module has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -49,40 +50,7 @@ class Stored:
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
 
 
-class Family(Protocol):
-    """The interface of a family's module `hugging_face`.
-
-    Three more names are optional. ``HEAD`` begins the names of the head's tensors, "lm_head." by default; it may be a
-    tuple. A family that is several classes in transformers has ``ARCHITECTURES``, model_type → class; `to_fields` then
-    gives the model_type. If the class depends on more than that, ``architecture(config)`` names it.
-    """
-
-    MODEL_TYPE: str  # the family's name in config.json
-    ARCHITECTURE: str  # the class in transformers
-    PREFIX: str  # of all names except the head's; files saved from the headless class lack it
-
-    def stored_parameters(self, config: Any) -> Iterator[Stored]:
-        """Where each parameter of the model is stored."""
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether a tensor in the files is a constant that older versions of transformers saved."""
-
-    def to_fields(self, config: Any) -> dict[str, Any]:
-        """The shape as fields of config.json.
-
-        Raises:
-            RefusedError: the class in transformers cannot have this shape.
-        """
-
-    def from_fields(self, fields: Fields) -> TransformerConfig:
-        """The shape that config.json describes.
-
-        Raises:
-            RefusedError: the family cannot have this shape, or a field is missing or invalid.
-        """
-
-
-def family_module(family: str) -> Family:
+def family_module(family: str) -> Any:
     """The `hugging_face` module of the family with this name.
 
     Raises:
@@ -91,7 +59,7 @@ def family_module(family: str) -> Family:
     return config_class(family).family_module("hugging_face")
 
 
-def family_of(config: TransformerConfig) -> Family:
+def family_of(config: TransformerConfig) -> Any:
     """The `hugging_face` module of a model's family.
 
     Raises:
@@ -110,7 +78,7 @@ def families_by_model_type() -> dict[str, str]:
     return found
 
 
-def architectures(family: Family) -> dict[str, str]:
+def architectures(family: Any) -> dict[str, str]:
     """The model_type of config.json → the class in transformers, for every class that the family maps to."""
     return getattr(family, "ARCHITECTURES", None) or {family.MODEL_TYPE: family.ARCHITECTURE}
 
@@ -122,7 +90,7 @@ def architecture_of(config: TransformerConfig, model_type: str) -> str:
     return architectures(family)[model_type] if named is None else named(config)
 
 
-def head_prefixes(family: Family) -> tuple[str, ...]:
+def head_prefixes(family: Any) -> tuple[str, ...]:
     """How the names of the head's tensors begin."""
     prefix = getattr(family, "HEAD", "lm_head.")
     return prefix if isinstance(prefix, tuple) else (prefix,)

@@ -32,17 +32,6 @@ _BUILT_IN = {
     "t5": "titan_like.models.t5.config:T5Config",
 }
 
-# Far above any real model. Up to these limits the size of each matrix in bytes fits into 63 bits, and the layers can be
-# built and counted one by one.
-_MOST = {
-    "num_layers": 2048,
-    "hidden_size": 2**20,
-    "ffn_hidden_size": 2**23,
-    "vocab_size": 2**27,
-    "vocab_multiple": 2**20,
-    "max_seq_len": 2**27,
-}
-
 
 def family_names() -> list[str]:
     """The names of all families: built-in ones first, then those of other packages."""
@@ -96,18 +85,12 @@ def model_config(section: ModelSection) -> TransformerConfig:
         )
     fields = known[section.flavor] | section.overrides
     try:
-        model = config_class(section.family).model_validate(fields)
+        return config_class(section.family).model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False)
         # A derived field is wrong only because of the given fields that it was derived from: report those alone.
         given = [d for d in details if not d["loc"] or d["loc"][0] in fields or d["type"] == "missing"]
         raise all_of([_field_error(section, detail) for detail in given or details]) from None
-    large = [name for name, most in _MOST.items() if getattr(model, name) > most]
-    if large:
-        named = [name for name in large if name in fields] or large
-        problems = {name: f"no model is that large; use at most {_MOST[name]:,}" for name in named}
-        raise all_of([ConfigError(_key_of(section, name), getattr(model, name), problems[name]) for name in named])
-    return model
 
 
 def _field_error(section: ModelSection, detail: Any) -> ConfigError:

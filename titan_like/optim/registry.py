@@ -9,7 +9,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer
 
 GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
-RULES = {name: f"titan_like.optim.rules:{name}" for name in ("adafactor", "adamw", "muon", "sgd")}
+RULES = {name: f"titan_like.optim.optimizer:{name}" for name in ("adafactor", "adamw", "muon", "sgd")}
 
 _ONLY_FOR = {  # settings of one built-in rule
     "adafactor": ("relative_step", "scale_parameter", "clip_threshold", "decay_rate", "beta1"),

@@ -1,16 +1,27 @@
-"""The part of the model that one process holds."""
+"""The part of the model that one process holds, and training it without pipelining.
+
+Several pipeline stages may hold copies of one parameter: of tied embeddings, or of what their layers share. All copies
+begin with the same value, and the sum of their gradients updates each of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from titan_like.models.transformer import Transformer
+from titan_like.models.config import TransformerConfig
+from titan_like.models.parts import layers_of, one_of_each, shared_parameters
+from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.schedules.simulate import PipelineShape, Step
+from titan_like.parallel.split import StageLayers, kinds_of_layers
+from titan_like.parallel.timeline import Timeline
 from titan_like.parallel.weight_gradients import WeightGradients
 
 ModelOutput = torch.Tensor | tuple[torch.Tensor, ...]  # what `Transformer.predict` returns
@@ -74,3 +85,97 @@ class ParallelModel:
         """Pairs (copy, original), of the same shape, of every parameter that this process holds more than once."""
         held = [self.copies_of(name) for name in self.copies_in]
         return [(copy, same[0]) for same in held for copy in same[1:]]
+
+
+class WholeModel:
+    """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        (self.stage,) = model.stages
+        self.shape = PipelineShape("1f1b", 1, 1)
+        self.num_actions = 0  # passes so far, which grows as long as training makes progress
+        self.timeline: Timeline | None = None  # if set, receives the time of every pass
+
+    def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+        """Accumulate the gradients of all microbatches' losses."""
+        data_parallel = self.stage.data_parallel
+        data_parallel.before_forward()
+        for microbatch, x in enumerate(inputs):
+            self._start("F", microbatch)
+            loss = loss_function(self.stage.module(*x), microbatch)
+            self._stop("F", microbatch)
+            self._start("B", microbatch)
+            data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
+            loss.backward()
+            data_parallel.after_backward()
+            self._stop("B", microbatch)
+        data_parallel.finish()
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
+        """Call ``loss_function`` with what the model returns for every microbatch; no gradients."""
+        self.stage.data_parallel.before_forward()
+        for microbatch, x in enumerate(inputs):
+            loss_function(self.stage.module(*x), microbatch)
+            self.num_actions += 1
+
+    def _start(self, kind: str, microbatch: int) -> None:
+        self.num_actions += 1
+        if self.timeline is not None:
+            self.timeline.start(Step(kind, 0, microbatch))
+
+    def _stop(self, kind: str, microbatch: int) -> None:
+        if self.timeline is not None:
+            self.timeline.stop(Step(kind, 0, microbatch))
+
+
+def holders_of_copies(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
+    """Name of each parameter that several stages hold → numbers of these stages."""
+    small, kinds = one_of_each(model), kinds_of_layers(model)
+    uses = [shared_modules(layer) for layer in layers_of(small)]
+    found = {}
+    for name, _ in shared_parameters(small):
+        module = name.partition(".")[0]
+        found[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
+    if model.tied_embeddings:
+        found["embedding.weight"] = [i for i, split in enumerate(splits) if split.is_first or split.is_last]
+    return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
+
+
+@torch.no_grad()
+def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Replace the gradients of each parameter's copies by their sum.
+
+    ``group`` is the pipeline's process group, and ``ranks`` has the rank of every stage. Copies are sharded alike over
+    data and tensor ranks, so each process exchanges its part with those that hold the same part in other stages. All of
+    them add in the order of the ranks, so the sums are bitwise equal.
+    """
+    here = dist.get_rank(group)
+    exchange, sums = [], []
+    for name, stages in model.copies_in.items():
+        gradients = [_local(p.grad) for p in model.copies_of(name)]
+        if not gradients:
+            continue
+        mine = gradients[0]
+        for other in gradients[1:]:
+            mine += other
+        parts = {here: mine}
+        for rank in sorted({ranks[stage] for stage in stages} - {here}):
+            parts[rank] = torch.empty_like(mine)
+            exchange.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+            exchange.append(dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank))
+        sums.append((gradients, parts))
+    for work in dist.batch_isend_irecv(exchange) if exchange else []:
+        work.wait()
+    for gradients, parts in sums:
+        total, *others = [parts[rank] for rank in sorted(parts)]
+        for other in others:
+            total += other
+        for gradient in gradients:
+            gradient.copy_(total)
+
+
+def _local(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "a copy received no gradient"
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

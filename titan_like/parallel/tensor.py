@@ -10,7 +10,6 @@ Each family's module `sharding` says, as plain data, which modules are split and
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
-from titan_like.torch_private import coalesced, overlap_tensor_parallelism
+from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
 
@@ -143,15 +142,3 @@ def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.
     return DTensor.from_local(
         part.contiguous(), logits.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
     ).full_tensor()
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler split matrix products into pieces that overlap with the adjacent collectives. CUDA only.
-
-    It takes effect with sequence parallelism, which has an all-gather before or a reduce-scatter after a product.
-    """
-    if mesh.device_type != "cuda":
-        return
-    with warnings.catch_warnings():  # later versions deprecate it, although their compiler still requires it
-        warnings.simplefilter("ignore", FutureWarning)
-        overlap_tensor_parallelism(mesh.get_group().group_name)

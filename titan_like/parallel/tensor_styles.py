@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import TokenLoss, Vocabulary, scaled_loss
-from titan_like.models.layers.random import generator_of
+from titan_like.models.layers.init import generator_of
 from titan_like.models.transformer import PaddingMask, VocabularyBias
 from titan_like.parallel.collectives import (
     CopyFromFirstRank,
@@ -50,7 +50,8 @@ class LocalStyle(ParallelStyle):
         distribute(module, device_mesh, self.placements)
         self.take_over(module, device_mesh)
         if self.sequence_parallel and self.partial_gradients:
-            mark_partial(module, *self.partial_gradients)
+            # `sum_partial_gradients` sums them once per step: as they appear, each would cost a small collective.
+            module.partial_gradients = self.partial_gradients  # type: ignore[assignment]
         return module
 
     def take_over(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -119,7 +120,7 @@ class ColumnLinear(LocalStyle):
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
 
     def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, in] → [batch, seq, out of this rank]."""
+        """[..., in] → [..., out of this rank]."""
         bias = None if module.bias is None else local(module.bias)
         return linear(module, x, module.weight, local(module.weight), bias)
 
@@ -138,16 +139,17 @@ class RowLinear(LocalStyle):
         return x if module.bias is None else x + local(module.bias)
 
 
-class ReplicatedLinear(LocalStyle):
+class ReplicatedLinear(ColumnLinear):
     """Replicates a linear layer outside regions. With sequence parallelism each rank has its part of the sequence."""
 
     placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
-    partial_gradients = ("weight", "bias")
+    partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
-    def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """Activation between layers, [..., in] → [..., out]."""
-        bias = None if module.bias is None else local(module.bias)
-        return linear(module, x, module.weight, local(module.weight), bias)
+
+class PooledLinear(ReplicatedLinear):
+    """Replicates a linear layer over the first token, which all ranks compute alike, so its gradient is complete."""
+
+    partial_gradients = ()
 
 
 class FirstTokenOfAll(LocalStyle):
@@ -156,16 +158,6 @@ class FirstTokenOfAll(LocalStyle):
     def forward(self, module: nn.Module, group: Group, x: torch.Tensor) -> torch.Tensor:
         """Activation between layers → [batch, 1, hidden], equal on every rank."""
         return CopyFromFirstRank.apply(x[:, :1], group) if self.sequence_parallel else x[:, :1]
-
-
-class PooledLinear(LocalStyle):
-    """Replicates a linear layer over the first token, which all ranks compute alike, so its gradient is complete."""
-
-    placements: ClassVar = {"weight": Replicate(), "bias": Replicate()}
-
-    def forward(self, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
-        """[batch, 1, in] → [batch, 1, out]."""
-        return linear(module, x, module.weight, local(module.weight), local(module.bias))
 
 
 class DropoutOfAll(LocalStyle):
@@ -386,15 +378,6 @@ def kind_of(style: ParallelStyle, module: nn.Module) -> StyleKind:
         return StyleKind({"weight": 1}, (), enters=0, leaves=1)
     known = "LocalStyle, or ColwiseParallel or RowwiseParallel for a linear layer"
     raise ValueError(f"how {type(style).__name__} splits a {type(module).__name__} is not known; use a {known}")
-
-
-def mark_partial(module: nn.Module, *names: str) -> None:
-    """Mark parameters whose local gradient covers only this rank's part of the sequence.
-
-    `titan_like.parallel.tensor.sum_partial_gradients` sums them once per step. Summing them as they appear would cost a
-    small collective for each of them in every microbatch.
-    """
-    module.partial_gradients = names  # type: ignore[assignment]
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.planner.layer_time import accumulation_time

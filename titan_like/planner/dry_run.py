@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_like.checkpoint.compatible import OtherRunError
-from titan_like.checkpoint.tensor_names import materialise_optimizer_state
+from titan_like.checkpoint.checks import OtherRunError
+from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.config.errors import ConfigError
 from titan_like.config.options import check_output_file, write_output_file
 from titan_like.config.paths import file_problem
@@ -42,9 +42,9 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.collectives import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
-from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.predict import FLOAT8_NOTE

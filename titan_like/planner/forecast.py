@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord

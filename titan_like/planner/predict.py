@@ -12,8 +12,7 @@ from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.optim.state_size import optimizer_state
-from titan_like.optim.update_work import update_work
+from titan_like.optim.state_size import optimizer_state, update_work
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage

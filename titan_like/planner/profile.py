@@ -22,8 +22,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from titan_like.config.errors import ConfigError, field_error
-from titan_like.config.paths import file_problem
-from titan_like.config.toml import read_toml
+from titan_like.config.paths import file_problem, read_toml
 from titan_like.metrics.devices import (
     Device,
     builtin_devices,

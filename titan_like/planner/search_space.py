@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from titan_like.config.change import edit, setting
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
-from titan_like.parallel.schedules import Action, schedule_table, stage_ranks
+from titan_like.parallel.schedules.tables import Action, schedule_table, stage_ranks
 from titan_like.planner.layer_time import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (

@@ -12,12 +12,17 @@ from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.actions import Action
-from titan_like.parallel.schedules.communication import Step
-from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table
+from titan_like.parallel.model import holders_of_copies
+from titan_like.parallel.schedules.simulate import (
+    Step,
+    bubble_fraction,
+    ideal_bubble,
+    max_in_flight,
+    simulate,
+    unit_time,
+)
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
-from titan_like.parallel.tied import holders_of_copies
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
 from titan_like.planner.traffic import Collective, StageTraffic, step_collectives

@@ -13,7 +13,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.update_work import ADAMW_WORK, newton_schulz_products
+from titan_like.optim.state_size import ADAMW_WORK, newton_schulz_products
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.dtypes import element_bytes

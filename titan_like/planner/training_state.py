@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
-from titan_like.parallel.compute_copies import UNIT_BYTES
-from titan_like.parallel.schedules.actions import Action
+from titan_like.parallel.gradients import UNIT_BYTES
+from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, units_of_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units

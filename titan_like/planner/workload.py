@@ -7,8 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
-from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
+from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
 
 Counts = tuple[int, ...]

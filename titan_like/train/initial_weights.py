@@ -8,15 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.loader import agree, load_checkpoint, unreadable
+from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, model_tensors, unreadable
 from titan_like.checkpoint.step_folders import RUN_FILE, complete_steps, read_run_state
-from titan_like.checkpoint.tensor_names import model_tensors
-from titan_like.checkpoint.weight_reader import is_checkpoint
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, open_hugging_face
-from titan_like.hugging_face.hub import local_folder
+from titan_like.hugging_face.folder import TensorSlices, is_hugging_face, local_folder, open_hugging_face
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_part
@@ -109,9 +106,5 @@ def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
     problem = unreadable(path)
     if problem is not None:
         raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
-    try:
-        state = read_run_state(path)
-        return state.config["model"]["family"], dict(state.model)
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"cannot be loaded (its run.json does not describe a model: {error!r}); name another checkpoint"
-        raise ConfigError(_KEY, str(path), problem) from None
+    state = read_run_state(path)
+    return state.config["model"]["family"], state.model

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,16 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.lock import hold, release
+from titan_like.checkpoint.step_folders import hold, release
 from titan_like.config.errors import ConfigError
 from titan_like.train.environment import is_one_of_several
-from titan_like.train.out_of_memory import out_of_memory_names
-from titan_like.train.setup import Run
+from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import Remark, Trainer
 from titan_like.train.watchdog import Watchdog
 
-_CLOCKS_MAY_DIFFER = 2.0  # seconds
 _TIME_TO_END = 10.0  # seconds that a stopped job is given to end
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -42,9 +39,6 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
     handled = StopSignals() if signals is None else nullcontext(signals)
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
         hold_dump_folder(Path(run.config.job.dump_folder))
-        warning = clock_warning()
-        if warning is not None and dist.get_rank() == 0:
-            print(warning, flush=True)
         with out_of_memory_names("model.flavor", run.config.model.flavor, "choose a smaller model or more processes"):
             trainer = Trainer(run, remark)
         trainer.signals = stop
@@ -58,20 +52,19 @@ def run_job(run: Run, signals: StopSignals | None = None, remark: Remark | None 
     release()
 
 
-def hold_dump_folder(folder: Path, patience: float = _TIME_TO_END) -> None:
+def hold_dump_folder(folder: Path) -> None:
     """Lock the folder for this job's files until `release` or the end of rank 0's process. Every rank calls this.
 
     Raises:
-        ConfigError: another job holds the folder and does not end within ``patience`` seconds, or the lock cannot be
-            used.
+        ConfigError: another job holds the folder and does not end soon, or the lock cannot be used.
     """
     taken = "another job writes to this folder; stop it, or name another folder"
     refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
         refusal[0] = hold(folder / "run", taken, 0.0)
-        if refusal[0] == taken and patience:
-            print(f"another job is writing to {folder}; waiting {patience:.0f} s for it to end", flush=True)
-            refusal[0] = hold(folder / "run", taken, patience)
+        if refusal[0] == taken:
+            print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
+            refusal[0] = hold(folder / "run", taken, _TIME_TO_END)
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0] is not None:
         raise ConfigError("job.dump_folder", str(folder), refusal[0])
@@ -131,21 +124,3 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
     elif rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not os.environ.get(_NEW_STORES):
         print(f"set {_NEW_STORES}=1 for torchrun on every machine, or its restarts may fail", flush=True)
     return store, rank, world_size
-
-
-def clock_warning(clock: Callable[[], float] = time.time) -> str | None:
-    """Compare the clocks of the job's machines; a warning if they differ, else None. Every rank calls this.
-
-    Args:
-        clock: returns this machine's time in seconds.
-    """
-    dist.barrier()
-    clocks: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(clocks, clock())
-    first, last = min(clocks), max(clocks)
-    if last - first <= _CLOCKS_MAY_DIFFER:
-        return None
-    return (
-        f"the clock of rank {clocks.index(last)} is {last - first:.1f} s ahead of that of rank {clocks.index(first)}; "
-        "times in their logs cannot be compared"
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import Float8, JobConfig, Parallelism
@@ -39,9 +38,6 @@ _ONLY_FOR = {
     "mlm": ("bert", ("data.mlm_probability", "data.mlm_whole_words", "data.mlm_max_ngram")),
     "span_corruption": ("t5", ("data.noise_density", "data.mean_noise_span_length", "training.decoder_seq_len")),
 }
-
-CHECKS: dict[str, Callable[[Any], object]] = {"model": model_config, "data": find_dataset, "optimizer": check_optimizer}
-"""For `load_config`: section → function that raises a ConfigError if the section names something unknown."""
 
 
 @dataclass(frozen=True)

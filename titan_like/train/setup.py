@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.folder_checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
-from titan_like.checkpoint.lock import lock_path
-from titan_like.checkpoint.step_folders import checkpoint_folder
-from titan_like.config.errors import ConfigError
+from titan_like.checkpoint.checks import check_checkpoints, check_room, check_writable, checkpoint_bytes
+from titan_like.checkpoint.step_folders import checkpoint_folder, lock_path
+from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
@@ -25,8 +28,47 @@ from titan_like.metrics.run_files import METRICS_FILE, RUNS_FILE
 from titan_like.models.config import TransformerConfig
 from titan_like.train.environment import environment_number
 from titan_like.train.initial_weights import check_initial_weights
-from titan_like.train.out_of_memory import host_memory_bytes
 from titan_like.train.rules import Settings
+
+# Messages of torch's allocators and the C++ library. Only the GPU's allocator has an exception class of its own.
+_WORDS = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "out of memory")
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # a container's limit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory could not be allocated."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+@contextmanager
+def out_of_memory_names(key: str, value: object, cure: str) -> Iterator[None]:
+    """Turn a failed allocation inside this context into a sentence about a setting.
+
+    Raises:
+        ConfigError: memory could not be allocated. All other exceptions pass through.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = f"this machine does not have enough memory for it ({first_line(error)[:200]}); {cure}"
+        raise ConfigError(key, value, problem) from None
+
+
+def host_memory_bytes() -> int:
+    """Memory that this machine's processes may use together: the installed memory, or a lower limit if one is set."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text()))
+    of_process = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(limits if of_process == resource.RLIM_INFINITY else [*limits, of_process])
+
 
 _LARGE = ("hidden_size", "num_layers", "ffn_hidden_size", "vocab_size", "vocab_multiple", "max_seq_len")
 

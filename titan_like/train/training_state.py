@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.checkpoint.loader import resume
+from titan_like.checkpoint.loader import model_tensors, optimizer_tensors, resume, rng_tensors
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, folder_of_settings
-from titan_like.checkpoint.tensor_names import model_tensors, optimizer_tensors, rng_tensors
 from titan_like.config.errors import RunError
+from titan_like.config.schema import Parallelism
 from titan_like.data.masks import MASK_SETTINGS
 from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
-from titan_like.optim.grad_norm import Gradients
-from titan_like.optim.loss_scaler import LossScaler
-from titan_like.optim.optimizer import build_optimizer
+from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.parallel.apply import build_pipeline
-from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
+from titan_like.parallel.collectives import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import load_initial_weights
-from titan_like.train.random_streams import dropout_stream, seed_everything
 from titan_like.train.setup import Run
+
+
+def dropout_stream(mesh: DeviceMesh, parallelism: Parallelism) -> int:
+    """Number of the random stream from which this process draws dropout.
+
+    Processes with different activations need different streams. Tensor-parallel processes have the same activations
+    between layers, except under sequence parallelism.
+    """
+    sharded = ["pp", "dp_replicate", "dp_shard", *(["tp"] if parallelism.sequence_parallel else [])]
+    stream = 0
+    for name in sharded:
+        stream = stream * mesh[name].size() + mesh[name].get_local_rank()
+    return stream
+
+
+def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
+    """Seed Python's, NumPy's and torch's generators; ``deterministic`` also selects deterministic kernels."""
+    random.seed(seed + stream)
+    np.random.seed((seed + stream) % 2**32)
+    torch.manual_seed(seed + stream)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 class TrainingState:

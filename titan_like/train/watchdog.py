@@ -26,6 +26,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 # How the names of functions begin in which a process waits for others.
 _WAITING = ("wait", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "tolist", "synchronize")
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "store", "peer")
+_MOST_LOOKING = 64  # ranks that read the heartbeats of all others when a job is stuck
 _HEARTBEATS_PER_SECOND = 2000  # limit for all ranks together, because a single store receives them
 
 
@@ -75,8 +76,9 @@ class Watchdog:
         self._awake, self._read_at = 0.0, time.monotonic()  # the thread's own clock, and when it was read last
         self._seen: object = None  # the latest progress
         self._since = 0.0  # when that was first seen, on the thread's clock
-        self._round, self._in_round_since = -1, 0.0  # of electing a rank that looks at the others
-        self._first_look: dict[int, Heartbeat] | None = None  # set if this rank is elected
+        # Evenly spread ranks look at the others, few enough for a single store.
+        self._looks = self.rank % -(-self.size // _MOST_LOOKING) == 0
+        self._first_look: dict[int, Heartbeat] | None = None
         self._next_look = 0.0
         self._logged: set[str] = set()  # kinds of errors that have been printed
         self._ended = threading.Event()
@@ -165,41 +167,25 @@ class Watchdog:
     def _look_at_others(self) -> None:
         """If this rank has been stuck for long, find the rank at fault; if there is one, end the process.
 
-        One of the stuck ranks is elected and looks at all heartbeats twice. The others wait for its report, and one of
-        them takes its place if no report comes.
+        Ranks that look do so twice. The others wait for a report.
         """
-        stuck, window = self._clock() - self._since, max(8 * self.period, self.timeout / 2)
+        now, window = self._clock(), max(8 * self.period, self.timeout / 2)
+        stuck = now - self._since
         if stuck < self.timeout - window:
-            if self._first_look is not None:
-                self._first_look = None
-                self._leave_round()
+            self._first_look = None
             return
-        if self._clock() < self._next_look:
+        if now < self._next_look:
             return
-        self._next_look = self._clock() + self.period / 2
+        self._next_look = now + self.period / 2
         if self._store.check(["report"]):
             self._end_process("")
-        if self._first_look is None:
-            self._stand_for_election(window)
-        elif stuck > self.timeout - 3 * self.period:
+        if self._looks and self._first_look is None:
+            self._first_look = self._heartbeats()
+        elif self._first_look is not None and stuck > self.timeout - 3 * self.period:
             report = find_fault(self.size, self._first_look, self._heartbeats(), self.timeout - 4 * self.period)
             if report is not None:
                 self._store.set("report", report)
                 self._end_process(report if self._store.add("reporters", 1) == 1 else "")
-
-    def _stand_for_election(self, patience: float) -> None:
-        """Take the first look if this rank is the first in its round. After ``patience``, start another round."""
-        current = self._store.add("round", 0)
-        if current != self._round:
-            self._round, self._in_round_since = current, self._clock()
-            if self._store.add(f"looks in round {current}", 1) == 1:
-                self._first_look = self._heartbeats()
-        elif self._clock() > self._in_round_since + patience:
-            self._leave_round()
-
-    def _leave_round(self) -> None:
-        """Start a new round, in which another rank can be elected, unless one has started already."""
-        self._store.compare_set("round", str(self._round), str(self._round + 1))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         """Read the newest heartbeat of each rank that has sent one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of, num_microbatches
 

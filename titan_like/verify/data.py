@@ -22,8 +22,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError, RunError, first_line
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data import blend, raw_text, shards, stream_blend, stream_reader
 from titan_like.data.blend import BlendedSource, shares_of

@@ -25,10 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.data.lengths import sample_length
-from titan_like.models.layers.init import local_part
-from titan_like.models.layers.random import generator_of
+from titan_like.models.layers.init import generator_of, local_part
 from titan_like.models.registry import build_model
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.split import kinds_of_layers

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.models.layers.init import local_part
-from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.optimizer import LossScaler
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
 from titan_like.verify.watch import WatchedTrainer, digest

@@ -19,8 +19,7 @@ from titan_like.config.schema import Data, JobConfig
 from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.span_corruption import SpanCorruption
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.relative_bias import RelativeBias
-from titan_like.models.layers.rope import rope_frequencies
+from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer, replace_forward
 from titan_like.verify.samples import (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps
-from titan_like.config.change import edit
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import global_batch_size_at, total_steps
 from titan_like.data.lengths import sample_length

@@ -10,7 +10,7 @@ def _preload() -> None:
     import torch.distributed.checkpoint
     import torch.utils.serialization  # noqa: F401  torch.load imports it
 
-    import titan_like.optim.rules
+    import titan_like.optim.optimizer
     import titan_like.parallel.pipeline
     import titan_like.train.job
     import titan_like.verify.observe  # noqa: F401

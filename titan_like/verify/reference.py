@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from titan_like.config.change import edit
 from titan_like.config.entry_points import load_entry
+from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.layers import init

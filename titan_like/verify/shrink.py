@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from titan_like.config.change import edit
 from titan_like.config.errors import ConfigError
+from titan_like.config.load import edit
 from titan_like.config.schema import Cluster, Evaluation, Health, Job, JobConfig, Metrics, Profiling, Training
 from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
-from titan_like.parallel.schedules import check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.train.rules import check_rules
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import activation_checkpoint, apply, tensor_styles
+from titan_like.parallel import apply, tensor_styles
 from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
-from titan_like.train.random_streams import dropout_stream, seed_everything
 from titan_like.train.trainer import Trainer
+from titan_like.train.training_state import dropout_stream, seed_everything
 
 _DROPOUT = F.dropout
 
@@ -43,12 +43,12 @@ def same_dropout_in_all_heads() -> Iterator[None]:
 @contextmanager
 def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
     """Recomputation does not put the random generator back."""
-    original = activation_checkpoint.checkpoint
+    original = apply.checkpoint
 
     def checkpoint(*args: Any, **options: Any) -> Any:
         return original(*args, **options | {"preserve_rng_state": False})
 
-    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+    with patch.object(apply, "checkpoint", checkpoint):
         yield
 
 

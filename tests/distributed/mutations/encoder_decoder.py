@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from titan_like.models.layers import relative_bias
-from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.layers import positions
+from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
 from titan_like.parallel import tensor_styles
 from titan_like.parallel.collectives import Group
@@ -20,12 +20,12 @@ from titan_like.parallel.collectives import Group
 @contextmanager
 def causal_buckets_in_the_encoder() -> Iterator[None]:
     """Keys after a query share the bucket of the query itself."""
-    original = relative_bias.bucket_of
+    original = positions.bucket_of
 
     def bucket_of(distance: torch.Tensor, num_buckets: int, max_distance: int, is_causal: bool) -> torch.Tensor:
         return original(distance, num_buckets, max_distance, True)
 
-    with patch.object(relative_bias, "bucket_of", bucket_of):
+    with patch.object(positions, "bucket_of", bucket_of):
         yield
 
 

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.optim.grad_norm import Gradients
-from titan_like.parallel import activation_checkpoint, compute_copies, data
+from titan_like.optim.optimizer import Gradients
+from titan_like.parallel import apply, data, gradients
 from titan_like.parallel.collectives import CopyToTensorRegion
-from titan_like.parallel.model import ParallelModel
+from titan_like.parallel.model import ParallelModel, WholeModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage, TableSchedule
-from titan_like.parallel.whole_model import WholeModel
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
@@ -234,7 +233,7 @@ def tied_table_counted_twice() -> Iterator[None]:
 @contextmanager
 def recomputation_rounds() -> Iterator[None]:
     """What is recomputed is not quite what the forward pass computed."""
-    original = activation_checkpoint.checkpoint
+    original = apply.checkpoint
 
     def checkpoint(function: Any, *args: Any, **options: Any) -> Any:
         def changed(*inputs: Any) -> Any:
@@ -243,35 +242,35 @@ def recomputation_rounds() -> Iterator[None]:
 
         return original(changed, *args, **options)
 
-    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
+    with patch.object(apply, "checkpoint", checkpoint):
         yield
 
 
 @contextmanager
 def gradients_summed_in_bfloat16() -> Iterator[None]:
     """Gradients of one process's microbatches are summed in the model's type, except for the last one."""
-    add = compute_copies.add_all_
+    add = gradients.add_all_
 
-    def add_to_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    def add_to_rounded(sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
         for total in sums:
-            total.copy_(total.to(gradients[0].dtype))
-        add(sums, gradients)
+            total.copy_(total.to(new[0].dtype))
+        add(sums, new)
 
-    with patch.object(compute_copies, "add_all_", add_to_rounded):
+    with patch.object(gradients, "add_all_", add_to_rounded):
         yield
 
 
 @contextmanager
 def gradients_kept_in_bfloat16() -> Iterator[None]:
     """Gradients of one process's microbatches are summed and kept in the model's type."""
-    add = compute_copies.add_all_
+    add = gradients.add_all_
 
-    def add_rounded(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        add(sums, gradients)
+    def add_rounded(sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+        add(sums, new)
         for total in sums:
-            total.copy_(total.to(gradients[0].dtype))
+            total.copy_(total.to(new[0].dtype))
 
-    with patch.object(compute_copies, "add_all_", add_rounded):
+    with patch.object(gradients, "add_all_", add_rounded):
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.mutations.updates import _after_init
 from titan_like.optim import adafactor, muon
-from titan_like.optim.exchange import MatrixExchange
+from titan_like.optim.muon import MatrixExchange
 from titan_like.optim.shards import Partial, ShardedOptimizer, local
 from titan_like.train.trainer import Trainer
 

@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from titan_like.optim.grad_norm import Gradients
-from titan_like.optim.loss_scaler import LossScaler
+from titan_like.optim.optimizer import Gradients, LossScaler
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
 

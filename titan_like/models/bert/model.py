@@ -14,8 +14,8 @@ from torch import nn
 
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import NUM_OPTIONS
-from titan_like.models.labels import IGNORED_LABEL, labels_of_each
 from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, labels_of_each
 from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import Transformer

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.layers.interval_attention import interval_attention
-from titan_like.models.layers.rope import apply_rope
+from titan_like.models.layers.positions import apply_rope
 from titan_like.models.layers.visible import VisibleKeys
 
 

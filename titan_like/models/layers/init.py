@@ -10,6 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.torch_private import local_shape_and_offset
 
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator from which operations on this device draw."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
+
+
 # Elements drawn from one generator. A rank draws only the blocks that overlap its shard.
 BLOCK_ELEMENTS = 1 << 20
 

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from titan_like.models.config import TransformerConfig
-from titan_like.models.rope_scaling import RopeScaling
+from titan_like.models.config import RopeScaling, TransformerConfig
 
 
 class LlamaConfig(TransformerConfig):

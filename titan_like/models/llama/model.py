@@ -7,7 +7,7 @@ from torch import nn
 
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.layers.mlp import SwiGLUMLP
-from titan_like.models.layers.rope import rope_cos_sin, rope_frequencies
+from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.transformer import Transformer

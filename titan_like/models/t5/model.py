@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_like.models.layers.attention import CrossAttention, SelfAttention
 from titan_like.models.layers.mlp import GeGLUMLP, ReluMLP
-from titan_like.models.layers.relative_bias import RelativeBias
+from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.config import T5Config
 from titan_like.models.transformer import Transformer
 

@@ -18,8 +18,7 @@ from math import ceil, inf
 from typing import Any
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.change import edit, setting
-from titan_like.config.load import parse_overrides
+from titan_like.config.load import edit, parse_overrides, setting
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples
 from titan_like.models.config import TransformerConfig
@@ -34,7 +33,7 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, divisors
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import CHECKS, check_rules, check_sequence
+from titan_like.train.rules import check_rules, check_sequence
 
 # (width, layers): GPT-3's models, then PTD-P's.
 _FAMILY = (
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         problem = f"cannot be fixed here; these can: {', '.join(CHOSEN)}"
         raise ConfigError(key, parse_overrides(settings)[key], problem)
     # Everything but the layout must be a valid run.
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     context = config.parallelism.context_parallel_degree
     if context != 1:
         raise ConfigError("parallelism.context_parallel_degree", context, "must be 1 here")

@@ -16,7 +16,6 @@ from titan_like.planner.predict import FLOAT8_NOTE
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import set_keys
-from titan_like.train.rules import CHECKS
 
 _LARGEST = 1e18
 _SECONDS_OF_SILENCE = 2.0
@@ -68,7 +67,7 @@ def loaded(settings: list[str]) -> JobConfig:
     Raises:
         ConfigError: the user has to change something.
     """
-    config = load_config(settings, CHECKS)
+    config = load_config(settings)
     if config.float8.enable:
         print(FLOAT8_NOTE, file=sys.stderr)
     return config

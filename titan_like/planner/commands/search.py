@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config import ConfigError, JobConfig
-from titan_like.config.change import edit
-from titan_like.config.load import parse_overrides
+from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import path_option
-from titan_like.config.write import to_toml
+from titan_like.config.paths import to_toml
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
     Outcome,

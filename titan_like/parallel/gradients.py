@@ -1,6 +1,6 @@
-"""A half-type copy of the weights on a process that shares its weights with no other.
+"""Gradients without FSDP2: ZeRO 0 in float32, and a half type on a process that shares its weights with no other.
 
-Nothing is gathered or reduced there, so FSDP2's work for every unit would be wasted, and on a GPU it takes longer than
+There nothing is gathered or reduced, so FSDP2's work for every unit would be wasted, and on a GPU it takes longer than
 a small model's kernels. Both compute the same: the forward pass uses weights in the half type, and gradients add up
 over microbatches in float32.
 """
@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_like.torch_private import add_all_, copy_all_, views_of
+from titan_like.torch_private import add_all_, coalesced, copy_all_, views_of
 
 UNIT_BYTES = 256 << 20  # of gradients in the half type that wait to be added up
 
@@ -133,3 +134,50 @@ def _like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return part
     mesh, placements = whole.data.device_mesh, whole.data.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+class GradientAllReduce:
+    """Sums each unit's gradients over a group as soon as the last of them has been computed.
+
+    Nothing is copied: a rank holds one copy of weights, gradients and optimizer state at all times.
+    """
+
+    def __init__(self, units: list[list[nn.Parameter]], group: dist.ProcessGroup) -> None:
+        self.enabled = False  # true during the backward pass of a step's last microbatch
+        self._group = group
+        self._units = units
+        self._missing = [len(unit) for unit in units]
+        self._in_flight: list[dist.Work] = []
+        for number, unit in enumerate(units):
+            for parameter in unit:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+
+    def _on_gradient(self, number: int, _parameter: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        self._missing[number] -= 1
+        if self._missing[number] == 0:
+            self._start(number)
+
+    def start_all(self) -> None:
+        """Start the sums of all units, for gradients that did not come from a backward pass and so ran no hooks."""
+        for number in reversed(range(len(self._units))):
+            self._missing[number] = 0
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        gradients = [parameter.grad for parameter in self._units[number]]
+        with coalesced(self._group, asynchronous=True) as unit_in_flight:
+            for gradient in gradients:
+                assert gradient is not None
+                dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._group)
+        self._in_flight.append(unit_in_flight)
+
+    def wait(self) -> None:
+        """Wait, after the last backward pass, until all gradients are summed."""
+        for work in self._in_flight:
+            work.wait()
+        unfinished = sum(self._missing)
+        assert unfinished == 0, f"{unfinished} parameters received no gradient, so their sums never started"
+        self._in_flight.clear()
+        self._missing = [len(unit) for unit in self._units]

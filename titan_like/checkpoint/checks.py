@@ -1,0 +1,180 @@
+"""The checks of the folders that a run writes to, and that a checkpoint belongs to the run, before it starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from titan_like.checkpoint.step_folders import (
+    RUN_FILE,
+    RunState,
+    UnreadableError,
+    checkpoint_path,
+    complete_steps,
+    leftover_bytes,
+    lock_path,
+    lock_problem,
+    read_run_state,
+)
+from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.parts import one_of_each
+from titan_like.optim.state_size import optimizer_state
+
+
+class OtherRunError(ConfigError):
+    """A checkpoint in the run's folder belongs to another model, optimizer or data."""
+
+
+_MAY_CHANGE = {"dropout"}
+# Optimizer state fits only its own optimizer, and the data cursor counts samples of the same data in the same order.
+_MUST_STAY = [
+    ("optimizer", "name"),
+    ("optimizer", "beta1"),
+    ("job", "seed"),
+    ("training", "seq_len"),
+    ("training", "decoder_seq_len"),
+    ("data", "dataset"),
+    ("data", "options"),
+    ("data", "split"),
+    ("data", "tokenizer"),
+    ("data", "mlm_probability"),
+    ("data", "mlm_whole_words"),
+    ("data", "mlm_max_ngram"),
+    ("data", "noise_density"),
+    ("data", "mean_noise_span_length"),
+    ("data", "sentence_objective"),
+]
+
+
+def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resumes: bool = True) -> None:
+    """Refuse a checkpoint of another model and, if the run ``resumes`` from it, of another optimizer or data.
+
+    A damaged one passes here and fails when it is loaded.
+
+    Raises:
+        OtherRunError: the first difference.
+    """
+    try:
+        state = read_run_state(path)
+    except (OSError, ValueError):
+        return
+    compared, now, then = _of_model(state, config, model), config.model_dump(mode="json"), state.config
+    if resumes and state.step > 0:  # at step 0 there is no cursor and no optimizer state
+        compared += [(f"{s}.{key}", now[s][key], then[s].get(key, now[s][key])) for s, key in _MUST_STAY]
+    for key, value, saved in compared:
+        if saved is PydanticUndefined:
+            problem = f"{path / RUN_FILE} does not say what it was saved with; restore the file, or name another folder"
+            raise OtherRunError(key, value, problem)
+        if value != saved:
+            then_text = "none" if saved is None else saved
+            raise OtherRunError(key, value, f"{path} was saved with {then_text}; keep that, or name another folder")
+
+
+def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
+    """(setting, value, value in the checkpoint) of all that describes the model."""
+    shape, fields = model.model_dump(mode="json"), type(model).model_fields
+    family = ("model.family", config.model.family, state.config["model"]["family"])
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
+    saved = defaults | state.model  # an older one may lack a newer field
+    return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
+
+
+def check_readable(folder: Path, steps: list[int], cure: str) -> None:
+    """Refuse a folder in which no checkpoint's `run.json` can be read. One readable file is enough.
+
+    ``cure`` is what the user can do about it.
+
+    Raises:
+        ConfigError: what is wrong with the newest of ``steps``.
+    """
+    problem = None
+    for step in reversed(steps):
+        try:
+            read_run_state(checkpoint_path(folder, step))
+            return
+        except UnreadableError as error:
+            problem = problem or f"{checkpoint_path(folder, step)} cannot be loaded ({first_line(error)})"
+        except Exception:  # whatever a damaged file raises
+            return
+    if problem is not None:
+        others = ", nor any other there" if len(steps) > 1 else ""
+        raise ConfigError("checkpoint.folder", str(folder), f"{problem}{others}; {cure}")
+
+
+def check_writable(key: str, folder: Path, make: bool) -> None:
+    """Check that a folder can be written to. If ``make``, it is created.
+
+    Raises:
+        ConfigError: it cannot; ``key`` is the setting to blame.
+    """
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
+        raise ConfigError(key, str(folder), problem) from None
+    if not there.is_dir():
+        problem = f"the folder cannot be created ({there} is a file); name one that you may write to"
+        raise ConfigError(key, str(folder), problem)
+    if not os.access(there, os.W_OK):
+        raise ConfigError(key, str(folder), f"the folder {there} is not writable; name one that is")
+
+
+def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
+    """Check that the run can save to its checkpoint folder, and resume from what is there.
+
+    Args:
+        config: the run's.
+        model: its model.
+        folder: the checkpoint folder.
+        make: create the folder.
+
+    Returns:
+        Whether there is a checkpoint to resume from.
+
+    Raises:
+        ConfigError: the folder cannot be used, or its checkpoints are of another run.
+    """
+    check_writable("checkpoint.folder", folder, make)
+    problem = lock_problem(folder)
+    if problem is not None:
+        raise ConfigError("checkpoint.folder", str(folder), f"{lock_path(folder)} {problem}")
+    steps, wanted = complete_steps(folder), config.checkpoint.load_step
+    if wanted is not None and wanted not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise ConfigError("checkpoint.load_step", wanted, f"no such checkpoint in {folder}; {there}")
+    cure = "move it away to start anew, or name another folder"
+    check_readable(folder, steps if wanted is None else [wanted], cure)
+    for step in steps[-1:] if wanted is None else [wanted]:
+        check_same_run(checkpoint_path(folder, step), config, model)
+    return bool(steps)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Check that the disk of a checkpoint folder has room for a checkpoint of ``needed`` bytes.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    free = shutil.disk_usage(folder).free + leftover_bytes(folder)
+    if free < needed:
+        problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+        raise ConfigError("checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
+
+
+def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
+    """Approximate size of a checkpoint: master weights and the optimizer's state."""
+    element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
+    values: float = model.num_parameters()
+    small = one_of_each(model)
+    counts = {f"layers.{kind}": count for kind, count in zip(small.layers, model.layer_counts, strict=True)}
+    for name, parameter in small.named_parameters():
+        values += state.of(name, parameter.shape) * counts.get(".".join(name.split(".")[:2]), 1)
+    return int(element * values)
