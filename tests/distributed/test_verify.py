@@ -108,7 +108,6 @@ BUGS = [
     (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", Row.LOSS, "layers.1."),
     (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
     (gradients.third_samples_of_microbatches_lost, DATA, "one_process", Row.LOSS, "the loss"),
-    (gradients.microbatches_after_the_fourth_lost, TWELVE, "accumulation", Row.LOSS, ""),
     (layers.rotary_table_ends_at_128, ["--job.config_file", LLAMA, *ONE], "one_process", Row.LONG_GRADIENT, "output"),
     (
         layers.rotary_table_of_later_stages_ends_at_128,
@@ -128,6 +127,7 @@ BUGS = [
     (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", Row.SKIPPED, ""),
     (gradients.replicas_not_summed, HSDP, "replicas", Row.GRADIENT, "norm.bias"),
     (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", Row.GRADIENT, "the loss"),
+    (gradients.microbatches_after_the_fourth_lost, TWELVE, "accumulation", Row.LOSS, ""),
     (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),

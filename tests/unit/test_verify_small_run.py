@@ -52,7 +52,7 @@ def test_a_length_stays_one_in_its_unit(length: str, rampup: list[str]) -> None:
         ),
         ("pipeline_schedule=interleaved_1f1b virtual_stages_per_rank=2", 2, 4, "5 of 20 layers, 4 of 8 microbatches"),
         ("pipeline_parallel_degree=10", 1, 3, "2 of 10 processes, 3 of 20 layers, 3 of 8 microbatches"),
-        ("data_parallel_shard_degree=8", 1, 2, "8 of 16 processes, 3 of 20 layers, 3 of 8 samples in each"),
+        ("data_parallel_shard_degree=8", 1, 2, "8 of 16 processes, 3 of 20 layers, 3 of 8 samples in a microbatch"),
     ],
 )
 def test_sizes_stay_above_two_where_the_run_s_are(settings: str, virtual: int, microbatches: int, limits: str) -> None:

@@ -182,7 +182,7 @@ def shrink(
         "layers": (model_config(small.model).num_layers, model.num_layers),
         "virtual stages": (virtual, section.virtual_stages_per_rank),
         "microbatches": (batch // (micro_batch * degrees.data_parallel), num_microbatches(training, layout)),
-        "samples in each": (micro_batch, training.micro_batch_size),
+        "samples in a microbatch": (micro_batch, training.micro_batch_size),
         "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
     }
     limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
