@@ -164,7 +164,7 @@ BUGS = [
         dropout.dropout_scale_lost_in_split_sequences,
         SEQUENCE,
         "sequence_parallel",
-        Row.DROPOUT_GRADIENT,
+        Row.DROPOUT_LOSS,
         "",
     ),
     (runs.resumed_without_moments, DATA, "resume", Row.WEIGHT, "embedding.weight"),
@@ -280,8 +280,8 @@ BUGS = [
     (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
 ]
 ABOUT_DROPOUT = (
-    *(Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_GRADIENT, Row.DROPOUT_VALIDATION),
-    *(Row.DROPOUT_AGAIN, Row.DROPOUT_OWN_TYPE),
+    *(Row.MASKS_DIFFER, Row.MASKS_AGAIN, Row.KEPT, Row.DROPOUT_VALIDATION),
+    *(Row.DROPOUT_AGAIN, Row.DROPOUT_OWN_TYPE, Row.DROPOUT_LOSS),
 )
 
 

@@ -191,6 +191,10 @@ class ObservedTrainer(WatchedTrainer):
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
 
+    def _save_if_due(self, is_last: bool) -> None:
+        if self.dtype not in HALF:  # those save at the end
+            super()._save_if_due(is_last)
+
     def validate(self) -> float:
         """Validate and compare the loss."""
         loss = super().validate()
@@ -264,8 +268,8 @@ class ObservedTrainer(WatchedTrainer):
 def observe(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Run one kind (a type, or dropout) and compare it with the reference."""
     report, dtype = Report(kind, member.rank), EXACT if kind == DROPOUT else kind
-    if kind in HALF:  # saves at its end
-        config = edit(config, {"checkpoint.enable": True, "checkpoint.interval": reference.small.total})
+    if kind in HALF:  # can save
+        config = edit(config, {"checkpoint.enable": True})
     run = prepare_run(member, reference, config, dtype, member.folder)
     if kind == DROPOUT:
         observe_dropout(run, report, reference.small)

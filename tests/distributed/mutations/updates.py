@@ -153,7 +153,9 @@ def clipped_by_another_norm_in_half_types() -> Iterator[None]:
 @contextmanager
 def loss_scale_begins_at_1() -> Iterator[None]:
     """float16 begins without a loss scale."""
-    with patch.object(training_state, "LossScaler", lambda device: LossScaler(device, scale=1.0)):
+    with patch.object(
+        training_state, "LossScaler", lambda device, scale=1.0, **rest: LossScaler(device, scale, **rest)
+    ):
         yield
 
 
