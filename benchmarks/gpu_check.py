@@ -308,7 +308,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
     from scripts.verify import format_verdict
     from titan_like.checkpoint import saver
     from titan_like.config import load_config
-    from titan_like.parallel.collectives import build_mesh
+    from titan_like.parallel.mesh import build_mesh
     from titan_like.train import training_state
     from titan_like.train.job import process_group
     from titan_like.verify.shrink import resolve, shrink

@@ -35,7 +35,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.optim.optimizer import build_optimizer, update
 from titan_like.optim.shards import local
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.parallel.schedules.simulate import PipelineShape
+from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import Action, schedule_table, stages_per_rank
 from titan_like.parallel.weight_gradients import Product, WeightGradients
 

@@ -159,7 +159,7 @@ def score(
     from titan_like.data.tokenizer import build_tokenizer, check_vocabulary
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks
-    from titan_like.parallel.collectives import build_mesh
+    from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
     from titan_like.train.rules import check_sequence, resolve_for_inference

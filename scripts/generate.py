@@ -121,7 +121,7 @@ def sample(
 
     from titan_like.checkpoint.inference import ParallelInference, load_for_inference, load_parallel_model
     from titan_like.evaluate.sampling import generate
-    from titan_like.parallel.collectives import build_mesh
+    from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_for_inference

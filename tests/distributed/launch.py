@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.checkpoint import saver
 from titan_like.config.schema import JobConfig
 from titan_like.parallel import split
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.train import training_state
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run

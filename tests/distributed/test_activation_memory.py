@@ -19,8 +19,8 @@ from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.apply import build_pipeline
-from titan_like.parallel.collectives import build_mesh
 from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.activations import full_moments, kept_of
 from titan_like.planner.dry_run import fake_process_group
 from titan_like.planner.memory import memory

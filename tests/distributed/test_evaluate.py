@@ -25,7 +25,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import Window, ending_window, sliding_windows
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 from titan_like.train.setup import prepare_run

@@ -20,7 +20,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.sampling import generate
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer

@@ -12,7 +12,8 @@ from tests.distributed.launch import collect
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.pipeline import Pipeline
-from titan_like.parallel.schedules.simulate import PipelineShape, max_in_flight
+from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 
 DEGREE, MICROBATCHES, HIDDEN = 4, 8, (2, 3, 8)

@@ -20,7 +20,7 @@ from titan_like.config.errors import RunError
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.models.layers.init import local_part
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
 from titan_like.train.initial_weights import load_initial_weights
 from titan_like.train.trainer import Trainer

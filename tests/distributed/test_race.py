@@ -19,7 +19,7 @@ from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import TextSettings
 from titan_like.evaluate.tasks import race_task
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.train.rules import resolve_settings
 
 SEQ = 20

@@ -8,8 +8,8 @@ from tests.distributed.launch import base_config, by_name, collect
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
-from titan_like.parallel.collectives import build_mesh
 from titan_like.parallel.layout import resolve_layout
+from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.pipeline import loss_of_last_stage
 
 RANKS, MICROBATCHES = 2, 4

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from tests.unit.pipeline_cases import SINGLE, cases, unit_run
-from titan_like.parallel.schedules.simulate import add_communication
+from titan_like.parallel.schedules.communication import add_communication
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, forward_table, schedule_table, stage_ranks
 
 

@@ -17,7 +17,8 @@ from titan_like.config.schema import JobConfig
 from titan_like.metrics import profiling, timeline_plot
 from titan_like.metrics.profiling import StepProfiler, write_timeline
 from titan_like.metrics.step_timeline import StepTimeline, simulated
-from titan_like.parallel.schedules.simulate import Event, PipelineShape, Step, unit_time
+from titan_like.parallel.schedules.communication import PipelineShape, Step
+from titan_like.parallel.schedules.simulate import Event, unit_time
 from titan_like.parallel.schedules.tables import Action
 
 MICROBATCHES = 3

@@ -20,7 +20,8 @@ from titan_like.evaluate.task import Score, Window
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import run_batches
-from titan_like.parallel.collectives import Group, all_gather, data_parallel_mesh
+from titan_like.parallel.collectives import Group, all_gather
+from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.model import ParallelModel, WholeModel
 
 if TYPE_CHECKING:

@@ -6,58 +6,27 @@ parallelism, allocation of this process's part, initialisation.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import ActivationCheckpoint, JobConfig
+from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model
-from titan_like.models.transformer import Transformer
+from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
-from titan_like.parallel.schedules.simulate import PipelineShape
+from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.parallel.split import StageLayers, layers_per_stage, split_layers
 from titan_like.parallel.tensor import apply_tensor_parallel
 from titan_like.parallel.weight_gradients import defer_weight_gradients
-from titan_like.torch_private import float8_product, functional_collectives
 
 if TYPE_CHECKING:
     from titan_like.parallel.pipeline import Pipeline
-
-# Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
-# tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
-# and the all-gathers of sequence parallelism.
-_KEPT_OPERATIONS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.linear.default,
-    float8_product,
-    functional_collectives.all_reduce.default,
-    functional_collectives.reduce_scatter_tensor.default,
-}
-
-
-def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
-    """Wrap the forward pass of every n-th layer in place. Parameters keep their names."""
-    if section.mode == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if section.mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
-    for name, layer in model.layers.items():
-        if int(name) % section.every_n_layers == 0:  # numbered over the whole model, so stages do not change the choice
-            layer.forward = partial(checkpoint, layer.forward, **options)
-
-
-def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def build_pipeline(

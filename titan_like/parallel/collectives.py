@@ -1,4 +1,4 @@
-"""The device mesh, collectives of a tensor-parallel group, and the two operators at the borders of a parallel region.
+"""Collectives of a tensor-parallel group, and the two operators at the borders of a parallel region.
 
 The two operators are conjugate: the forward pass of one is the backward pass of the other. They are f and g of
 Megatron-LM (arXiv 1909.08053, section 3), and with sequence parallelism g and ḡ of arXiv 2205.05198, section 4.2.2.
@@ -10,30 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.parallel.layout import Layout
-from titan_like.torch_private import flattened, functional_collectives
-
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-
-
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Arrange all ranks in a mesh with the dimensions `DIMENSIONS`.
-
-    Tensor parallelism communicates most, so its groups are neighbouring ranks on one node. Pipeline stages communicate
-    least, so they are the farthest apart (arXiv 2104.04473, takeaway 1).
-    """
-    sizes = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
-
-
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """One-dimensional mesh of the ranks that hold the same part of the model and see different samples."""
-    if mesh["dp_replicate"].size() == 1:
-        return mesh["dp_shard"]
-    return flattened(mesh["dp_replicate", "dp_shard"], "dp")
-
+from titan_like.torch_private import functional_collectives
 
 _SEQUENCE = 1  # dimension of [batch, seq, hidden]
 

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.collectives import data_parallel_mesh
 from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
+from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.split import units_of_layers
 from titan_like.torch_private import (
     SUMS_USES_IN_FULL,

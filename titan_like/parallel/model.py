@@ -19,7 +19,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
 from titan_like.parallel.data import DataParallel
-from titan_like.parallel.schedules.simulate import PipelineShape, Step
+from titan_like.parallel.schedules.communication import PipelineShape, Step
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.parallel.timeline import Timeline
 from titan_like.parallel.weight_gradients import WeightGradients

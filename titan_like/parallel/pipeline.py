@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
-from titan_like.parallel.schedules.simulate import MAX_PENDING_SENDS, PipelineShape, Step
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape, Step
 from titan_like.parallel.timeline import Timeline
 from titan_like.parallel.weight_gradients import Product
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan_like.parallel.schedules.simulate import Event, Step
+from titan_like.parallel.schedules.communication import Step
+from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
 _MEETINGS = 16  # collectives to compare the ranks' clocks with: the tightest bounds count

@@ -42,7 +42,7 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.collectives import build_mesh
+from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout

@@ -13,14 +13,8 @@ from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import holders_of_copies
-from titan_like.parallel.schedules.simulate import (
-    Step,
-    bubble_fraction,
-    ideal_bubble,
-    max_in_flight,
-    simulate,
-    unit_time,
-)
+from titan_like.parallel.schedules.communication import Step
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
 from titan_like.planner.dtypes import BYTES

@@ -17,7 +17,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import num_chunks
 from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.simulate import Step
+from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description, joined

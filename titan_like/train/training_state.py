@@ -25,7 +25,7 @@ from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.parallel.apply import build_pipeline
-from titan_like.parallel.collectives import build_mesh, data_parallel_mesh
+from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
 from titan_like.train.initial_weights import load_initial_weights

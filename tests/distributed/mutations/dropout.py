@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import apply, tensor_styles
+from titan_like.parallel import activation_checkpoint, tensor_styles
 from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
@@ -43,12 +43,12 @@ def same_dropout_in_all_heads() -> Iterator[None]:
 @contextmanager
 def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
     """Recomputation does not put the random generator back."""
-    original = apply.checkpoint
+    original = activation_checkpoint.checkpoint
 
     def checkpoint(*args: Any, **options: Any) -> Any:
         return original(*args, **options | {"preserve_rng_state": False})
 
-    with patch.object(apply, "checkpoint", checkpoint):
+    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
         yield
 
 

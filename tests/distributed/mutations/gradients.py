@@ -14,7 +14,7 @@ from torch import nn
 
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.optim.optimizer import Gradients
-from titan_like.parallel import apply, data, gradients
+from titan_like.parallel import activation_checkpoint, data, gradients
 from titan_like.parallel.collectives import CopyToTensorRegion
 from titan_like.parallel.model import ParallelModel, WholeModel
 from titan_like.parallel.pipeline import Pipeline, RunningStage, TableSchedule
@@ -233,7 +233,7 @@ def tied_table_counted_twice() -> Iterator[None]:
 @contextmanager
 def recomputation_rounds() -> Iterator[None]:
     """What is recomputed is not quite what the forward pass computed."""
-    original = apply.checkpoint
+    original = activation_checkpoint.checkpoint
 
     def checkpoint(function: Any, *args: Any, **options: Any) -> Any:
         def changed(*inputs: Any) -> Any:
@@ -242,7 +242,7 @@ def recomputation_rounds() -> Iterator[None]:
 
         return original(changed, *args, **options)
 
-    with patch.object(apply, "checkpoint", checkpoint):
+    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
         yield
 
 

@@ -1,20 +1,16 @@
-"""The time and memory that a pipeline schedule takes, computed without running it, and the messages between stages."""
+"""The time and memory that a pipeline schedule takes, computed without running it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_like.parallel.schedules.tables import (
     SPLIT_BACKWARD,
     Action,
     Table,
-    forward_table,
     inputs,
     outcome,
-    schedule_table,
-    stage_ranks,
     stages_per_rank,
 )
 
@@ -138,81 +134,3 @@ def max_in_flight(table: Table, size: Callable[[int], float] = lambda stage: 1) 
                 held -= size(action.stage)
         peaks.append(peak)
     return peaks
-
-
-class Step(NamedTuple):
-    """A computation (F, B, I, W) or one side of a message.
-
-    F messages carry a stage's output to the next stage. B messages carry the gradient of a stage's input to the
-    previous stage. ``stage`` is the one that sends or receives: ``SEND_F`` of stage 2 pairs with ``RECV_F`` of stage 3.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def add_communication(table: Table, ranks: list[int]) -> list[list[Step]]:
-    """Insert the messages between stages of different ranks, in an order that cannot deadlock.
-
-    NCCL runs the messages between two ranks, in both directions, one after the other in the order in which each rank
-    posts them. A message blocks the next one until both sides have posted it, so both ranks must post in the same
-    order. This function puts all messages of the step in one global order: by the time at which `simulate` with
-    `unit_time` produces them, lower rank first on ties. A send follows the computation that produces it. Its receive
-    precedes the computation that the receiving rank is busy with at that time, so that the transfer overlaps with it.
-
-    This order cannot deadlock as long as posting a receive does not block, even if sends block. Take the first message
-    in the order that is not complete. Both of its ranks have only computations before it that end by then, and these
-    need only messages that are complete.
-
-    Args:
-        table: per rank, its computations.
-        ranks: the rank of each stage.
-
-    Raises:
-        ValueError: the table deadlocks even without messages.
-    """
-    steps: list[list[Step]] = [[] for _ in table]
-    # When an action ends, another rank's list holds only what that rank has finished. Appending a receive there thus
-    # puts it before the computation that the rank is busy with.
-    for event in sorted(simulate(table, ranks, unit_time), key=lambda event: (event.end, event.rank)):
-        _, stage, microbatch = event.action
-        steps[event.rank].append(Step(*event.action))
-        target = _target(event.action)
-        if target is not None and 0 <= target < len(ranks) and ranks[target] != event.rank:
-            letter = "F" if event.action.kind == "F" else "B"
-            steps[event.rank].append(Step(f"SEND_{letter}", stage, microbatch))
-            steps[ranks[target]].append(Step(f"RECV_{letter}", target, microbatch))
-    return steps
-
-
-def _target(action: Action) -> int | None:
-    """The stage that needs the action's outcome, if any; it may lie outside the pipeline."""
-    return {"F": action.stage + 1, "I": action.stage - 1}.get(outcome(action).kind)
-
-
-MAX_PENDING_SENDS = 2  # unfinished sends per rank; without waiting, gloo cannot tell whether one has finished
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """A schedule with its pipeline degree and stages per rank."""
-
-    schedule: str
-    degree: int
-    virtual_stages: int
-
-    @property
-    def ranks(self) -> list[int]:
-        """Pipeline rank of each stage."""
-        return stage_ranks(self.schedule, self.degree, self.virtual_stages)
-
-    def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Step]:
-        """List one rank's passes and messages for one batch, in order.
-
-        Raises:
-            ValueError: the schedule cannot run this number of microbatches.
-        """
-        table = schedule_table if backward else forward_table
-        actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
-        return add_communication(actions, self.ranks)[rank]

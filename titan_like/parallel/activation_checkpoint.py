@@ -1,0 +1,41 @@
+"""Activation checkpointing: the backward pass recomputes what the forward pass did not save."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_like.config.schema import ActivationCheckpoint
+from titan_like.models.transformer import Transformer
+from titan_like.torch_private import float8_product, functional_collectives
+
+# Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
+# tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
+# and the all-gathers of sequence parallelism.
+_KEPT_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.linear.default,
+    float8_product,
+    functional_collectives.all_reduce.default,
+    functional_collectives.reduce_scatter_tensor.default,
+}
+
+
+def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
+    """Wrap the forward pass of every n-th layer in place. Parameters keep their names."""
+    if section.mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if section.mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
+    for name, layer in model.layers.items():
+        if int(name) % section.every_n_layers == 0:  # numbered over the whole model, so stages do not change the choice
+            layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
