@@ -2,8 +2,8 @@
 
 Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
 configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
-weights, dropout and a resumed run. If they differ, it names the place and the axis of the layout at fault. It also
-reads some of the run's own data on several ranks. Exit codes: 0 the same, 1 different, 2 bad input, 3 undecided, for
+weights, dropout and a resumed run, and reads some of the run's own data on several ranks. If something differs, it
+names the place and the axis of the layout at fault. Exit codes: 0 the same, 1 different, 2 bad input, 3 undecided, for
 example because time ran out.
 """
 

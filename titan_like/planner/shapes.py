@@ -53,7 +53,7 @@ class Coordinates:
 
 
 def coordinates_of(layout: Layout, rank: int) -> Coordinates:
-    """Coordinates of a rank. The last dimension of `titan_like.parallel.collectives.DIMENSIONS` varies fastest."""
+    """Coordinates of a rank. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
     rest, tensor = divmod(rank, layout.tensor)
     rest, shard = divmod(rest, layout.shard)
     pipeline, replicate = divmod(rest, layout.replicate)

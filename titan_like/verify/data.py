@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import pickle
 from bisect import bisect_right
 from collections import Counter
@@ -67,6 +68,7 @@ class Found(NamedTuple):
 
 def check_data(member: Member, config: JobConfig) -> Found:
     """Read some samples of a run's data, in blocks so short that many end within these samples."""
+    multiprocessing.set_start_method(None, force=True)  # a run's own; processes of a group have that of their server
     try:
         if not _has_tokens(config):
             config = edit(config, {"job.dump_folder": str(member.folder)})

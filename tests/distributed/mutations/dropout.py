@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import activation_checkpoint, tensor_styles
+from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.model import ParallelModel
 from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
