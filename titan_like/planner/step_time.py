@@ -1,8 +1,8 @@
 """Seconds of one optimizer step, by what takes them, in closed form.
 
-With equal stages, a rank computes for m microbatches and waits for the schedule's bubble, as in
-`titan_like.parallel.schedules.simulate.ideal_bubble`. With unequal stages the slowest rank sets the pace, and the others count
-once on the way in and out. This is fast, so searches rank layouts by it. Predictions come from
+With equal stages, a rank computes for m microbatches and waits for the schedule's bubble, as in `ideal_bubble`. With
+unequal stages the slowest rank sets the pace, and the others count once on the way in and out. This is fast, so
+searches rank layouts by it. Predictions come from
 `titan_like.planner.simulator`, which follows every pass.
 """
 

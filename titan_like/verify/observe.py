@@ -28,6 +28,7 @@ from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.schedule import lr_factor
+from titan_like.parallel import split
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
@@ -352,6 +353,7 @@ def compare_places(
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:
     """A run in this type on the verification's own data."""
     init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
+    split.LAYER_UNIT_BYTES = reference.small.unit_bytes
     cross_entropy.BLOCK_BYTES = interval_attention.BLOCK_BYTES = _BLOCK_BYTES
     if dtype == EXACT:  # in half types, one process rounds the product of all positions once
         cross_entropy.CHUNK_LOGITS = dict.fromkeys(cross_entropy.CHUNK_LOGITS, _CHUNK_LOGITS)

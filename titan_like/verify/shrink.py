@@ -22,7 +22,7 @@ from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
-from titan_like.parallel.split import layers_per_stage
+from titan_like.parallel.split import LAYER_UNIT_BYTES, layers_per_stage
 from titan_like.train.rules import check_rules
 
 MOST_PROCESSES = 8
@@ -58,6 +58,7 @@ class Small:
     dropout: float | None  # rate in the dropout run; None: the family has no dropout
     longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
     limits: list[str]  # the sizes that are smaller than the original's
+    unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
 
     def max_norm(self, step: int) -> float:
         """The gradient norm that a step is clipped at; 0 clips nothing. The last step's gradients are far below it."""
@@ -186,7 +187,10 @@ def shrink(
         "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
     }
     limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
-    return Small(config, small, num_steps, bad_steps, total, dropout, longer, limits)
+    two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
+    element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
+    unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
+    return Small(config, small, num_steps, bad_steps, total, dropout, longer, limits, unit_bytes)
 
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
