@@ -38,8 +38,7 @@ from benchmarks.measured_rows import Row, read_rows
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
 from titan_like.models.registry import config_class, flavors
-from titan_like.parallel.schedules import simulate
-from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble
+from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, simulate
 from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import largest_memory, memory

@@ -39,6 +39,6 @@ ARGUMENTS = list(sys.argv)
 sys.argv = [argument for argument in sys.argv if not argument.startswith("--disturb")]
 if "--disturb=impatient" in ARGUMENTS:
     loader.hold = partial(loader.hold, patience=1.0)
-    job.hold_dump_folder = partial(job.hold_dump_folder, patience=1.0)
+    job._TIME_TO_END = 1.0
 WholeModel.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
 run_command(train.main)

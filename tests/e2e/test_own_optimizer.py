@@ -67,7 +67,7 @@ def test_trains_alike_on_one_process_and_on_two_and_resumes(package: Path, tmp_p
 
 
 def test_is_planned_with_the_state_that_it_keeps(package: Path, tmp_path: Path) -> None:
-    done = train(package, "--job.dry_run=true", f"--json={tmp_path / 'plan.json'}")
+    done = train(package, "--job.dry_run=true", f"--job.dump_folder={tmp_path}", f"--json={tmp_path / 'plan.json'}")
     assert done.returncode == 0, done.stderr
     plan = json.dumps(json.loads((tmp_path / "plan.json").read_text()))
     parameters = int(re.search(r'"num_parameters": (\d+)', plan)[1])  # type: ignore[index]

@@ -140,7 +140,7 @@ def test_a_line_of_a_user_s_file_is_a_run_of_this_trainer():
         ({"heads": "17"}, "num_attention_heads 17 does not divide"),
         ({"tp": "0"}, "tp = 0: must be a whole number"),
         ({"mbs": "many"}, "mbs = many: must be a whole number"),
-        ({"layers": "1000000000"}, "no model is that large"),
+        ({"layers": "1000000000"}, "should be less than or equal to 2048"),
         ({"pp": "4", "vp": "24"}, "96 stages for 24 layers"),
         ({"zero": "9"}, "zero_stage = 9"),
         ({"recompute": "banana"}, 'mode = "banana"'),

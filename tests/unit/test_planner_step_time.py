@@ -6,8 +6,7 @@ import pytest
 
 from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, random_workloads
-from titan_like.parallel.schedules import simulate
-from titan_like.parallel.schedules.simulate import ideal_bubble
+from titan_like.parallel.schedules.simulate import ideal_bubble, simulate
 from titan_like.parallel.schedules.simulate import step_time as end_of
 from titan_like.parallel.schedules.tables import schedule_table, stage_ranks
 from titan_like.planner.layer_time import ends_cost, gemm_time, layer_cost, softmax_is_fused

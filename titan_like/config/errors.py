@@ -55,6 +55,8 @@ def cure_of_writing(error: OSError, then: str = "or name another folder") -> str
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if the message is empty."""
+    if isinstance(error, ValidationError):
+        return f"{'.'.join(map(str, error.errors()[0]['loc']))}: {first_problem(error)}"
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
