@@ -32,7 +32,8 @@ PRELOADED = ["titan_like.verify.preloaded"]  # modules that the server imports b
 _DAY = 86400.0  # seconds
 _IDLE_SHARE = 0.05  # of one processor: a process that uses less waits for others (gloo's threads use 0.02)
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
-_NETWORK_THREAD = "(gloo_tcp_loop)"  # a name in /proc; a receive that nobody awaits makes it spin
+# In /proc; a receive that nobody awaits makes it spin. Older versions of torch leave it with the process's own name.
+_NETWORK_THREAD = "gloo_tcp_loop"
 _FORK_SERVER = get_context("forkserver")
 
 _TRACEBACK = r'^Traceback \(most recent call last\):\n(  File ".*\n(?: .*\n)*)'
@@ -218,15 +219,18 @@ def active_seconds(groups: set[int | None]) -> tuple[float, dict[tuple[str, str]
         if not folder.name.isdecimal():
             continue
         with suppress(OSError, ValueError, IndexError):  # the process may have ended
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            start, _, rest = (folder / "stat").read_text().rpartition(")")
+            own, fields = start.partition("(")[2], rest.split()
             if int(fields[2]) not in groups:
                 continue
             total += sum(map(int, fields[11:15])) * _TICK
             total += time.monotonic() if fields[0] == "D" else 0.0
             for thread in (folder / "task").iterdir():
-                if _NETWORK_THREAD in (stat := (thread / "stat").read_text()):
+                name = (thread / "comm").read_text().strip()
+                if name == _NETWORK_THREAD or (name == own and thread.name != folder.name):
+                    stat = (thread / "stat").read_text().rpartition(")")[2]
                     waits = (thread / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]
-                    network[thread.name, waits] = sum(map(int, stat.split()[13:15])) * _TICK
+                    network[thread.name, waits] = sum(map(int, stat.split()[11:13])) * _TICK
             total += int((folder / "schedstat").read_text().split()[1]) * 1e-9  # not every kernel has this
     return total, network
 
