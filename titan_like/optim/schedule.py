@@ -18,9 +18,9 @@ def check_decay(section: LRScheduler, total_steps: int) -> None:
     if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
         problem = f"the decay ends before the warm-up of {warmup} steps; use a larger number"
         raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
-    length, left = wsd_decay_steps(section, total_steps), total_steps - warmup
-    if section.decay == "wsd" and length > left:
-        problem = f"the final decay of {length} steps does not fit the {left} after warm-up; use at most {left}"
+    length = wsd_decay_steps(section, total_steps)
+    if section.decay == "wsd" and length > total_steps:
+        problem = f"the final decay is longer than the run of {total_steps} steps; use at most {total_steps}"
         raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
 
 
@@ -54,9 +54,9 @@ def lr_factor(section: LRScheduler, step: int, total_steps: int) -> float:
 
 
 def warmup_steps(section: LRScheduler, total_steps: int) -> int:
-    """Number of steps in the warm-up: as configured, but at most the run, without the final decay that wsd chooses."""
-    chosen = wsd_decay_steps(section, total_steps) if section.decay == "wsd" and not section.decay_steps else 0
-    return min(section.warmup_steps, total_steps - chosen)
+    """Number of steps in the warm-up: as configured, but at most the run, without wsd's final decay."""
+    decay = wsd_decay_steps(section, total_steps) if section.decay == "wsd" else 0
+    return min(section.warmup_steps, max(0, total_steps - decay))
 
 
 def describe_warmup(section: LRScheduler, total_steps: int) -> str | None:

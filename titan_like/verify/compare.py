@@ -51,6 +51,7 @@ class Row(StrEnum):
     RESUMED = "state of a resumed run"
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
+    VALIDATED = "weights that validation computes with"
     LARGE_LOSS = "loss with large logits"
     LARGE_NORM = "gradient norm with large logits"
     LARGE_GRADIENT = "gradients with large logits"

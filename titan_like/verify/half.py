@@ -72,6 +72,17 @@ def check_loss_scaler(report: Report, scaler: LossScaler) -> None:
         report.equal(Key(0, Row.LOSS_SCALE), state_of(copy), wanted)
 
 
+def check_validated(report: Report, trainer: Trainer) -> None:
+    """Check, after a validation, that copies in the half type are of the weights after the last update."""
+    for stage in trainer.model.stages:
+        for prefix, module in stage.module.named_modules():
+            for name, master in module.named_parameters(recurse=False):
+                if (copy := vars(module).get(name)) is not None:
+                    is_new = torch.equal(local_part(copy)[0], local_part(master)[0].to(copy.dtype))
+                    told = None if is_new else "they lack the last update"
+                    report.exact(Key(trainer.step, Row.VALIDATED, f"{prefix}.{name}"), told)
+
+
 def check_resumed(report: Report, trainer: Trainer) -> None:
     """Save and resume, and compare the states bit for bit. Only a run that is right so far is resumed."""
     is_wrong = not all(check.ok for check in report.checks.values())

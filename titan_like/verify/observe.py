@@ -35,7 +35,15 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
-from titan_like.verify.half import check_loss_scaler, check_resumed, finer, scale_after, state_of, watched_sums
+from titan_like.verify.half import (
+    check_loss_scaler,
+    check_resumed,
+    check_validated,
+    finer,
+    scale_after,
+    state_of,
+    watched_sums,
+)
 from titan_like.verify.places import Outputs, Place, differing, up_to_the_loss
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, FLOAT16_SCALE, LARGE, learning_rate, train
@@ -234,6 +242,7 @@ class ObservedTrainer(WatchedTrainer):
             self.train()
         self.config = edit(self.config, {"evaluation.steps": 2})  # covers all held-out samples
         self._compare(Key(self.num_steps, Row.WHOLE_VALIDATION), Trainer.validate(self))
+        check_validated(self.report, self)
         if self.dtype == EXACT:  # one more step, with logits that only a stable softmax survives
             self.enlarge_logits()
             self.read_step(self.train_step(self._microbatches(self.num_steps + 1)))

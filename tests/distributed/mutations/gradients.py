@@ -287,6 +287,19 @@ def gradients_reduced_in_bfloat16() -> Iterator[None]:
 
 
 @contextmanager
+def validation_an_update_behind() -> Iterator[None]:
+    """Only training casts weights to the model's type."""
+    original = data.DataParallel.before_forward
+
+    def before_forward(self: data.DataParallel) -> None:
+        if torch.is_grad_enabled():
+            original(self)
+
+    with patch.object(data.DataParallel, "before_forward", before_forward):
+        yield
+
+
+@contextmanager
 def losses_summed_in_bfloat16() -> Iterator[None]:
     """Losses are summed in the model's type."""
     original = Trainer._sum_over_samples
