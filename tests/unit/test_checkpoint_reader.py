@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.unit.attacks import Call, place_at
 from titan_like.checkpoint.reader import TensorReader
@@ -57,7 +58,7 @@ def attacks(mark: Path) -> dict[str, tuple[Any, str]]:
         "os.system": (Call(os.system, f"touch {mark}"), "posix.system"),
         "eval": (Call(eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
         "exec": (Call(exec, f"open({str(mark)!r}, 'w')"), "builtins.exec"),
-        "getattr": (Call(getattr, Path, "touch"), "builtins.getattr"),
+        "getattr": (Call(getattr, _MEM_FORMAT_ENCODING, "__class__"), ""),
         "write_text of a path": (Call(Path.write_text, mark, "text"), ""),
         "torch.load": (Call(torch.load, str(mark)), "torch.serialization.load"),
         "torch.save": (Call(torch.save, 1, str(mark)), "torch.serialization.save"),
@@ -85,6 +86,14 @@ def test_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path: Path, 
         with pytest.raises(CheckpointException):  # older torch words it in its own way
             load(tmp_path, {"weight": torch.zeros(2)})
     assert not mark.exists()
+
+
+def test_members_of_enums_are_read_as_python_3_11_2_writes_them(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2)})
+    description = pickle.loads((tmp_path / ".metadata").read_bytes())
+    description.planner_data = Call(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(description))
+    assert TensorReader(tmp_path).read_metadata().planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
 @pytest.mark.parametrize("name", ["Size.__class__", "dtype", "load", "nn", "float32.__class__"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from math import prod
 from typing import IO, Any, ClassVar
 from zipfile import ZIP_STORED, ZipFile
@@ -52,6 +53,8 @@ class _MetadataUnpickler(pickle._Unpickler):
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return _as_text
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum so
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
@@ -74,6 +77,12 @@ class _MetadataUnpickler(pickle._Unpickler):
             object.__setattr__(instance, name, value)
 
     dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError("checkpoint metadata reads an attribute, which is not tensor metadata")
+    return kind[name]
 
 
 def _as_text(*parts: str) -> str:
