@@ -48,6 +48,7 @@ from titan_like.verify.places import Outputs, Place, differing, up_to_the_loss
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck
 from titan_like.verify.watch import WatchedTrainer, digest
 
@@ -293,12 +294,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
 
 def compare_longer(member: Member, reference: Reference, config: JobConfig, report: Report) -> None:
     """Compare the loss and the gradients of one batch of longer sequences."""
-    small = reference.small
-    longer = replace(reference, small=replace(small, config=edit(small.config, small.longer)))
-    # Compiling layers for another length would take as long as all else.
-    run = prepare_run(member, longer, edit(config, small.longer | {"compile.enable": False}), EXACT, member.folder)
-    interval_attention.BLOCK_BYTES = _LONG_BLOCK_BYTES
-    trainer = WatchedTrainer(run)
+    trainer = WatchedTrainer(prepare_longer(member, reference, config)[1])
     (found,) = trainer.steps_alone(1)
     report.compare(reference, EXACT, Key(1, Row.LONG_LOSS), found.loss)
     report.compare(reference, EXACT, Key(1, Row.LONG_NORM), found.grad_norm)
@@ -337,18 +333,32 @@ def observe_leg(
     return report
 
 
+def prepare_longer(member: Member, reference: Reference, config: JobConfig) -> tuple[Small, Run]:
+    """A run of a single batch of longer sequences. Compiling its layers would take as long as all else."""
+    small = replace(reference.small, config=edit(reference.small.config, reference.small.longer), num_steps=0)
+    changed = edit(config, reference.small.longer | {"compile.enable": False})
+    run = prepare_run(member, replace(reference, small=small), changed, EXACT, member.folder)
+    interval_attention.BLOCK_BYTES = _LONG_BLOCK_BYTES
+    return small, run
+
+
 def compare_places(
-    member: Member, reference: Reference, config: JobConfig, step: int
+    member: Member, reference: Reference, config: JobConfig, step: int, is_longer: bool
 ) -> tuple[list[Place], set[str], dict[Place, float]]:
     """The order of `Outputs`, the modules that feed the loss, and those that are wrong here in a step's two passes."""
     small, expected, found = reference.small, Outputs(), Outputs()
     config = edit(config, {"compile.enable": False})  # compiled layers call no modules
-    run = prepare_run(member, reference, config, EXACT, member.folder)
-    train(small, EXACT, small.config.training.global_batch_size, run.device, outputs=(step, expected))
+    if is_longer:
+        small, run = prepare_longer(member, reference, config)
+        reference, config = replace(reference, small=small), run.config
+    else:
+        run = prepare_run(member, reference, config, EXACT, member.folder)
+    size, large = small.config.training.global_batch_size, 1.0 if is_longer else LARGE
+    train(small, EXACT, size, run.device, outputs=(step, expected), large=large)
     trainer = ObservedTrainer(run, reference, Report(EXACT, member.rank), step - 1)
     if step > 1:
         trainer.train()
-    if step > small.num_steps:
+    if step > small.num_steps and not is_longer:
         trainer.enlarge_logits()
     for stage in trainer.model.stages:
         found.follow(stage.module)

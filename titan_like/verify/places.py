@@ -162,16 +162,16 @@ def _spans(length: int, lengths: SampleLength) -> list[int]:
     return [lengths.encoder, lengths.decoder] if lengths.decoder and length == lengths.positions else [length]
 
 
-def first_place(order: list[Place], predictions: set[str], wrong: list[dict[Place, float]], step: int) -> str | None:
+def first_place(order: list[Place], predictions: set[str], wrong: list[dict[Place, float]], where: str) -> str | None:
     """Describe the module at fault, given what each rank found wrong. None if every module is right.
 
-    ``order`` is that of `Outputs`; ``predictions`` are the modules whose outputs go to the loss.
+    ``order`` is that of `Outputs`; ``predictions`` are the modules whose outputs go to the loss; ``where``, the step.
     """
     inputs = sorted({phase for one in wrong for phase, _ in one if phase.startswith(INPUT)})
 
     def told(phase: str, name: str) -> str | None:
         found = [(one[phase, name], rank) for rank, one in enumerate(wrong) if (phase, name) in one]
-        return f"by {max(found)[0]:.3g} on rank {max(found)[1]}, in step {step}" if found else None
+        return f"by {max(found)[0]:.3g} on rank {max(found)[1]}, in {where}" if found else None
 
     for phase, name in order:
         if phase == FORWARD and (how := told(FORWARD, name)):

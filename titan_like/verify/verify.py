@@ -24,8 +24,10 @@ from titan_like.verify.shrink import Small, layout_of
 Progress = Callable[[str], None]
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
-_LOSSES, _GRADIENTS = (Row.LOSS, Row.LARGE_LOSS), (Row.GRADIENT, Row.LARGE_GRADIENT)
-_LOCATED = (*_LOSSES, *_GRADIENTS, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
+_LONGER = (Row.LONG_LOSS, Row.LONG_GRADIENT, Row.LONG_NORM)
+_LOSSES = (Row.LOSS, Row.LARGE_LOSS, Row.LONG_LOSS)
+_GRADIENTS = (Row.GRADIENT, Row.LARGE_GRADIENT, Row.LONG_GRADIENT)
+_LOCATED = (*_LOSSES, *_GRADIENTS, *_LONGER, Row.NORM, Row.LARGE_NORM, Row.ZEROS, Row.MISSING)
 
 
 class UndecidedError(Exception):
@@ -194,14 +196,15 @@ class Verifier:
             return None
         if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
             return None
-        outcomes = self._run_layout(compare_places, config, first.step)
+        outcomes = self._run_layout(compare_places, config, first.step, first.row in _LONGER)
         if any(outcome.result is None for outcome in outcomes):
             return None
         order, predictions, _ = outcomes[0].result
-        place = first_place(order, predictions, [outcome.result[2] for outcome in outcomes], first.step)
+        where = "the longer sequences" if first.row in _LONGER else f"step {first.step}"
+        place = first_place(order, predictions, [outcome.result[2] for outcome in outcomes], where)
         if place is None and config.compile.enable:  # here it was off, and the fault may need it
             return None
-        right = f"all modules compute the right thing in step {first.step}"
+        right = f"all modules compute the right thing in {where}"
         if place is None and first.row in _LOSSES:
             return f"the loss: {right}"
         if place is None and first.row in _GRADIENTS:
