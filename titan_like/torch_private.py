@@ -15,6 +15,8 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
 | `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
+| `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
+| `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
 | `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_styles.py` | all |
 | `FileSystemReader._slice_file`, `._get_metadata_path` | overridden and called by `checkpoint/reader.py` | all |
@@ -114,6 +116,53 @@ def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractC
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A mesh of one dimension, ``name``, over all ranks of ``mesh``. All processes of the job call it."""
     return mesh._flatten(name)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group with torch's name ``name``."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the attention, the logarithm of the softmax's denominators [batch, heads, queries]).
+
+    q is [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim]. On GPUs in half types only.
+    """
+    aten, k, v = torch.ops.aten, _for_each_head(k, q), _for_each_head(v, q)
+    if q.is_cuda:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+
+
+def flash_attention_gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    denominator: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k and v, where ``output`` and ``denominator`` may be those of attention to further keys too."""
+    aten, kv_heads, k, v = torch.ops.aten, k.shape[1], _for_each_head(k, q), _for_each_head(v, q)
+    tensors = gradient, q, k, v, output, denominator.contiguous()
+    if q.is_cuda:
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seeds of dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
+        )
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, is_causal, scale=scale)
+    of_q, *of_keys = found
+    return of_q, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in of_keys)
+
+
+def _for_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def default_store() -> Any:

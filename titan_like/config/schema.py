@@ -266,6 +266,9 @@ class Parallelism(Section):
         None, description="layers of each stage, first to last (default: balanced, counting the output matrix)"
     )
     context_parallel_degree: Degree = Field(1, description="processes that share each sequence")
+    context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = Field(
+        "auto", description="how processes that share a sequence attend to all of it (docs/long_context.md)"
+    )
     expert_parallel_degree: Degree = Field(1, description="processes that share a layer's experts")
     data_parallel_replicate_degree: Degree = Field(1, description="full replicas of the ZeRO-sharded group")
     data_parallel_shard_degree: int = Field(

@@ -21,6 +21,7 @@ from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import run_batches
 from titan_like.parallel.collectives import Group, all_gather
+from titan_like.parallel.context import slices_of
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.model import ParallelModel, WholeModel
 
@@ -86,7 +87,10 @@ class Scorer:
         self.config, self.model, self.mesh, self.device = config, model, mesh, device
         self._one_length = one_length
         dp_mesh = data_parallel_mesh(mesh)
-        self._dp_rank, self._dp_size = dp_mesh.get_local_rank(), dp_mesh.size()
+        self._slices = slices_of(config, model.stages[0].module.config, mesh)
+        self._dp_rank, self._dp_size = (
+            number // self._slices.size for number in (dp_mesh.get_local_rank(), dp_mesh.size())
+        )
         self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
 
@@ -136,7 +140,8 @@ class Scorer:
         section, seq_len = self.config.parallelism, self.config.training.seq_len
         if self._one_length:
             return seq_len
-        unit = math.lcm(_WIDTHS, section.tensor_parallel_degree if section.sequence_parallel else 1)
+        shards = section.tensor_parallel_degree if section.sequence_parallel else 1
+        unit = math.lcm(_WIDTHS, self._slices.unit * shards)
         return min(-(-longest // unit) * unit, seq_len)
 
     def _score(self, windows: Sequence[Window], num_microbatches: int, width: int) -> torch.Tensor:
@@ -151,8 +156,8 @@ class Scorer:
             labels[row, length - num_targets : length] = torch.from_numpy(tokens[-num_targets:])
             visible_end[row].clamp_(min=len(tokens) - num_targets)
         parts = inputs.to(self.device).split(rows), visible_end.to(self.device).split(rows)
-        microbatches = list(map(self._model_inputs, *parts))
-        targets = labels.to(self.device).split(rows)
+        whole = zip(map(self._model_inputs, *parts), labels.to(self.device).split(rows), strict=True)
+        microbatches, targets = zip(*(self._slices.take(*pair) for pair in whole), strict=True)
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The one recipe from a configuration to a model that is ready to train.
 
-The steps, in order: split into pipeline stages, tensor parallelism, activation checkpointing, compilation, data
-parallelism, allocation of this process's part, initialisation.
+The steps, in order: split into pipeline stages, tensor and context parallelism, activation checkpointing, compilation,
+data parallelism, allocation of this process's part, initialisation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
+from titan_like.parallel.collectives import Group
+from titan_like.parallel.context import apply_context_parallel, context_group, method_of
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
 from titan_like.parallel.schedules.communication import PipelineShape
@@ -52,8 +54,9 @@ def run_batches(
         return WholeModel(model)
     from titan_like.parallel.pipeline import Pipeline  # importing torch's pipelining takes a second
 
-    sequence_shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
-    hidden_shape = batch, seq_len // sequence_shards, model.stages[0].module.config.hidden_size
+    shards = parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
+    shards *= parallelism.context_parallel_degree
+    hidden_shape = batch, seq_len // shards, model.stages[0].module.config.hidden_size
     dtype = getattr(torch, config.training.dtype)
     return Pipeline(model, pipeline_shape(config), mesh["pp"].get_group(), hidden_shape, dtype, device)
 
@@ -74,11 +77,12 @@ def build_parallel_model(
     Raises:
         ConfigError: the tensor-parallel plan does not fit the model.
     """
-    ranks = pipeline_shape(config).ranks
+    ranks, size = pipeline_shape(config).ranks, config.parallelism.context_parallel_degree
+    context = context_group(size, mesh) if size > 1 else None
     here = mesh["pp"].get_local_rank()
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     stages = [
-        build_stage(config, model_config, mesh, device, index, splits[index])
+        build_stage(config, model_config, mesh, device, index, splits[index], context)
         for index, rank in enumerate(ranks)
         if rank == here
     ]
@@ -92,6 +96,7 @@ def build_stage(
     device: torch.device,
     index: int,
     split: StageLayers,
+    context: Group | None = None,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
@@ -110,6 +115,8 @@ def build_stage(
         except ValueError as error:
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
+    if context is not None:
+        apply_context_parallel(module, context, method_of(config))
     if config.float8.enable:
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao

@@ -58,6 +58,38 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return _operations.wait_tensor(_operations.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return all_gather(x[None], 0, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter(gradient, 0, ctx.group)[0], None
+
+
+def gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The tensors of all ranks, all of one shape: […] → [ranks, …]. Their gradients are summed where they are from."""
+    return _Gathered.apply(x, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group, ones = group, [1] * group.size
+        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), ones, ones, group.name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
+def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send x[r] to rank r of the group: [ranks, …] → [ranks, …], of which [r] is from rank r."""
+    return _AllToAll.apply(x, group)
+
+
 def _spread(x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:
     """Activation between layers → full activation [batch, seq, hidden], equal on every rank."""
     return all_gather(x, _SEQUENCE, group) if sequence_parallel else x

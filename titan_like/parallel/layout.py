@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Parallelism
+
+
+class Degree(NamedTuple):
+    """One degree of parallelism."""
+
+    name: str  # field of `Layout`
+    key: str  # in [parallelism]
+    title: str
+
+
+# From the outermost dimension of the ranks to the innermost, in the order of the fields of `Layout`.
+DEGREES = (
+    Degree("pipeline", "pipeline_parallel_degree", "pipeline"),
+    Degree("replicate", "data_parallel_replicate_degree", "replicas"),
+    Degree("shard", "data_parallel_shard_degree", "data"),
+    Degree("context", "context_parallel_degree", "context"),
+    Degree("tensor", "tensor_parallel_degree", "tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -24,20 +44,28 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def weight_shards(self) -> int:
+        """Number of ranks that ZeRO shards over: those that share a sequence need the same weights too."""
+        return self.shard * self.context
+
+    @property
     def num_processes(self) -> int:
         """World size of the job."""
-        return self.pipeline * self.data_parallel * self.context * self.tensor
+        return math.prod(getattr(self, degree.name) for degree in DEGREES)
+
+    @classmethod
+    def of(cls, parallelism: Parallelism) -> Layout:
+        """The degrees of a configuration that leaves none open."""
+        return cls(*(getattr(parallelism, degree.key) for degree in DEGREES))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that ask for this layout, by section and key."""
+        return {f"parallelism.{degree.key}": getattr(self, degree.name) for degree in DEGREES}
 
     def described(self) -> str:
         """The degrees above 1 as text, such as "pipeline 2 × data 4"."""
-        degrees = {
-            "pipeline": self.pipeline,
-            "replicas": self.replicate,
-            "data": self.shard,
-            "context": self.context,
-            "tensor": self.tensor,
-        }
-        return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no parallelism"
+        degrees = [(degree.title, getattr(self, degree.name)) for degree in DEGREES]
+        return " × ".join(f"{title} {size}" for title, size in degrees if size > 1) or "no parallelism"
 
 
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
@@ -46,25 +74,19 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     Raises:
         ConfigError: the degrees do not multiply to the number of processes.
     """
-    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
-    context, replicate = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    shard = parallelism.data_parallel_shard_degree
-    key = "parallelism.data_parallel_shard_degree"
+    shard, key = parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
     if shard == 0:
         raise ConfigError(key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
-    others = tensor * pipeline * context * replicate
+    others = [degree for degree in DEGREES[::-1] if degree.name != "shard"]
+    sizes = [getattr(parallelism, degree.key) for degree in others]
+    product, titles = math.prod(sizes), " × ".join(degree.name for degree in others)
+    told = "·".join(map(str, sizes))
     if shard == -1:
-        if world_size % others:
-            product = f"tensor × pipeline × context × replicate = {tensor}·{pipeline}·{context}·{replicate} = {others}"
-            raise ConfigError(
-                key, shard, f"{product} does not divide the {world_size} processes; start a multiple of {others}"
-            )
-        shard = world_size // others
-    elif others * shard != world_size:
-        raise ConfigError(
-            key,
-            shard,
-            f"tensor × pipeline × context × replicate × shard = {tensor}·{pipeline}·{context}·{replicate}·{shard} = "
-            f"{others * shard}, but the job has {world_size} processes; start {others * shard} or use -1",
-        )
-    return Layout(pipeline, replicate, shard, context, tensor)
+        if world_size % product:
+            problem = f"{titles} = {told} = {product} does not divide the {world_size} processes"
+            raise ConfigError(key, shard, f"{problem}; start a multiple of {product}")
+        shard = world_size // product
+    elif product * shard != world_size:
+        problem = f"{titles} × shard = {told}·{shard} = {product * shard}, but the job has {world_size} processes"
+        raise ConfigError(key, shard, f"{problem}; start {product * shard} or use -1")
+    return Layout.of(parallelism.model_copy(update={"data_parallel_shard_degree": shard}))

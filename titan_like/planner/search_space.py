@@ -15,7 +15,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.layout import Layout
+from titan_like.parallel.layout import DEGREES, Layout
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
@@ -91,9 +91,9 @@ class Space:
         Raises:
             ConfigError: about the last of the fixed degrees, or about the stages.
         """
-        # Fixed degrees must divide the GPUs, and all four together with the context degree must use every GPU.
+        # Fixed degrees must divide the GPUs, and all together with the context degree must use every GPU.
         degrees = {"parallelism.context_parallel_degree": self._base.context}
-        names = [name for name in ("pipeline", "replicate", "shard", "tensor") if _KEY[name] in self.fixed]
+        names = [degree.name for degree in DEGREES if _KEY.get(degree.name) in self.fixed]
         degrees |= {_KEY[name]: self._choices(name, [])[0] for name in names}
         if 0 in degrees.values():
             raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
@@ -239,7 +239,7 @@ _KEY = {name: key for key, name in SEARCHED.items()}
 
 def layout_of(work: Workload) -> Layout:
     """The degrees of a workload."""
-    return Layout(work.pipeline, work.replicate, work.shard, work.context, work.tensor)
+    return Layout(*(getattr(work, degree.name) for degree in DEGREES))
 
 
 def divisors(number: int) -> list[int]:

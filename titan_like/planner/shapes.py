@@ -55,7 +55,7 @@ class Coordinates:
 def coordinates_of(layout: Layout, rank: int) -> Coordinates:
     """Coordinates of a rank. The last dimension of `titan_like.parallel.mesh.DIMENSIONS` varies fastest."""
     rest, tensor = divmod(rank, layout.tensor)
-    rest, shard = divmod(rest, layout.shard)
+    rest, shard = divmod(rest, layout.weight_shards)
     pipeline, replicate = divmod(rest, layout.replicate)
     return Coordinates(pipeline, replicate, shard, tensor)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
+from titan_like.parallel.layout import DEGREES
 
 _LARGEST = 2**31 - 1
 _MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
@@ -113,13 +115,7 @@ def cluster_size(config: JobConfig) -> int:
             problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
             raise ConfigError("cluster.gpus_per_node", None, problem)
         return cluster.nodes * cluster.gpus_per_node
-    return (
-        degrees.pipeline_parallel_degree
-        * degrees.data_parallel_replicate_degree
-        * max(degrees.data_parallel_shard_degree, 1)  # -1 takes what the others leave, which is 1 here
-        * degrees.context_parallel_degree
-        * degrees.tensor_parallel_degree
-    )
+    return math.prod(max(getattr(degrees, degree.key), 1) for degree in DEGREES)  # a shard degree of -1 is 1 here
 
 
 def dry_run_world(config: JobConfig) -> int:

@@ -83,6 +83,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None and layout is not None:
         rules += [
             lambda: check_tensor_parallel(config, model, layout),
+            lambda: check_context_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
             lambda: check_sequence(config, model, layout),
         ]
@@ -138,8 +139,14 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
         ConfigError: a rule is broken; the first one is reported.
     """
     config = config.model_copy(update={"float8": Float8()})
+    section = config.parallelism
     if world_size == 1:
         config = config.model_copy(update={"parallelism": Parallelism()})
+    elif section.context_parallel_degree > 1:  # which is for training: here each process takes whole sequences
+        shard = section.data_parallel_shard_degree
+        shards = shard if shard == -1 else shard * section.context_parallel_degree
+        whole = {"context_parallel_degree": 1, "data_parallel_shard_degree": shards}
+        config = config.model_copy(update={"parallelism": section.model_copy(update=whole)})
     model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
     check_tensor_parallel(config, model, layout)
     _check_stages(config, model, layout)
@@ -378,6 +385,34 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_available(config: JobConfig) -> None:
     """Refuse degrees that the schema has but the trainer does not implement yet."""
-    for key in ("context_parallel_degree", "expert_parallel_degree"):
-        if getattr(config.parallelism, key) > 1:
-            raise ConfigError(f"parallelism.{key}", getattr(config.parallelism, key), "not available yet; use 1")
+    degree = config.parallelism.expert_parallel_degree
+    if degree > 1:
+        raise ConfigError("parallelism.expert_parallel_degree", degree, "not available yet; use 1")
+
+
+def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Check that processes can share the sequences of this model, in the way that is asked for.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    degree, method = layout.context, config.parallelism.context_parallel_method
+    if degree == 1:
+        return
+    dropout, family = getattr(model, "dropout", 0), config.model.family
+    problem = None
+    if dropout > 0:
+        problem = f"processes that share a sequence drop nothing; set model.overrides.dropout = 0, which is {dropout}"
+    elif not {"pair", "choice"}.isdisjoint(model.predictions):
+        problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
+    elif config.float8.enable:
+        problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
+    if problem is not None:
+        raise ConfigError("parallelism.context_parallel_degree", degree, problem)
+    key = "parallelism.context_parallel_method"
+    if model.has_decoder and method in ("ulysses", "ring"):
+        raise ConfigError(key, method, f'{family} adds a bias to all pairs of positions; use "all_gather"')
+    heads = model.num_kv_heads // layout.tensor
+    if method == "ulysses" and heads % degree:
+        problem = f"{heads} key-value heads on a process cannot be shared by {degree}; use"
+        raise ConfigError(key, method, f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"')

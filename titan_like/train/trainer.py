@@ -140,11 +140,11 @@ class Trainer(TrainingState):
         # The loss is the mean over the valid tokens of the global batch, or a sum of such means, one for each of the
         # model's predictions. Counting the labels first lets every microbatch divide by the same numbers, so gradients
         # only need to be summed.
-        inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
+        inputs, labels = zip(*map(self._split_rows, batches), strict=True)
         predictions = self.run.model.predictions
         num_each = torch.stack([num_labels(microbatch, predictions) for microbatch in labels]).sum(0)
-        if self.dp_size > 1:
-            dist.all_reduce(num_each, group=self.dp_group)
+        if self.token_group.size() > 1:
+            dist.all_reduce(num_each, group=self.token_group)
         factors = self.loss_scale / num_each.to(self.loss_dtype)
         losses = torch.zeros(len(predictions), device=device, dtype=self.loss_dtype)
 
@@ -179,6 +179,10 @@ class Trainer(TrainingState):
         self.consumed_tokens += batch_size * config.training.seq_len
         counts = self.step, lr, batch_size, self.consumed_samples, self.consumed_tokens
         return IssuedStep(*counts, data_time, began, stamp(device), values)
+
+    def _split_rows(self, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        """A microbatch [micro_batch, rows, seq] → the model's inputs and labels, of this process's slice."""
+        return self.slices.take(*self.run.masks.split_rows(batch))
 
     def _with_labels(
         self, inputs: Sequence[ModelInputs], labels: Sequence[torch.Tensor], factors: torch.Tensor
@@ -337,7 +341,7 @@ class Trainer(TrainingState):
         microbatches = config.training.global_batch_size // unit
         with closing(data):
             while batches := [batch.to(self.run.device, non_blocking=True) for batch in islice(data, microbatches)]:
-                inputs, labels = zip(*map(self.run.masks.split_rows, batches), strict=True)
+                inputs, labels = zip(*map(self._split_rows, batches), strict=True)
 
                 def add_loss(
                     output: ModelOutput, microbatch: int, labels: Sequence[torch.Tensor] = labels
@@ -403,9 +407,9 @@ class Trainer(TrainingState):
         return BackgroundLoader(samples, sampler, config.data.num_workers, self.run.device)
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over data-parallel ranks and stages. Only the last stage's ranks have values other than zero."""
-        if self.dp_size > 1:
-            dist.all_reduce(value, group=self.dp_group)
+        """Sum in place over samples, their slices and stages. Only the last stage's ranks have values but zero."""
+        if self.token_group.size() > 1:
+            dist.all_reduce(value, group=self.token_group)
         if self.pp_group.size() > 1:
             dist.all_reduce(value, group=self.pp_group)
 

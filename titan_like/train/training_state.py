@@ -25,6 +25,7 @@ from titan_like.metrics.console import Console
 from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.context import slices_of
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
@@ -69,7 +70,9 @@ class TrainingState:
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
         dp_mesh = data_parallel_mesh(mesh)
-        self.dp_group, self.dp_rank, self.dp_size = dp_mesh.get_group(), dp_mesh.get_local_rank(), dp_mesh.size()
+        self.token_group = dp_mesh.get_group()  # of the ranks with other samples, or other slices of the same ones
+        self.dp_rank, self.dp_size = dp_mesh.get_local_rank() // run.layout.context, run.layout.data_parallel
+        self.slices = slices_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")
 
         seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)

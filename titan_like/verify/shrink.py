@@ -30,7 +30,7 @@ FLAVOR = "verify"
 FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 of many a kernel's block
 NOT_CLIPPED = 1e4  # factor of max_norm in the last step
-_DEGREES = ("pipeline", "tensor", "shard", "replicate")  # the last is the first to be reduced to 2
+_DEGREES = ("pipeline", "tensor", "context", "shard", "replicate")  # the last is the first to be reduced to 2
 _LEARNING_RATES = {"sgd": 0.1}  # large enough that a wrong step shows in the next
 _LEARNING_RATE = 1e-3
 _NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
@@ -75,8 +75,7 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
         ConfigError: no degree is valid; the message is that of shard degree 1.
     """
     model, section = model_config(config.model), config.parallelism
-    others = section.tensor_parallel_degree * section.pipeline_parallel_degree
-    others *= section.data_parallel_replicate_degree
+    others = Layout.of(section.model_copy(update={"data_parallel_shard_degree": 1})).num_processes
     shards = [section.data_parallel_shard_degree] if section.data_parallel_shard_degree > 0 else [2, 1, *range(3, 9)]
     worlds = [others * shard for shard in shards] if processes is None else [processes]
     problems = []
@@ -195,12 +194,7 @@ def shrink(
 
 def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     """The configuration with these degrees. Settings that a degree of 1 does not allow are reset."""
-    values: dict[str, Any] = {
-        "parallelism.pipeline_parallel_degree": layout.pipeline,
-        "parallelism.tensor_parallel_degree": layout.tensor,
-        "parallelism.data_parallel_replicate_degree": layout.replicate,
-        "parallelism.data_parallel_shard_degree": layout.shard,
-    }
+    values = layout.settings()
     if layout.tensor == 1:
         values["parallelism.sequence_parallel"] = False
     return edit(config, values | (ONE_STAGE if layout.pipeline == 1 else {}))
@@ -208,20 +202,15 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
 
 def layout_of(config: JobConfig) -> Layout:
     """The layout of a configuration with no degree left open."""
-    section = config.parallelism
-    return Layout(
-        section.pipeline_parallel_degree, section.data_parallel_replicate_degree, section.data_parallel_shard_degree,
-        section.context_parallel_degree, section.tensor_parallel_degree,
-    )  # fmt: skip
+    return Layout.of(config.parallelism)
 
 
 def shrink_degrees(layout: Layout) -> Layout:
     """Smaller degrees; each that is above 1 stays above 1.
 
     A degree becomes its largest divisor up to 4, or 2 if it has none. While the layout needs more than
-    `MOST_PROCESSES`, degrees become 2: replicate first, then shard, tensor and pipeline. Pipeline is last because a
-    pipeline of 2 has no middle stage, while groups of 2 show most bugs of the other axes. Four degrees above 1 still
-    need twice as many.
+    `MOST_PROCESSES`, degrees become 2, the last of `_DEGREES` first. Pipeline is the last to: a pipeline of 2 has no
+    middle stage, while groups of 2 show most bugs of the other axes. Four degrees above 1 still need twice as many.
     """
     degrees = {}
     for name in _DEGREES:
@@ -230,7 +219,7 @@ def shrink_degrees(layout: Layout) -> Layout:
     for name in reversed(_DEGREES):
         if math.prod(degrees.values()) > MOST_PROCESSES:
             degrees[name] = min(degrees[name], 2)
-    return Layout(**degrees, context=1)
+    return Layout(**degrees)
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:

@@ -15,29 +15,47 @@ import torch
 BLOCK_BYTES = 8 << 20  # of attention scores at a time
 
 
-@torch.library.custom_op("titan_like::interval_attention", mutates_args=())
 def interval_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
     Args:
-        q: [batch, heads, seq, head_dim].
-        k: [batch, kv_heads, seq, head_dim].
+        q: [batch, heads, queries, head_dim].
+        k: [batch, kv_heads, keys, head_dim].
         v: like k.
-        first: int64 [batch, seq].
-        end: int64 [batch, seq].
+        first: int64 [batch, queries].
+        end: int64 [batch, queries].
         scale: multiplies the scores.
 
     Returns:
         The shape of q.
     """
-    output = _empty_like(q)
+    return _attention(q, k, v, first, end, scale)[0]
+
+
+@torch.library.custom_op("titan_like::interval_attention", mutates_args=())
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(q, k, v, first, end, scale)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what `interval_attention` returns, the logarithm of the softmax's denominator [batch, heads, queries]).
+
+    The latter is at least float32. A query that sees no key gets zeros, and the logarithm of 0.
+    """
+    output, denominator = _empty_like(q).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
     for row, queries, keys, visible in _blocks(q, first, end):
-        probability = _probability(q[row, :, queries], k[row, :, keys], visible, scale)
-        mixed = probability @ v[row, :, keys].to(probability.dtype)
+        scores = _scores(q[row, :, queries], k[row, :, keys], visible, scale)
+        total = scores.logsumexp(2, keepdim=True)
+        mixed = _probability(scores, total) @ v[row, :, keys].to(scores.dtype)
         output[row, :, queries] = mixed.view(q.shape[1], -1, v.shape[3]).to(q.dtype)
-    return output
+        denominator[row, :, queries] = total.view(q.shape[1], -1)
+    return output, denominator
 
 
 @torch.library.custom_op("titan_like::interval_attention_backward", mutates_args=())
@@ -48,24 +66,46 @@ def _gradients(
     v: torch.Tensor,
     first: torch.Tensor,
     end: torch.Tensor,
+    output: torch.Tensor,
+    denominator: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, by equations 1 to 4 of FlashAttention's backward pass (arXiv 2205.14135, B.2)."""
-    dtype = _accumulator(q)
-    of_q, of_k, of_v = _empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    groups = k.shape[1]
+    mean = (gradient.to(denominator.dtype) * output).sum(3)
+    of_q, of_k, of_v = gradients(gradient, q, k, v, first, end, scale, denominator, mean)
+    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def gradients(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    denominator: torch.Tensor,
+    mean: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, at least float32, by FlashAttention's equations 1 to 4 (arXiv 2205.14135, B.2).
+
+    ``denominator`` is that of `attend`, and ``mean`` the sum of gradient · output, both [batch, heads, queries]. They
+    may be those of attention to more keys than ``k`` has.
+    """
+    dtype, groups = denominator.dtype, k.shape[1]
+    of_q, of_k, of_v = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     for row, queries, keys, visible in _blocks(q, first, end):
         part, key = q[row, :, queries], k[row, :, keys].to(dtype)
-        probability = _probability(part, key, visible, scale)
+        scores = _scores(part, key, visible, scale)
+        probability = _probability(scores, denominator[row, :, queries].reshape(groups, -1, 1))
         out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
         of_v[row, :, keys] += probability.transpose(1, 2) @ out
         of_scores = out @ v[row, :, keys].to(dtype).transpose(1, 2)
-        of_scores -= (of_scores * probability).sum(2, keepdim=True)
+        of_scores -= mean[row, :, queries].reshape(groups, -1, 1)
         of_scores *= probability
         of_scores *= scale
-        of_q[row, :, queries] = (of_scores @ key).view(part.shape).to(q.dtype)
+        of_q[row, :, queries] = (of_scores @ key).view(part.shape)
         of_k[row, :, keys] += of_scores.transpose(1, 2) @ part.to(dtype).reshape(groups, -1, q.shape[3])
-    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+    return of_q, of_k, of_v
 
 
 def _blocks(
@@ -83,18 +123,24 @@ def _blocks(
                     break
                 stop += 1
             last = max(ends[start:stop])
-            keys = torch.arange(begins[start], last, device=end.device)
-            yield row, slice(start, stop), slice(begins[start], last), keys < end[row, start:stop, None]
+            if last > begins[start]:
+                keys = torch.arange(begins[start], last, device=end.device)
+                yield row, slice(start, stop), slice(begins[start], last), keys < end[row, start:stop, None]
             start = stop
 
 
-def _probability(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
     """q [heads, queries, head_dim], k [kv_heads, keys, head_dim] → [kv_heads, queries of its heads, keys]."""
     dtype, heads, queries = _accumulator(q), q.shape[0], q.shape[1]
     scores = q.to(dtype).reshape(k.shape[0], -1, q.shape[2]) @ k.to(dtype).transpose(1, 2)
     scores *= scale
     scores.view(heads, queries, -1).masked_fill_(~visible, -math.inf)
-    return scores.softmax(2)
+    return scores
+
+
+def _probability(scores: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """exp(scores - denominator), in place; 0 where a query sees no key."""
+    return scores.sub_(denominator.masked_fill(denominator == -math.inf, 0)).exp_()
 
 
 def _accumulator(x: torch.Tensor) -> torch.dtype:
@@ -107,11 +153,11 @@ def _empty_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
 
 
-@interval_attention.register_fake
+@_attention.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return _empty_like(q)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))
 
 
 @_gradients.register_fake
@@ -120,20 +166,19 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    first: torch.Tensor,
-    end: torch.Tensor,
-    scale: float,
+    *_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
     return (*_gradients(gradient, *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
-interval_attention.register_autograd(_backward, setup_context=_save)
+_attention.register_autograd(_backward, setup_context=_save)

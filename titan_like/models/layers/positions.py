@@ -54,10 +54,12 @@ class RelativeBias(nn.Module):
         self.max_distance, self.is_causal = max_distance, is_causal
         self.table = nn.Embedding(num_buckets, num_heads)
 
-    def forward(self, seq_len: int) -> torch.Tensor:
-        """What is added to the scores: [1, heads, queries, keys]. With causal attention, later keys get -inf."""
-        positions = torch.arange(seq_len, device=self.table.weight.device)
-        distance = positions - positions[:, None]  # of each key from each query
+    def forward(self, queries: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """What is added to the scores: [1, heads, queries, keys]. With causal attention, later keys get -inf.
+
+        ``queries``, int64 [queries], are their positions among the keys.
+        """
+        distance = torch.arange(num_keys, device=queries.device) - queries[:, None]  # of each key from each query
         buckets = bucket_of(distance, self.table.num_embeddings, self.max_distance, self.is_causal)
         table = self.table(torch.arange(self.table.num_embeddings, device=buckets.device))
         # Looked up in float32 at least: the gradient of an entry is a sum over all pairs at its distances, which a CPU

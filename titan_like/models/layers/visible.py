@@ -19,8 +19,8 @@ _BLOCK = 128  # queries, and keys, in a block of FlexAttention
 class VisibleKeys(NamedTuple):
     """Query i sees the keys from ``first[i]`` up to, but not including, ``end[i]``, and always itself."""
 
-    first: torch.Tensor  # int64 [batch, seq]
-    end: torch.Tensor  # int64 [batch, seq]
+    first: torch.Tensor  # int64 [batch, queries]
+    end: torch.Tensor  # int64 [batch, queries]
     blocks: BlockMask | None = None  # the same for FlexAttention; only on GPUs
 
     def mask(self) -> torch.Tensor:
@@ -28,13 +28,16 @@ class VisibleKeys(NamedTuple):
         keys = torch.arange(self.first.shape[1], device=self.first.device)
         return ((keys >= self.first[..., None]) & (keys < self.end[..., None]))[:, None]
 
-    def with_blocks(self) -> VisibleKeys:
-        """The same intervals with their `BlockMask`, which one microbatch needs once, for all layers."""
-        return self._replace(blocks=block_mask(self.first, self.end))
+    def with_blocks(self, num_keys: int | None = None) -> VisibleKeys:
+        """The same intervals with their `BlockMask`, which one microbatch needs once, for all layers.
+
+        ``num_keys`` differs from the number of queries where those are a slice of the sequence.
+        """
+        return self._replace(blocks=block_mask(self.first, self.end, num_keys or self.first.shape[1]))
 
 
-def block_mask(first: torch.Tensor, end: torch.Tensor) -> BlockMask:
-    """FlexAttention's description of intervals [batch, seq]; it neither allocates seq² nor waits for the device.
+def block_mask(first: torch.Tensor, end: torch.Tensor, num_keys: int) -> BlockMask:
+    """FlexAttention's description of intervals [batch, queries]; it neither allocates a mask of pairs nor waits.
 
     A block of queries and keys is left out if no query in it sees a key in it, and computed without a mask if every
     query sees every key.
@@ -50,7 +53,7 @@ def block_mask(first: torch.Tensor, end: torch.Tensor) -> BlockMask:
 
     lowest, highest = by_block(first).amin(2)[..., None], by_block(first).amax(2)[..., None]  # [batch, blocks, 1]
     nearest, furthest = by_block(end).amin(2)[..., None], by_block(end).amax(2)[..., None]
-    begins = torch.arange(count, device=first.device) * _BLOCK  # of each block of keys
+    begins = torch.arange(-(-num_keys // _BLOCK), device=first.device) * _BLOCK  # of each block of keys
     seen = (begins < furthest) & (begins + _BLOCK > lowest)  # [batch, blocks of queries, blocks of keys]
     full = (begins >= highest) & (begins + _BLOCK <= nearest)
 
@@ -63,5 +66,5 @@ def block_mask(first: torch.Tensor, end: torch.Tensor) -> BlockMask:
         return (k >= first[b, q]) & (k < end[b, q])
 
     return BlockMask.from_kv_blocks(
-        *listed(seen & ~full), *listed(full), BLOCK_SIZE=_BLOCK, mask_mod=is_visible, seq_lengths=(seq_len, seq_len)
+        *listed(seen & ~full), *listed(full), BLOCK_SIZE=_BLOCK, mask_mod=is_visible, seq_lengths=(seq_len, num_keys)
     )

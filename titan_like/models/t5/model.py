@@ -148,9 +148,17 @@ class T5(Transformer):
     def layer_inputs(  # type: ignore[override]
         self, positions: torch.Tensor, encoder_len: int
     ) -> tuple[LayerInputs]:
-        """The biases of both stacks, computed once for all layers. positions: [encoder_len + decoder_len]."""
-        lengths = {"encoder_bias": encoder_len, "decoder_bias": positions.shape[-1] - encoder_len}
-        biases = [self.get_submodule(name)(length) if hasattr(self, name) else None for name, length in lengths.items()]
+        """The biases of both stacks, computed once for all layers.
+
+        positions: [encoder_len + decoder_len], which count from 0 in both parts if each is a slice of its sequence.
+        """
+        parts = {"encoder_bias": positions[:encoder_len], "decoder_bias": positions[encoder_len:]}
+        if self.context_shards == 1:
+            parts["decoder_bias"] = parts["decoder_bias"] - encoder_len
+        biases = [
+            self.get_submodule(name)(part, len(part) * self.context_shards) if hasattr(self, name) else None
+            for name, part in parts.items()
+        ]
         return (LayerInputs(encoder_len // self.sequence_shards, *biases),)
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:

@@ -278,17 +278,12 @@ def valid_layouts(
 
 def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size: int) -> JobConfig:
     parallelism = {
-        "tensor_parallel_degree": layout.tensor,
         "sequence_parallel": layout.tensor > 1 and config.training.seq_len % layout.tensor == 0,
-        "pipeline_parallel_degree": layout.pipeline,
         "pipeline_schedule": "1f1b",
         "virtual_stages_per_rank": 1,
         "pipeline_layers": None,
-        "context_parallel_degree": 1,
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": layout.shard,
     }
-    values = {f"parallelism.{name}": value for name, value in parallelism.items()}
+    values = layout.settings() | {f"parallelism.{name}": value for name, value in parallelism.items()}
     values |= {"training.micro_batch_size": micro_batch_size}
     values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": 1}
     return edit(config, values)

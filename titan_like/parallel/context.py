@@ -1,0 +1,157 @@
+"""Context parallelism: several processes share each sequence (docs/long_context.md).
+
+A process has two of 2 · size pieces of a sequence, one from its head and one from its tail, so that causal attention
+gives all of them equal work (arXiv 2407.21783, section 3.3.2). Everything but attention works on positions one by one.
+Positions, masks and labels are cut like the tokens, so nothing depends on the rank but which positions it holds.
+
+| method | before attention | after it | a process attends with |
+|---|---|---|---|
+| all_gather | all-gather keys and values | | its queries, all keys |
+| ulysses | all-to-all queries, keys and values | all-to-all the result | its heads, the whole sequence |
+| ring | pass keys and values on, size - 1 times | | its queries, one process's keys at a time |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.parallel.collectives import Group, all_to_all, gathered
+from titan_like.parallel.pieces import divided, joined, places_of
+from titan_like.parallel.ring_attention import ring_attention
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Cuts this process's slice from samples."""
+
+    size: int  # processes that share a sequence
+    rank: int
+    method: str
+    is_causal: bool
+
+    @property
+    def unit(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return 2 * self.size if self.size > 1 else 1
+
+    def take(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        """A microbatch's inputs and labels [batch, seq] → those of this process's slice, [batch, seq / size].
+
+        An encoder's and a decoder's part are cut apart, and positions count from 0 in both. Masks keep the numbers that
+        keys have in the whole sequence. `ulysses` puts sequences together again, so its masks stay whole.
+        """
+        if self.size == 1:
+            return inputs, labels
+        tokens, positions, visible, encoder_len, types, *others = inputs
+        batch, length, device, first = *tokens.shape, tokens.device, encoder_len or 0
+        encoder = places_of(first, self.size, self.rank).to(device)
+        rest = places_of(length - first, self.size, self.rank).to(device)
+        places = torch.cat((encoder, rest + first))
+        if visible is not None and self.method != "ulysses":
+            visible = VisibleKeys(visible.first[:, places], visible.end[:, places])
+        elif self.is_causal and self.method == "all_gather":
+            visible = VisibleKeys(torch.zeros_like(places).expand(batch, -1), (places + 1).expand(batch, -1))
+        if visible is not None and self.method == "all_gather" and tokens.is_cuda:
+            visible = visible.with_blocks(length)
+        cut = ModelInputs(
+            tokens[:, places],
+            torch.cat((encoder, rest)) if positions is None else positions[:, places],
+            visible,
+            None if encoder_len is None else first // self.size,
+            None if types is None else types[..., places],
+            *others,
+        )
+        return cut, labels[:, rest]
+
+
+def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:
+    """The slices that this process takes in a configuration's layout."""
+    size = config.parallelism.context_parallel_degree
+    is_causal = model.is_causal and not model.has_decoder
+    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config), is_causal)
+
+
+def method_of(config: JobConfig) -> str:
+    """The method by which processes that share a sequence attend. ``auto`` is ``all_gather``."""
+    method = config.parallelism.context_parallel_method
+    return "all_gather" if method == "auto" else method
+
+
+def context_group(size: int, mesh: DeviceMesh) -> Group:
+    """The group of the ``size`` processes that share this one's sequences. All processes of the job call it."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, size, mesh["tp"].size()).transpose(1, 2)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, size).tolist())
+    assert group is not None
+    return Group(group.group_name, group.size(), group.rank())
+
+
+class ContextCore(AttentionCore):
+    """Attention of this process's slice, of which others hold the rest."""
+
+    group: Group
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        visible: VisibleKeys | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As in `AttentionCore`, of this process's queries, keys and values [batch, heads, seq / size, …].
+
+        ``visible`` is that of `Slices.take`; ``bias`` has a row for each query here and a column for each key.
+        """
+        raise NotImplementedError
+
+
+class GatheredCore(ContextCore):
+    """Every process gets all keys and values. Their gradients are summed where they came from."""
+
+    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+        """As in the base class."""
+        k, v = joined(gathered(torch.stack((k, v)), self.group)).unbind()
+        return AttentionCore.forward(self, q, k, v, visible, bias)
+
+
+class UlyssesCore(ContextCore):
+    """Every process gets some heads of the whole sequence (arXiv 2309.14509)."""
+
+    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+        """As in the base class."""
+        size = self.group.size
+        by_heads = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in (q, k, v)]
+        heads = [x.shape[2] for x in by_heads]
+        q, k, v = joined(all_to_all(torch.cat(by_heads, 2), self.group)).split(heads, 1)
+        whole = AttentionCore.forward(self, q, k, v, visible, bias)
+        return all_to_all(divided(whole, size), self.group).movedim(0, 1).flatten(1, 2)
+
+
+class RingCore(ContextCore):
+    """Blocks of keys and values pass by, one process's at a time (arXiv 2310.01889)."""
+
+    def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
+        """As in the base class; there is no bias."""
+        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        first, end = (None, None) if visible is None else (visible.first, visible.end)
+        return ring_attention(q, k, v, first, end, self.is_causal, scale, self.group)
+
+
+CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": UlyssesCore, "ring": RingCore}
+
+
+def apply_context_parallel(model: Transformer, group: Group, method: str) -> None:
+    """Let all attention of a model, or of one pipeline stage, work on slices of the sequences."""
+    model.context_shards = group.size
+    for core in model.modules():
+        if isinstance(core, AttentionCore):
+            core.__class__, core.group = CORES[method], group  # type: ignore[assignment]
