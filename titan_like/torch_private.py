@@ -120,7 +120,8 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group with torch's name ``name``."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group
 
 
 def flash_attention(

@@ -98,8 +98,8 @@ def _ring_gradients(
         if source != rank:
             of_block = _exchange(of_block, name, size, rank)
         for part in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
-            here = (x[:, :, part.queries] for x in (gradient, q, output, denominator))
-            of_queries, *of_keys = _gradients(*here, *block[..., part.keys, :].unbind(), part, scale)
+            here = [x[:, :, part.queries] for x in (gradient, q, output, denominator)]
+            of_queries, *of_keys = _gradients(here, block[..., part.keys, :], part, scale)
             of_q[:, :, part.queries] += of_queries
             of_block[..., part.keys, :] += torch.stack(of_keys)
     return of_q.to(q.dtype), _exchange(of_block, name, size, rank).to(k.dtype)
@@ -170,15 +170,9 @@ def _attend(
 
 
 def _gradients(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    output: torch.Tensor,
-    denominator: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block: Block,
-    scale: float,
+    here: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float
 ) -> tuple[torch.Tensor, ...]:
+    (gradient, q, output, denominator), (k, v) = here, keys
     if block.first is not None and block.end is not None:
         mean = (gradient.to(denominator.dtype) * output).sum(3)
         return interval_attention.gradients(gradient, q, k, v, block.first, block.end, scale, denominator, mean)

@@ -48,7 +48,8 @@ def _no_schedule(config: JobConfig) -> JobConfig:
 
 def _no_zero(config: JobConfig) -> JobConfig:
     """ZeRO stage 0. On one process the stage matters only in a half type, where FSDP keeps the weights in it."""
-    is_used = layout_of(config).data_parallel > 1 or config.training.dtype not in ("float32", "float64")
+    layout = layout_of(config)
+    is_used = layout.data_parallel * layout.context > 1 or config.training.dtype not in ("float32", "float64")
     return edit(config, {"parallelism.zero_stage": 0}) if is_used else config
 
 
@@ -73,9 +74,10 @@ _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "acti
 AXES = (
     Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), ("tensor_parallel",)),
     Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
+    Axis("context_parallel", "context parallelism", lambda c: _with(c, context=1)),
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),
     Axis("pipeline_parallel", "pipeline parallelism", lambda c: _with(c, pipeline=1)),
-    Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel",)),
+    Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel", "context_parallel")),
     Axis("replicas", "replicas (HSDP)", _no_replicas, ("zero_stage", "data_parallel")),
     Axis("data_parallel", "data parallelism", lambda c: _with(c, replicate=1, shard=1)),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),

@@ -156,7 +156,7 @@ class Report:
 
     kind: str
     rank: int
-    data_rank: tuple[int, ...] = ()  # the same for processes that see the same samples
+    data_rank: int = 0  # the same for processes that see the same samples
     checks: dict[Key, Check] = field(default_factory=dict)
     samples: dict[int, list[list[int]]] = field(default_factory=dict)  # step → sample indices of each microbatch
     shared: dict[Key, str] = field(default_factory=dict)  # must be equal on all processes that have the key
@@ -252,7 +252,7 @@ def _of_all_ranks(reference: Reference, groups: list[list[Report]], reported: se
 
 def _sample_problem(wanted: list[int], step: int, group: list[Report]) -> str | None:
     """What is wrong, if data-parallel ranks do not share out a step's samples or if processes of one rank disagree."""
-    by_data_rank: dict[tuple[int, ...], list[list[int]]] = {}
+    by_data_rank: dict[int, list[list[int]]] = {}
     for report in group:
         drawn = report.samples.get(step, [])
         if by_data_rank.setdefault(report.data_rank, drawn) != drawn:

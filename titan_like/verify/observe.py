@@ -44,7 +44,7 @@ from titan_like.verify.half import (
     state_of,
     watched_sums,
 )
-from titan_like.verify.places import Outputs, Place, differing, up_to_the_loss
+from titan_like.verify.places import Cut, Outputs, Place, differing, up_to_the_loss
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
@@ -73,7 +73,7 @@ class ObservedTrainer(WatchedTrainer):
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
         self._compare = partial(report.compare, reference, self.dtype)
-        report.data_rank = tuple(self.mesh[name].get_local_rank() for name in ("dp_replicate", "dp_shard"))
+        report.data_rank = self.dp_rank
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
@@ -197,7 +197,8 @@ class ObservedTrainer(WatchedTrainer):
         masks = self.run.masks
         if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
             return False
-        sums_differently = section.tensor_parallel_degree > 1 or training.reduce_dtype != "float32"
+        sums_differently = section.tensor_parallel_degree * section.context_parallel_degree > 1
+        sums_differently |= training.reduce_dtype != "float32"
         other_pieces = training.micro_batch_size != self.reference.small.config.training.micro_batch_size
         return not (sums_differently or other_pieces or self.config.compile.enable)
 
@@ -366,7 +367,8 @@ def compare_places(
     lengths = sample_length(config, run.model)
     samples = [[index - batches(small.config, step)[step].start for index in indices] for indices in trainer.drawn]
     order, predictions = up_to_the_loss(expected.order, expected.predictions)
-    return order, predictions, differing(found, expected, samples, trainer.mesh["tp"], step, lengths)
+    cut = Cut(trainer.slices, trainer.mesh["tp"].size(), trainer.mesh["tp"].get_local_rank(), lengths)
+    return order, predictions, differing(found, expected, samples, cut, step)
 
 
 def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: str, folder: Path) -> Run:

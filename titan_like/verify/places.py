@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.lengths import SampleLength
+from titan_like.parallel.context import Slices
+from titan_like.parallel.pieces import places_of
 from titan_like.parallel.tensor_styles import ColumnLinear
 from titan_like.torch_private import is_in_backward_pass
 
@@ -93,14 +94,13 @@ def differing(
     found: Outputs,
     expected: Outputs,
     samples: list[list[int]],
-    tensor_mesh: DeviceMesh,
+    cut: Cut,
     step: int,
-    lengths: SampleLength,
 ) -> dict[Place, float]:
     """The places whose relative difference exceeds what rounding explains.
 
     ``expected`` holds the whole batch as one microbatch; ``samples`` lists the rows of it that each of this process's
-    microbatches takes, and ``lengths`` has their positions.
+    microbatches takes.
     """
     wrong: dict[Place, float] = {}
     for place, by_microbatch in found.tensors.items():
@@ -115,7 +115,7 @@ def differing(
             if microbatch >= len(samples):
                 continue
             rows = whole[samples[microbatch]] if has_samples else whole
-            part = _shard_like(value, rows, tensor_mesh, lengths)
+            part = cut.like(value, rows)
             if value.shape != part.shape:
                 continue
             part = part.to(value.device)
@@ -128,14 +128,32 @@ def differing(
     return wrong
 
 
-def _shard_like(value: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh, lengths: SampleLength) -> torch.Tensor:
-    """The part of ``whole`` that this tensor-parallel rank holds if ``value`` is split, or all of it."""
-    for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
-        if value.shape[dim] != whole.shape[dim]:
-            spans = _spans(whole.shape[dim], lengths) if dim == 1 else [whole.shape[dim]]
-            pieces = [span.chunk(mesh.size(), dim) for span in whole.split(spans, dim)]
-            whole = torch.cat([parts[min(mesh.get_local_rank(), len(parts) - 1)] for parts in pieces], dim)
-    return whole
+class Cut(NamedTuple):
+    """What this process holds of the reference's tensors."""
+
+    slices: Slices
+    size: int  # tensor-parallel ranks
+    rank: int
+    lengths: SampleLength
+
+    def like(self, value: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """The part of ``whole`` that is here if ``value`` is a slice of the sequence, or split over tensor ranks."""
+        for dim in range(whole.ndim if value.ndim == whole.ndim else 0):
+            if value.shape[dim] == whole.shape[dim]:
+                continue
+            spans = [whole.shape[dim]]
+            # [seq, hidden], [batch, seq, hidden] or [batch, heads, seq, …]
+            if (self.slices.size > 1 and dim == whole.ndim // 2) or (dim == 1 and whole.ndim < 4):
+                spans = _spans(whole.shape[dim], self.lengths)
+            pieces = list(whole.split(spans, dim))
+            if self.slices.size > 1 and dim == whole.ndim // 2:
+                places = [places_of(span, self.slices.size, self.slices.rank) for span in spans]
+                pieces = [piece.index_select(dim, here) for piece, here in zip(pieces, places, strict=True)]
+            if sum(piece.shape[dim] for piece in pieces) != value.shape[dim]:
+                chunks = [piece.chunk(self.size, dim) for piece in pieces]
+                pieces = [parts[min(self.rank, len(parts) - 1)] for parts in chunks]
+            whole = torch.cat(pieces, dim)
+        return whole
 
 
 def joined(parts: list[torch.Tensor], lengths: SampleLength) -> torch.Tensor:

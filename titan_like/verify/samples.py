@@ -43,6 +43,8 @@ class Samples(Dataset[torch.Tensor]):
     vocab_size: int
     size: int = 1 << 40
     empty: frozenset[int] = frozenset()  # samples without any label
+    outer: frozenset[int] = frozenset()  # samples with labels in the first and the last piece alone
+    pieces: int = 1  # of each sequence
     has_documents: bool = False  # whether samples are made of several documents
     has_options: bool = False  # whether samples are the options of multiple-choice questions
 
@@ -63,6 +65,8 @@ class Samples(Dataset[torch.Tensor]):
         labels[(positions < first) | ((positions + index) % 11 == 0)] = IGNORED
         if index >= self.size or index in self.empty:
             labels.fill_(IGNORED)
+        if index in self.outer:
+            labels[self.seq_len // self.pieces : -(self.seq_len // self.pieces)] = IGNORED
         return self._option(inputs, labels, index) if self.has_options else torch.stack((inputs, labels))
 
     def _option(self, tokens: torch.Tensor, labels: torch.Tensor, index: int) -> torch.Tensor:
@@ -107,12 +111,17 @@ def batch_size(training: Training, consumed: int) -> int:
 
 
 def training_samples(config: JobConfig) -> Samples:
-    """An endless training stream. In one batch the last data-parallel rank of this layout has no labels."""
+    """An endless training stream.
+
+    In one batch the last data-parallel rank of this layout has no labels, and of the processes that share a sequence
+    only the first.
+    """
     batch, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
-    ranks = layout_of(config).data_parallel
+    ranks, context = layout_of(config).data_parallel, layout_of(config).context
     in_batch = range(_EMPTY_BATCH * batch, (_EMPTY_BATCH + 1) * batch)
     empty = frozenset(index for index in in_batch if ranks > 1 and index // micro_batch % ranks == ranks - 1)
-    return Samples(2 * config.job.seed, empty=empty, **_kind_of(config))
+    outer = frozenset(in_batch if context > 1 else ())
+    return Samples(2 * config.job.seed, empty=empty, outer=outer, pieces=2 * context, **_kind_of(config))
 
 
 def validation_samples(config: JobConfig) -> Samples:

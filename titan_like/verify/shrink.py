@@ -55,7 +55,7 @@ class Small:
     num_steps: int  # bad ones included
     bad_steps: dict[int, bool]
     total: int  # steps of the whole run, which ends earlier
-    dropout: float | None  # rate in the dropout run; None: the family has no dropout
+    dropout: float | None  # rate in the dropout run; None: there is none
     longer: dict[str, Any]  # settings that make sequences longer, for one batch; empty: they have their own length
     limits: list[str]  # the sizes that are smaller than the original's
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
@@ -103,24 +103,27 @@ def shrink(
     virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 3)
     stages = degrees.pipeline * stages_per_rank(section.pipeline_schedule, virtual) if degrees.pipeline > 1 else 1
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
+    unit = degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)  # that sequences are multiples of
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
-        seq_len = degrees.tensor * max(4, 16 // degrees.tensor)  # several tokens in each part of the sequence
+        seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
         per_stage = shrink_stages(section.pipeline_layers, stages) if section.pipeline_layers else None
         if per_stage is None and stages > 1 and model.has_decoder:
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
-        fields |= small_fields(model, layout.tensor, degrees.tensor, on_gpus, for_float8)
+        groups = degrees.context if section.context_parallel_method == "ulysses" else 1
+        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     has_spans = model.objective == "span_corruption" and not full_size
-    spans = small_spans(config, model, seq_len, degrees) if has_spans else {}
+    spans = small_spans(config, model, seq_len, unit) if has_spans else {}
     dropout = fields.get("dropout")
     if dropout is not None:
         fields["dropout"] = 0.0
+    dropout = dropout if degrees.context == 1 else None
     bad_steps = {2: True} if steps < 3 else {2: True, 4: False}
     num_steps = steps + len(bad_steps)
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(config, layout, degrees, virtual)
@@ -172,11 +175,11 @@ def shrink(
         "cluster": Cluster(),
     }
     small = in_layout(edit(config.model_copy(update=sections), values), degrees)
-    longer, long = dict[str, Any](), min(training.seq_len, _LONG) // degrees.tensor * degrees.tensor
+    longer, long = dict[str, Any](), min(training.seq_len, _LONG) // unit * unit
     if not full_size and long > seq_len:
         longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
         longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long)}}
-        longer |= small_spans(config, model, long, degrees) if has_spans else {}
+        longer |= small_spans(config, model, long, unit) if has_spans else {}
     sizes = {
         "processes": (degrees.num_processes, layout.num_processes),
         "layers": (model_config(small.model).num_layers, model.num_layers),
@@ -253,16 +256,16 @@ def fields_of_length(model: TransformerConfig, original: int, seq_len: int) -> d
 
 
 def small_fields(
-    model: TransformerConfig, original_tensor: int, tensor: int, on_gpus: bool, float8: bool
+    model: TransformerConfig, original_tensor: int, tensor: int, groups: int, on_gpus: bool, float8: bool
 ) -> dict[str, Any]:
     """Fields of the small model.
 
-    Every tensor-parallel process gets two groups of heads, because their order within a process can be wrong. The
+    Every tensor-parallel process gets twice ``groups`` groups of heads, whose order within a process can be wrong. The
     initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations. With ``float8`` all
     sides of matrices are multiples of 16, which float8 products need.
     """
     queries = model.num_attention_heads // model.num_kv_heads
-    kv_heads = 1 if model.num_kv_heads == 1 else 2 * tensor
+    kv_heads = 1 if model.num_kv_heads == 1 else 2 * groups * tensor
     heads = kv_heads * min(queries, 2 if kv_heads > 1 else 4)
     head_dim = 8 if heads <= 8 else 4
     if on_gpus and not model.has_decoder:  # a decoder's attention takes a bias, and never FlexAttention
@@ -282,16 +285,16 @@ def small_fields(
     }
 
 
-def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, layout: Layout) -> dict[str, Any]:
+def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit: int) -> dict[str, Any]:
     """Settings of span corruption that leave several spans in a small sample.
 
-    The decoder's input is filled up if the original's is, or to divide evenly.
+    The decoder's input is filled up if the original's is, or to a multiple of ``unit``.
     """
     values = {"training.seq_len": seq_len, "data.noise_density": 0.3, "data.mean_noise_span_length": 1.8}
     small = edit(config, values | {"training.decoder_seq_len": 0})
     had, needed = sample_length(config, model), sample_length(small, model).decoder
     is_filled = had.decoder > targets_length(had.raw, config.data)
-    decoder = -(-(needed + is_filled) // layout.tensor) * layout.tensor
+    decoder = -(-(needed + is_filled) // unit) * unit
     return values | {"training.decoder_seq_len": decoder}
 
 

@@ -73,7 +73,11 @@ class Verifier:
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
-        missing = [] if DROPOUT in self.kinds else [f"dropout: the {self.small.config.model.family} family has none"]
+        has_dropout = self.small.original.parallelism.context_parallel_degree == 1
+        told = (
+            f"the {self.small.config.model.family} family has none" if has_dropout else "context parallelism has none"
+        )
+        missing = [] if DROPOUT in self.kinds else [f"dropout: {told}"]
         verdict = Verdict(SAME, layout_of(self.small.config), [], not_applicable=missing, limits=self.small.limits)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
