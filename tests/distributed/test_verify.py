@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.mutations import (
+    context,
     draws,
     dropout,
     encoder_decoder,
@@ -65,6 +66,12 @@ ACCUMULATION = ["--training.global_batch_size", "16", *ONE]
 RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
+
+CONTEXT = ["--job.config_file", LLAMA, "--parallelism.context_parallel_degree", "2"]
+RING, ULYSSES = ([*CONTEXT, "--parallelism.context_parallel_method", method, *ONE] for method in ("ring", "ulysses"))
+GATHER = [*CONTEXT, "--parallelism.context_parallel_method", "all_gather", *ONE]
+FOUR, NO_DROPOUT = ["--parallelism.context_parallel_degree", "4"], ["--model.overrides.dropout", "0"]
+GROUPS = ["--model.overrides.num_kv_heads", "4"]
 
 PADDING = ["--parallelism.tensor_parallel_degree", "4", *ONE]
 FLOAT16, BFLOAT16 = (["--training.dtype", dtype, *ONE] for dtype in ("float16", "bfloat16"))
@@ -134,6 +141,29 @@ BUGS = [
     (gradients.replicas_not_summed, HSDP, "replicas", Row.GRADIENT, "norm.bias"),
     (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", Row.GRADIENT, "the loss"),
     (gradients.microbatches_after_the_fourth_lost, TWELVE, "accumulation", Row.LOSS, ""),
+    (context.positions_by_rank, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.mask_by_local_position, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.labels_of_the_slice_shifted, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.pieces_swapped, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.pieces_swapped, [*ULYSSES, *GROUPS], "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.keys_gradient_of_the_last_rank_dropped, GATHER, "context_parallel", Row.GRADIENT, "layers."),
+    (context.heads_come_back_in_reverse, [*ULYSSES, *GROUPS], "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.labels_of_one_process_counted, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.gradients_times_the_processes, GATHER, "context_parallel", Row.GRADIENT, "output"),
+    (context.losses_counted_by_each, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.gradients_summed_over_data_alone, GATHER, "context_parallel", Row.GRADIENT, "output"),
+    (context.gradients_averaged_over_slices, [*GATHER, *ZERO_3[2:]], "zero_stage", Row.GRADIENT, "output"),
+    (context.ring_gradients_scaled, RING, "context_parallel", Row.GRADIENT, "layers."),
+    (context.backward_ring_stands_still, RING, "context_parallel", Row.GRADIENT, "layers."),
+    (context.last_step_of_the_ring_skipped, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (
+        context.bidirectional_ring_skips_later_pieces,
+        [*BERT, *RING[2:], "--model.overrides.dropout", "0"],
+        "context_parallel",
+        Row.LOSS,
+        "layers.0.attention.core",
+    ),
     (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
@@ -328,6 +358,8 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*RAMPUP, *BFLOAT16[:2]], []),
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
     ([*PAIRS, *SEQUENCE], [EXACT, SINGLE, DROPOUT]),
+    ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT, SINGLE]),
+    ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
     (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
@@ -335,6 +367,18 @@ SAME: list[tuple[list[str], list[str]]] = [
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT, SINGLE]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
+    ([*GATHER, *COMPILED, *DATA], []),
+    ([*RING, *COMPILED], []),
+    ([*ULYSSES, *GROUPS, *COMPILED, *PIPELINE], []),
+    ([*RING, *FOUR, *SEQUENCE, *DOCUMENTS, *FLOAT16[:2]], []),
+    ([*GATHER, *FOUR, *HSDP, *BFLOAT16[:2], "--training.global_batch_size", "64"], []),
+    ([*ULYSSES, *FOUR, "--model.overrides.num_kv_heads", "4", *DOCUMENTS], []),
+    ([*ULYSSES, *GROUPS, *ZERO_3, *RECOMPUTATION[:2], *ADAFACTOR], []),
+    ([*GATHER, *ZERO_BUBBLE, *MUON], []),
+    ([*GATHER, *INTERLEAVED, *RAMPUP[:2]], []),
+    ([*T5, *CONTEXT[2:], *SEQUENCE, "--training.decoder_seq_len", "64", *NO_DROPOUT], []),
+    ([*BERT, *CONTEXT[2:], *ZERO_3, *NO_DROPOUT], []),
+    ([*CONTEXT[2:], *PIPELINE, *DOCUMENTS, *NO_DROPOUT], []),
     (PIPELINE, []),
     (SEQUENCE, []),
     ([*FLOAT8, *T5, *TENSOR[:2], *ZERO_3], []),

@@ -61,7 +61,7 @@ def test_gradients_of_the_bias_are_added_up_in_more_than_half_precision(dtype: t
         bias = RelativeBias(8, 20, 4, is_causal=False).to(dtype)
         if by_definition:
             take_definitions(bias, JobConfig.model_validate({}))
-        bias(seq_len).backward(gradient.to(dtype))
+        bias(torch.arange(seq_len), seq_len).backward(gradient.to(dtype))
         return bias.table.weight.grad.double()
 
     # Each element is rounded once, after a sum of up to 2,000 numbers of about 1 in float32, which is off by less than

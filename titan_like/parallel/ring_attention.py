@@ -169,9 +169,7 @@ def _attend(
     return flash_attention(q, k, v, block.is_causal, scale)
 
 
-def _gradients(
-    here: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float
-) -> tuple[torch.Tensor, ...]:
+def _gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, ...]:
     (gradient, q, output, denominator), (k, v) = here, keys
     if block.first is not None and block.end is not None:
         mean = (gradient.to(denominator.dtype) * output).sum(3)

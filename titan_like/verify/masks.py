@@ -120,8 +120,11 @@ def _attend_to_pairs(
     )
 
 
-def _bias_by_distance(module: RelativeBias, seq_len: int) -> torch.Tensor:
-    """[1, heads, queries, keys], one distance at a time; in float32 at least, as gradients of many pairs are summed."""
+def _bias_by_distance(module: RelativeBias, _queries: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """[1, heads, queries, keys], one distance at a time; in float32 at least, as gradients of many pairs are summed.
+
+    Here queries are in order and as many as keys, whatever positions the model finds.
+    """
     weight, sees_later = module.table.weight, not module.is_causal
     table = weight.to(torch.promote_types(weight.dtype, torch.float32))
 

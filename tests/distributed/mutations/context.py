@@ -1,0 +1,248 @@
+"""Bugs in what processes that share a sequence compute, most of which other frameworks have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.transformer import ModelInputs
+from titan_like.parallel import collectives, context, ring_attention
+from titan_like.parallel.collectives import Group
+from titan_like.parallel.context import Slices
+from titan_like.parallel.data import DataParallel, sharded_modules
+from titan_like.parallel.gradients import GradientAllReduce
+from titan_like.train.trainer import Trainer
+
+_take = Slices.take
+
+
+def _changed(change: Callable[[Slices, ModelInputs, torch.Tensor, int], Any]) -> AbstractContextManager[Any]:
+    """Change what a process of several takes: the slices, its inputs and labels, and the length of the sequence."""
+
+    def take(self: Slices, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
+        cut = _take(self, inputs, labels)
+        return change(self, *cut, inputs.tokens.shape[1]) if self.size > 1 else cut
+
+    return patch.object(Slices, "take", take)
+
+
+@contextmanager
+def positions_by_rank() -> Iterator[None]:
+    """Positions are those of a contiguous part of the sequence."""
+
+    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
+        part = length // slices.size
+        return inputs._replace(positions=torch.arange(slices.rank * part, (slices.rank + 1) * part)), labels
+
+    with _changed(change):
+        yield
+
+
+@contextmanager
+def mask_by_local_position() -> Iterator[None]:
+    """A query sees as many keys as its number in the slice says."""
+
+    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
+        visible = inputs.visible
+        if visible is not None:
+            inputs = inputs._replace(
+                visible=VisibleKeys(visible.first, torch.arange(1, visible.end.shape[1] + 1).expand_as(visible.end))
+            )
+        return inputs, labels
+
+    with _changed(change):
+        yield
+
+
+@contextmanager
+def labels_of_the_slice_shifted() -> Iterator[None]:
+    """Labels are the next tokens of the slice, which are wrong at the pieces' edges."""
+
+    def change(slices: Slices, inputs: ModelInputs, labels: torch.Tensor, length: int) -> Any:
+        half, shifted = labels.shape[1] // 2, labels.clone()
+        shifted[:, half - 1] = inputs.tokens[:, half]
+        return inputs, shifted
+
+    with _changed(change):
+        yield
+
+
+@contextmanager
+def pieces_swapped() -> Iterator[None]:
+    """Gathered keys and values of the last two pieces change places."""
+    original = context.joined
+
+    def joined(slices: torch.Tensor) -> torch.Tensor:
+        *others, last, very_last = original(slices).chunk(2 * len(slices), -2)
+        return torch.cat((*others, very_last, last), -2)
+
+    with patch.object(context, "joined", joined):
+        yield
+
+
+@contextmanager
+def keys_gradient_of_the_last_rank_dropped() -> Iterator[None]:
+    """What the last process's queries make of the gradients of keys and values is lost."""
+    original = collectives._Gathered.backward
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return original(ctx, gradient if ctx.group.rank < ctx.group.size - 1 else torch.zeros_like(gradient))
+
+    with patch.object(collectives._Gathered, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def heads_come_back_in_reverse() -> Iterator[None]:
+    """The second all-to-all's parts are taken in the reverse order."""
+    original, calls = context.all_to_all, [0]
+
+    def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+        calls[0] += 1
+        return original(x, group) if calls[0] % 2 else original(x, group).flip(0)
+
+    with patch.object(context, "all_to_all", all_to_all):
+        yield
+
+
+@contextmanager
+def labels_of_one_process_counted() -> Iterator[None]:
+    """The loss is divided by the labels of the process's own slices."""
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return None if tensor.dtype == torch.int64 else original(tensor, *args, **options)
+
+    with patch.object(dist, "all_reduce", all_reduce):
+        yield
+
+
+@contextmanager
+def gradients_times_the_processes() -> Iterator[None]:
+    """The loss is multiplied by the number of processes that share a sequence, and reported without that."""
+    original = Trainer._complete_gradients
+
+    def complete(self: Trainer) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.slices.size)
+        original(self)
+
+    with patch.object(Trainer, "_complete_gradients", complete):
+        yield
+
+
+@contextmanager
+def losses_counted_by_each() -> Iterator[None]:
+    """The reported loss is summed over the processes that share a sequence as if each had the whole of it."""
+    original = Trainer._sum_over_samples
+
+    def sum_over_samples(self: Trainer, value: torch.Tensor) -> None:
+        original(self, value)
+        if value.ndim == 1:
+            value.mul_(self.slices.size)
+
+    with patch.object(Trainer, "_sum_over_samples", sum_over_samples):
+        yield
+
+
+@contextmanager
+def gradients_summed_over_data_alone() -> Iterator[None]:
+    """Processes that share a sequence do not share their gradients; here that leaves nobody to share with."""
+
+    class Done:
+        def wait(self) -> None:
+            """Return at once."""
+
+    def start(self: GradientAllReduce, number: int) -> None:
+        self._in_flight.append(Done())  # type: ignore[arg-type]
+
+    with patch.object(GradientAllReduce, "_start", start):
+        yield
+
+
+@contextmanager
+def gradients_averaged_over_slices() -> Iterator[None]:
+    """FSDP2 averages over processes that have slices of the same samples."""
+    original = DataParallel.before_backward
+
+    def before_backward(self: DataParallel, is_last: bool) -> None:
+        original(self, is_last)
+        for module in sharded_modules(self.model):
+            module.set_gradient_divide_factor(2.0)
+
+    with patch.object(DataParallel, "before_backward", before_backward):
+        yield
+
+
+@contextmanager
+def ring_gradients_scaled() -> Iterator[None]:
+    """The ring's gradients of keys and values are multiplied by the number of processes."""
+    original = ring_attention._exchange
+
+    def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
+        return original(block, name, size, rank) * size ** (1 / size)
+
+    with patch.object(ring_attention, "_exchange", exchange):
+        yield
+
+
+@contextmanager
+def backward_ring_stands_still() -> Iterator[None]:
+    """The backward pass uses the process's own keys and values in every step."""
+    original, in_backward = ring_attention._passing, ring_attention._gradients
+    own: list[torch.Tensor] = []
+
+    def passing(block: torch.Tensor, *ring: Any) -> Iterator[tuple[int, torch.Tensor]]:
+        own[:] = [block]
+        yield from original(block, *ring)
+
+    def gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Any, scale: float) -> tuple[torch.Tensor, ...]:
+        return in_backward(here, own[0][..., block.keys, :], block, scale)
+
+    with patch.object(ring_attention, "_passing", passing), patch.object(ring_attention, "_gradients", gradients):
+        yield
+
+
+@contextmanager
+def last_step_of_the_ring_skipped() -> Iterator[None]:
+    """The block that arrives last is not attended to."""
+    original = ring_attention._blocks
+
+    def blocks(*args: Any) -> Iterator[Any]:
+        *_, size, rank, source = args
+        return original(*args) if (source - rank - 1) % size else iter(())
+
+    with patch.object(ring_attention, "_blocks", blocks):
+        yield
+
+
+@contextmanager
+def denominators_merged_in_bfloat16() -> Iterator[None]:
+    """The logarithms of the softmax's denominators are rounded before they are merged."""
+    original = ring_attention._merge
+
+    def merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor) -> None:
+        original(output, denominator, found, total.bfloat16().to(total.dtype))
+
+    with patch.object(ring_attention, "_merge", merge):
+        yield
+
+
+@contextmanager
+def bidirectional_ring_skips_later_pieces() -> Iterator[None]:
+    """Without a mask, queries still see no piece after their own, as balanced causal attention has it."""
+    original = ring_attention._blocks
+
+    def blocks(length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: int) -> Iterator[Any]:
+        for block in original(length, first, end, True, size, rank, source):
+            yield block._replace(is_causal=False)
+
+    with patch.object(ring_attention, "_blocks", blocks):
+        yield
