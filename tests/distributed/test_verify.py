@@ -151,7 +151,7 @@ BUGS = [
     (context.labels_of_one_process_counted, GATHER, "context_parallel", Row.LOSS, "the loss"),
     (context.gradients_times_the_processes, GATHER, "context_parallel", Row.GRADIENT, "output"),
     (context.losses_counted_by_each, GATHER, "context_parallel", Row.LOSS, "the loss"),
-    (context.gradients_summed_over_data_alone, GATHER, "context_parallel", Row.GRADIENT, "output"),
+    (context.gradients_summed_over_data_alone, [*GATHER, *ZERO_0[2:]], "context_parallel", Row.GRADIENT, "output"),
     (context.gradients_averaged_over_slices, [*GATHER, *ZERO_3[2:]], "zero_stage", Row.GRADIENT, "output"),
     (context.ring_gradients_scaled, RING, "context_parallel", Row.GRADIENT, "layers."),
     (context.backward_ring_stands_still, RING, "context_parallel", Row.GRADIENT, "layers."),

@@ -1,0 +1,204 @@
+"""Attention over slices of sequences: exact by every method, with as many bytes as the formulas say, and 30 steps that
+equal a plain loop over transformers' model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.launch import base_config, collect, trainer_of
+from titan_like.data.masks import MaskedSamples
+from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.visible import VisibleKeys
+from titan_like.models.transformer import ModelInputs
+from titan_like.parallel.collectives import Group
+from titan_like.parallel.context import CORES, Slices
+from titan_like.parallel.pieces import places_of
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+
+BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 8, 4, 32, 8
+MASKS = ("causal", "documents", "prefix", "bidirectional")
+STEPS = 30
+# Layouts of 8 processes that train from transformers' weights.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "context 4, tensor 2": {"context_parallel_degree": 4, "tensor_parallel_degree": 2, "sequence_parallel": True},
+    "ring 2, pipeline 2, ZeRO 3": {
+        "context_parallel_degree": 2,
+        "context_parallel_method": "ring",
+        "pipeline_parallel_degree": 2,
+        "zero_stage": 3,
+    },
+    "ulysses 2, data 4, ZeRO 2": {
+        "context_parallel_degree": 2,
+        "context_parallel_method": "ulysses",
+        "zero_stage": 2,
+    },
+}
+
+
+def visible_of(mask: str) -> VisibleKeys | None:
+    """Documents of 5, 11, 1 and 15 tokens, and in the second sample of 32; a prefix of 9 tokens in each."""
+    order = torch.arange(LENGTH).expand(BATCH, -1)
+    if mask in ("causal", "bidirectional"):
+        return None
+    if mask == "prefix":
+        return VisibleKeys(torch.zeros_like(order), torch.maximum(order + 1, torch.full_like(order, 9)))
+    starts = torch.tensor([0, 5, 16, 17]).repeat_interleave(torch.tensor([5, 11, 1, 15]))
+    return VisibleKeys(torch.stack((starts, torch.zeros_like(starts))), order + 1)
+
+
+class Sent(TorchDispatchMode):
+    """Bytes of collectives by kind, and of messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            kind = func.name().partition("::")[2]
+            self.bytes[kind] += max(args[0].nbytes, result.nbytes)
+        return result
+
+
+def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
+    """For each method and mask, how far the result and the gradients are from those of one process, and the bytes."""
+    group = Group(dist.group.WORLD.group_name, size, rank)
+    found: dict[str, Any] = {}
+    exchange, messages = dist.batch_isend_irecv, Counter[str]()
+
+    def counted(operations: list[dist.P2POp]) -> Any:
+        messages["sent"] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return exchange(operations)
+
+    for dtype in (torch.float64, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(BATCH, heads, LENGTH, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        *inputs, gradient = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        for mask in MASKS:
+            for method in CORES:
+                whole, part = AttentionCore(0.0, mask != "bidirectional"), AttentionCore(0.0, mask != "bidirectional")
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                expected = whole(*leaves, visible_of(mask))
+                expected.backward(gradient)
+                part.__class__, part.group = CORES[method], group  # type: ignore[assignment]
+                places = places_of(LENGTH, size, rank)
+                own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
+                tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+                slices = Slices(size, rank, method, mask != "bidirectional")
+                cut, _ = slices.take(ModelInputs(tokens, visible=visible_of(mask)), tokens)
+                messages.clear()
+                with Sent() as sent, patch.object(dist, "batch_isend_irecv", counted):
+                    result = part(*own, cut.visible)
+                    result.backward(gradient[:, :, places].to(dtype))
+                pairs = [(result, expected), *((x.grad, y.grad) for x, y in zip(own, leaves, strict=True))]
+                norms = [y.double().norm() for _, y in pairs]
+                errors = [(x.double() - y[:, :, places]).norm() / n for (x, y), n in zip(pairs, norms, strict=True)]
+                name = f"{dtype} {method} {mask}".removeprefix("torch.")
+                found[name] = [error.item() for error in errors], dict(sent.bytes | messages)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def attended(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
+    return request.param, collect(attend_on_slices, request.param, request.param)
+
+
+def test_every_method_is_exact_with_every_mask(attended: tuple[int, list[dict[str, Any]]]) -> None:
+    _, ranks = attended
+    assert all(len(found) == 2 * len(MASKS) * len(CORES) for found in ranks)
+    for found in ranks:
+        for name, (errors, _) in found.items():
+            if name.startswith("float64"):
+                assert max(errors) < 1e-14, (name, errors)
+            else:
+                # Inputs, the result and gradients are rounded once each, by at most 2^-9; an error of the inputs
+                # reaches a result through scores of about 3. Rounded denominators would be off by another 2^-9 · 4.
+                assert max(errors) < 6 * 2.0**-9, (name, errors)
+
+
+def test_bytes_are_those_of_the_formulas(attended: tuple[int, list[dict[str, Any]]]) -> None:
+    """docs/long_context.md has the formulas."""
+    size, ranks = attended
+    for found in ranks:
+        for name, (_, sent) in found.items():
+            dtype, method, _ = name.split()
+            element, wide = (8, 8) if dtype == "float64" else (2, 4)
+            row = BATCH * LENGTH * HEAD_DIM // size  # elements of a head on a process
+            if method == "all_gather":
+                both = 2 * KV_HEADS * row * size * element
+                assert sent == {"all_gather_into_tensor": both, "reduce_scatter_tensor": both}, (name, sent)
+            elif method == "ulysses":
+                assert sent == {"all_to_all_single": 2 * (2 * HEADS + 2 * KV_HEADS) * row * element}, (name, sent)
+            else:
+                values, gradients = 2 * KV_HEADS * row * element, 2 * KV_HEADS * row * wide
+                assert sent == {"sent": 2 * (size - 1) * values + size * gradients}, (name, sent)
+
+
+def losses_of_layouts(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """The losses of each layout's run."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        run = settings | {f"parallelism.{key}": value for key, value in layout.items()}
+        trainer = trainer_of(folder, run)
+        data = trainer._load_data()
+        found[name] = [trainer.read_step(trainer.train_step(data)).loss for _ in range(STEPS)]
+        data.close()
+    return found
+
+
+def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=257, intermediate_size=176, max_position_embeddings=64, **shape))
+    theirs.save_pretrained(tmp_path / "hf")
+    settings = {
+        "model.family": "llama",
+        "model.overrides": {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_attention_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_hidden_size": 176,
+            "max_seq_len": 64,
+            "vocab_size": 257,
+            "norm_eps": 1e-6,
+        },
+        "checkpoint.initial_load_path": str(tmp_path / "hf"),
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": 4,
+        "training.steps": STEPS,
+        "training.max_norm": 0.0,
+    }
+    found = collect(losses_of_layouts, 8, tmp_path, settings)
+
+    run = prepare_run(resolve_settings(base_config(tmp_path, settings), 1))
+    theirs, section = theirs.double().train(), run.config.optimizer
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    samples, expected = MaskedSamples(run.datasets["train"], run.masks), []
+    for step in range(STEPS):
+        inputs, labels = torch.stack([samples[index] for index in range(4 * step, 4 * step + 4)]).unbind(1)
+        loss = F.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[-1] < expected[0] - 0.5
+    for name in LAYOUTS:
+        assert found[0][name] == pytest.approx(expected, rel=2e-6), name

@@ -1,0 +1,82 @@
+"""Slices of sequences, as numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titan_like.config import ConfigError, load_config
+from titan_like.models.layers.visible import VisibleKeys, block_mask
+from titan_like.models.transformer import ModelInputs
+from titan_like.parallel.context import Slices
+from titan_like.parallel.pieces import divided, joined, places_of
+from titan_like.train.rules import resolve_settings
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_slices_have_every_position_once_and_equal_work(size: int) -> None:
+    length = 1024
+    slices = [places_of(length, size, rank) for rank in range(size)]
+    assert torch.cat(slices).sort().values.equal(torch.arange(length))
+    work = torch.stack([(own + 1).sum() for own in slices]).double()  # pairs of a query and a key that it sees
+    assert work.max() / work.mean() == 1
+
+
+def test_joined_slices_are_in_order_and_divide_again() -> None:
+    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    slices = torch.stack([whole[:, places_of(16, 4, rank)] for rank in range(4)])
+    assert joined(slices).equal(whole) and divided(whole, 4).equal(slices)
+
+
+def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
+    tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
+    visible = VisibleKeys(order // 4 * 4, order + 1)
+    inputs, labels = Slices(2, 1, "all_gather", True).take(ModelInputs(tokens, order % 4, visible), tokens + 1)
+    assert inputs.tokens.tolist() == [list(range(104, 112))] and labels.tolist() == [list(range(105, 113))]
+    assert inputs.positions is not None and inputs.positions.tolist() == [[0, 1, 2, 3] * 2]
+    assert inputs.visible is not None and inputs.visible.first.tolist() == [[4] * 4 + [8] * 4]
+    assert inputs.visible.end.tolist() == [list(range(5, 13))]
+    whole, _ = Slices(2, 0, "ulysses", True).take(ModelInputs(tokens, None, visible), tokens)
+    assert whole.visible is visible and whole.positions is not None
+    assert whole.positions.tolist() == [*range(4), *range(12, 16)]
+
+
+def test_an_encoder_and_a_decoder_are_cut_apart() -> None:
+    tokens = torch.arange(12)[None]  # 8 of the encoder
+    inputs, labels = Slices(2, 0, "all_gather", False).take(ModelInputs(tokens, encoder_len=8), tokens[:, 8:])
+    assert inputs.tokens.tolist() == [[0, 1, 6, 7, 8, 11]] and labels.tolist() == [[8, 11]]
+    assert inputs.encoder_len == 4 and inputs.visible is None
+    assert inputs.positions is not None and inputs.positions.tolist() == [0, 1, 6, 7, 0, 3]
+
+
+def test_blocks_of_a_slice_of_queries_say_what_they_see() -> None:
+    places = places_of(1024, 2, 1)
+    mask = block_mask(torch.zeros_like(places)[None], places[None] + 1, 1024)
+    assert mask.shape == (1, 1, 512, 1024)
+    seen = mask.to_dense()[0, 0]
+    assert seen.int().tolist() == [[int(128 * key <= last) for key in range(8)] for last in places[127::128].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["--model.family=gpt", "--model.overrides.dropout=0.1"], "set model.overrides.dropout = 0, which is 0.1"),
+        (["--training.seq_len=1022"], "not divisible by 2 × context_parallel_degree = 4"),
+        (["--float8.enable=true"], "set float8.enable to false"),
+        (["--parallelism.context_parallel_method=ulysses", "--model.overrides.num_kv_heads=1"], "1 key-value heads"),
+        (
+            [
+                "--model.family=t5",
+                "--training.decoder_seq_len=64",
+                "--parallelism.context_parallel_method=ring",
+                "--model.overrides.dropout=0",
+            ],
+            "adds a bias",
+        ),
+    ],
+)
+def test_what_cannot_be_sliced_is_one_sentence(settings: list[str], told: str) -> None:
+    base = ["--model.family=llama", "--training.steps=1", "--parallelism.context_parallel_degree=2"]
+    with pytest.raises(ConfigError) as error:
+        resolve_settings(load_config([*base, *settings]), 2)
+    assert told in str(error.value) and "\n" not in str(error.value)
