@@ -305,7 +305,6 @@ def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
     assert result["bubble_deviation"] < 1e-12
     assert len(result["simulated_step_errors"]) == 32
     assert max(result["simulated_step_errors"]) < 0.02
-    assert result["trainer_state_deviation_bytes"] == 0
     assert set(result["left_out"]) == set(builtin_profiles())
     command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--points", "no.csv"]
     missing = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

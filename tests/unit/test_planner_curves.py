@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.planner.memory import largest_memory
 from titan_like.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +81,8 @@ def test_the_study_of_layouts_on_v100s():
     profile = PICTURES.JEAN_ZAY
     for gpus in PICTURES.GPU_COUNTS:
         whole = PICTURES.jean_zay_work(1, 1, 0, gpus, 512)._replace(micro_batch_size=1)
-        assert largest_memory(whole, profile) > profile.device.memory_bytes
-        assert largest_memory(whole._replace(zero_stage=1), profile) <= profile.device.memory_bytes
+        assert not PICTURES.fits(whole, profile)
+        assert PICTURES.fits(whole._replace(zero_stage=1), profile)
         for batch in (512, 192):
             seconds = {}
             for tensor, pipeline in PICTURES.STRATEGIES:

@@ -22,9 +22,9 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
-from titan_like.planner.dtypes import BYTES
+from titan_like.planner.activations import kept_of
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, layer_kept, usable_bytes
+from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
@@ -32,14 +32,12 @@ from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import (
     Passes,
     StepTime,
-    gradients_are_whole,
-    microbatch_of,
     passes,
     sharded_step_time,
     sharding,
     step_time,
 )
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.workload import BYTES, Workload, pipeline_of
 from titan_like.train.environment import cluster_size
 
 _ROUNDING = 1 - 1e-9  # a bound and what it bounds are sums in different orders
@@ -186,7 +184,8 @@ class BestFirst:
             self._held[key] = min(self._held_layers(group, *choice) for choice in pipelines)
         # Master weights and their gradients.
         state = 2 * BYTES["float32"] * group.model.num_parameters() / group.num_gpus
-        return self._held[key] * layer_kept(group, self.profile) + state + self.profile.overhead_bytes
+        layer = min(kept_of(group, self.profile.device).layers)
+        return self._held[key] * layer + state + self.profile.overhead_bytes
 
     def _held_layers(self, group: Workload, schedule: str, virtual: int) -> float:
         """The most layers times microbatches whose activations a rank holds."""
@@ -228,7 +227,7 @@ class BestFirst:
                         # Not so in float32, where ZeRO 0 has its weights once and ZeRO 3 gathers a copy of that type.
                         nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
                     if may_fit:
-                        whole = gradients_are_whole(work)
+                        whole = work.gradients_are_whole
                         if whole not in found:
                             found[whole] = passes(work, self.profile)
                         self._add_layout(work, found[whole])
@@ -300,8 +299,8 @@ class BestFirst:
 def least_group_time(group: Workload, profile: Profile) -> float:
     """A lower bound in seconds on a group's layouts: the passes of a rank with at least the mean number of layers."""
     work = group._replace(zero_stage=_least_zero(group))
-    kinds, mb = range(len(work.model.layer_counts)), microbatch_of(work)
-    costs = [layer_cost(work.model, mb, profile, kind) for kind in kinds if work.model.layer_counts[kind]]
+    one = work.one_microbatch()
+    costs = [layer_cost(one, profile, kind) for kind, count in enumerate(work.model.layer_counts) if count]
     once = [cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor for cost in costs]
     recomputed = [(cost.recomputed + cost.recomputed_tensor) / work.recompute_every for cost in costs]
     return work.microbatches * ceil(work.model.num_layers / work.pipeline) * min(map(add, once, recomputed))

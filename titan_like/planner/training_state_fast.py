@@ -15,7 +15,7 @@ from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
 from titan_like.planner.shapes import ParameterSplit, ShardOf, units_of_counts
 from titan_like.planner.training_state import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
-from titan_like.planner.workload import Counts, RankStages, many_of, with_count
+from titan_like.planner.workload import Counts, RankStages
 
 
 class Sharing(NamedTuple):
@@ -157,18 +157,5 @@ def _storage(sharing: Sharing) -> Storage:
 def _elements(
     model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, tensor: int, optimizer: OptimizerState
 ) -> StageElements:
-    """Count one stage's parameters. Beyond one layer of a kind, each further one adds the same amount."""
-    if (kind := many_of(counts)) is not None:
-        one, two = (
-            _elements(model, with_count(counts, kind, few), is_first, is_last, tensor, optimizer) for few in (1, 2)
-        )
-        more, at = counts[kind] - 1, sum(counts[:kind])
-        numbers = [a + more * (b - a) for a, b in zip(one[:-2], two[:-2], strict=True)]
-        layers = *one.layers[:at], *one.layers[at : at + 1] * more, *one.layers[at:]
-        rows = [
-            (length, a + more * (b - a), state_a + more * (state_b - state_a))
-            for (length, a, state_a), (_, b, state_b) in zip(one.rows, two.rows, strict=True)
-        ]
-        return StageElements._make([*numbers, layers, tuple(rows)])
     units = units_of_counts(model, counts, is_first, is_last)
     return stage_elements(units, ParameterSplit(ShardOf(tensor)), optimizer)

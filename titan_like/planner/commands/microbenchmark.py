@@ -32,9 +32,10 @@ from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
+from titan_like.planner.layer_time import layer_cost, linear_times
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.planner.workload import Workload
 from titan_like.train.environment import environment_number
 from titan_like.train.host_memory import keep_freed_memory
 from titan_like.train.job import process_group
@@ -304,9 +305,9 @@ def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
     found = []
     for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
         model = _one_layer(seq_len, hidden, heads)
-        mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
-        whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
-        bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
+        work = Workload(model, seq_len, samples, samples, dtype=dtype)
+        whole = layer_cost(work, profile.changed(memory_efficiency=1.0))
+        bare = layer_cost(work, profile.changed(memory_efficiency=1e9))
         options = {"device": machine.device, "dtype": getattr(torch, dtype)}
         x = torch.randn(samples * seq_len, hidden, requires_grad=True, **options)
         inner = torch.randn(samples * seq_len, model.ffn_hidden_size, requires_grad=True, **options)
