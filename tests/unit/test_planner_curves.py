@@ -31,17 +31,6 @@ def test_models_are_those_of_the_figures():
     assert PICTURES.gpt(32, 20480, 128).num_parameters() == pytest.approx(162.2e9, rel=0.001)
 
 
-@pytest.mark.parametrize("batch", [32, 128])
-def test_tensor_parallelism_over_all_gpus_of_a_node_is_best(batch):
-    """Figure 13 of arXiv 2104.04473: 64 GPUs in nodes of 8."""
-    rates = values(PICTURES.tensor_against_pipeline()[f"batch {batch}"])
-    assert max(rates, key=rates.get) == 8
-    assert rates[2] < rates[4] < rates[8] > rates[16] > rates[32]
-    assert rates[16] < 0.9 * rates[8]  # over two nodes
-    # A pipeline of 32 has a bubble of 31/32 with the small batch, 31/128 with the large one.
-    assert rates[2] < {32: 0.75, 128: 0.95}[batch] * rates[8]
-
-
 def test_a_larger_batch_helps_the_longer_pipelines_most():
     small, large = (values(PICTURES.tensor_against_pipeline()[f"batch {batch}"]) for batch in (32, 128))
     gains = [large[t] / small[t] for t in (2, 4, 8, 16, 32)]

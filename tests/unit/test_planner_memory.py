@@ -25,7 +25,7 @@ from titan_like.planner.memory import in_flight, largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
 from titan_like.planner.training_state import Storage, peak_state
-from titan_like.planner.training_state_fast import Sharing, rounds_of, trainer_states
+from titan_like.planner.training_state_fast import rounds_of, trainer_states
 from titan_like.planner.workload import BYTES, RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -189,16 +189,16 @@ def random_ranks(count):
         layers = tuple(balanced_layers(model.num_layers, degree * stages, pick([0, 2.4])))
         rank = generator.randrange(degree)
         optimizer = pick([ADAMW_STATE, ADAFACTOR_STATE, MUON_STATE])
-        sharing = Sharing(tensor, shard if zero else 1, shard > 1, zero, compute, optimizer)
+        split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
+        storage = Storage(zero, split, shard, compute=compute, optimizer=optimizer)
         splits, ranks = split_layers(list(layers)), stage_ranks(schedule, degree, virtual)
         counts = tuple((count,) for count, owner in zip(layers, ranks, strict=True) if owner == rank)
         here = RankStages(counts, ranks[0] == rank, ranks[-1] == rank)
         turns = schedule in SPLIT_BACKWARD, rounds_of(schedule, degree, microbatches), microbatches > 1
-        [found] = trainer_states(model, (here,), *turns, sharing)
+        [found] = trainer_states(model, (here,), *turns, storage)
         units = {i: stage_units(model, splits[i]) for i, owner in enumerate(ranks) if owner == rank}
-        split = ParameterSplit(ShardOf(tensor), ShardOf(shard if zero else 1))
         actions = schedule_table(schedule, degree, virtual, microbatches)[rank]
-        exact = peak_state(units, actions, Storage(zero, split, shard, compute=compute, optimizer=optimizer))
+        exact = peak_state(units, actions, storage)
         yield schedule, zero, found, max(exact, sum(found[:3]))
 
 
@@ -209,10 +209,9 @@ def test_closed_form_of_two_kinds_of_layers_knows_their_units(monkeypatch, most,
     trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
     model, shard = flavor("t5", "220m"), 16
     whole = StageLayers(range(model.num_layers), is_first=True, is_last=True)
-    [found] = trainer_states(
-        model, (RankStages((model.layer_counts,), True, True),), False, 3, True, Sharing(2, shard, True, zero, 2)
-    )
     storage = Storage(zero, ParameterSplit(ShardOf(2), ShardOf(shard)), shard, compute=2)
+    ranks = (RankStages((model.layer_counts,), True, True),)
+    [found] = trainer_states(model, ranks, False, 3, True, storage)
     assert sum(found) == peak_state({0: stage_units(model, whole)}, schedule_table("1f1b", 1, 1, 4)[0], storage)
     trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
 

@@ -15,7 +15,9 @@ from titan_like.metrics.devices import Device
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.activations import Moment, full_moments, kept_of
 from titan_like.planner.profile import Profile
-from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_states
+from titan_like.planner.shapes import ParameterSplit, ShardOf
+from titan_like.planner.training_state import Storage
+from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_states
 from titan_like.planner.workload import RankStages, Workload, element_bytes, pipeline_of
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
@@ -147,13 +149,15 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 def _states(work: Workload, held: _Held, exact: bool) -> Iterable[tuple[int, int, int, int]]:
     """Of each rank, bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
-    m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    several, element = work.data_parallel > 1, element_bytes(work.dtype)
-    sharing = Sharing(work.tensor, shard, several, work.zero_stage if several else 0, element, work.optimizer)
+    m, several, split = work.microbatches, work.data_parallel > 1, work.schedule in SPLIT_BACKWARD
+    shards = ParameterSplit(ShardOf(work.tensor), ShardOf(work.shard if work.zero_stage else 1))
+    zero, element = work.zero_stage if several else 0, element_bytes(work.dtype)
+    # All degrees above 1 share cached results.
+    storage = Storage(zero, shards, 1 + several, compute=element, optimizer=work.optimizer)
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
         ranks = zip(held.here, held.ranks, strict=True)
-        return (exact_state(work.model, here, *shape, rank, few, sharing) for here, rank in ranks)
+        return (exact_state(work.model, here, *shape, rank, few, storage) for here, rank in ranks)
     turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
-    return trainer_states(work.model, held.here, *turns, sharing)
+    return trainer_states(work.model, held.here, *turns, storage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -19,12 +19,11 @@ from titan_like.planner.workload import BYTES
 _FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and optimizer state
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """The types and shards in which training state is kept. Types are given by their bytes per element."""
 
     zero_stage: int
-    split: ParameterSplit = field(default_factory=ParameterSplit)
+    split: ParameterSplit = ParameterSplit()
     data_parallel: int = 1  # processes that see different samples, whether ZeRO shards over them or not
     master: int = _FLOAT32
     compute: int = _FLOAT32
