@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
 from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
@@ -224,8 +224,8 @@ class WatchMemory:
                 yield group._partial_reduce_output.nbytes
 
 
-def measure(rank: int, folder: Path, cases: list[Case]) -> None:
-    torch.save({case.name: measure_case(folder, case) for case in cases}, folder / f"measured_{rank}.pt")
+def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    return {case.name: measure_case(folder, case) for case in cases}
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
@@ -246,19 +246,10 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
 Measured = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
-def measure_all(folder: Path, cases: list[Case]) -> Measured:
-    launch(measure, RANKS, folder, cases)
-    return [torch.load(folder / f"measured_{rank}.pt", weights_only=True) for rank in range(RANKS)]
-
-
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_all(tmp_path_factory.mktemp("plan"), CASES)
-
-
-@pytest.fixture(scope="module")
-def more_measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_all(tmp_path_factory.mktemp("plan"), MORE_CASES)
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    cases = CASES + (MORE_CASES if runs_exhaustive_tests(request) else [])
+    return collect(measure, RANKS, tmp_path_factory.mktemp("plan"), cases)
 
 
 def plan_of(case: Case, rank: int) -> StepPlan:
@@ -268,24 +259,11 @@ def plan_of(case: Case, rank: int) -> StepPlan:
         return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_CASES)]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_what_every_rank_sends(measured: Measured, case: Case) -> None:
-    assert_sends(measured, case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_every_rank_holds(measured: Measured, case: Case) -> None:
-    assert_holds(measured, case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
-def test_what_every_rank_sends_and_holds_in_more_layouts(more_measured: Measured, case: Case) -> None:
-    assert_sends(more_measured, case)
-    assert_holds(more_measured, case)
-
-
-def assert_sends(measured: Measured, case: Case) -> None:
     for rank in range(RANKS):
         calls: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
@@ -296,7 +274,8 @@ def assert_sends(measured: Measured, case: Case) -> None:
         assert dict(sizes) == measured[rank][case.name]["bytes"], rank
 
 
-def assert_holds(measured: Measured, case: Case) -> None:
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_what_every_rank_holds(measured: Measured, case: Case) -> None:
     for rank in range(RANKS):
         plan, found = plan_of(case, rank), measured[rank][case.name]
         assert plan.state.parameters + plan.state.optimizer == found["between"], rank

@@ -4,12 +4,12 @@ import pytest
 
 from benchmarks.accuracy import predict_row
 from benchmarks.measured_rows import row_from
+from benchmarks.stack_memory import layer_activations, memory
 from tests.unit.planner_cases import flavor
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import layer_activations, memory
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import microbatch_of, step_time
+from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
 H100 = builtin_profiles()["megatron_lm_h100"]
@@ -39,14 +39,14 @@ def test_processes_that_share_a_sequence_gather_keys_and_values(context):
     model, seq = flavor("llama", "llama3.1_8b"), 65536
     quiet = H100.changed(nvlink_latency=0.0, network_latency=0.0, tensor_exposed=1.0)
     work = Workload(model, seq, 1, 16, context=context, dtype="bfloat16")
-    cost = layer_cost(model, microbatch_of(work), quiet)
+    cost = layer_cost(work, quiet)
     both = 2 * seq * 8 * 128 * 2  # keys and values, 8 heads of 128 elements in two bytes
     link = 450e9 * quiet.nvlink_efficiency
     if context > 8:  # over two nodes, with all their cards
         link = min(link, 4e11 * quiet.network_efficiency)
     assert cost.forward_tensor == pytest.approx((context - 1) / context * both / link)
     assert cost.backward_tensor == pytest.approx(2 * cost.forward_tensor)  # again, and their gradients back
-    alone = layer_cost(model, microbatch_of(work._replace(context=1)), quiet)
+    alone = layer_cost(work._replace(context=1), quiet)
     assert cost.forward == pytest.approx(alone.forward / context, rel=0.02)
     assert layer_activations(work)[0][0] == pytest.approx(layer_activations(work._replace(context=1))[0][0] / context)
 
@@ -75,7 +75,7 @@ def test_bert_is_a_gpt_that_attends_to_both_sides(layers, hidden, heads, paramet
     gpt = Workload(model, 512, 8, 1024, shard=64, dtype="bfloat16")
     bert = gpt._replace(causal=False)
     left_out = 0.5 * 4 * 8 * 512**2 * hidden / (989.4e12 * H100.attention_efficiency)  # that a causal mask hides
-    costs = [layer_cost(model, microbatch_of(work), H100) for work in (gpt, bert)]
+    costs = [layer_cost(work, H100) for work in (gpt, bert)]
     assert costs[1].forward - costs[0].forward == pytest.approx(left_out)
     assert costs[1].backward - costs[0].backward == pytest.approx(2.5 * left_out)
     selene = builtin_profiles()["selene_2021"]  # unfused attention computes the whole matrix

@@ -17,10 +17,10 @@ from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
-from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, stage_units
 from titan_like.planner.traffic import Collective, StageTraffic, step_collectives
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
+from titan_like.planner.workload import BYTES
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers, kinds_of_layers
-from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description, joined
 from titan_like.planner.training_state import Storage
+from titan_like.planner.workload import BYTES
 
 
 @dataclass(frozen=True)

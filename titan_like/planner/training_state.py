@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.parallel.gradients import UNIT_BYTES
 from titan_like.parallel.schedules.tables import Action
-from titan_like.parallel.split import StageLayers, units_of_layers
-from titan_like.planner.dtypes import BYTES
-from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, stage_units
+from titan_like.parallel.split import units_of_layers
+from titan_like.planner.shapes import ParameterSplit, Unit
+from titan_like.planner.workload import BYTES
 
 _FLOAT32 = BYTES["float32"]  # the type of master weights, summed gradients and optimizer state
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """The types and shards in which training state is kept. Types are given by their bytes per element."""
 
     zero_stage: int
-    split: ParameterSplit = field(default_factory=ParameterSplit)
+    split: ParameterSplit = ParameterSplit()
     data_parallel: int = 1  # processes that see different samples, whether ZeRO shards over them or not
     master: int = _FLOAT32
     compute: int = _FLOAT32
@@ -63,48 +61,6 @@ def rank_state(units: Iterable[Unit], storage: Storage) -> RankState:
     return RankState(count, weights, weights, optimizer, storage.compute * count if storage.copied else 0)
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes on one rank, without communication buffers and activations."""
-
-    between_steps: int  # gradients are freed after each step
-    peak: int  # at the fullest moment of a step with gradient accumulation
-
-
-def state_bytes(
-    model: TransformerConfig,
-    zero_stage: int,
-    shard_degree: int,
-    compute_bytes: int = 4,
-    optimizer: OptimizerState = ADAMW_STATE,
-) -> StateBytes:
-    """Training state of a model in a single stage, on the first process of the group that shards it.
-
-    With P parameters, N ranks to shard over, AdamW, and everything in float32:
-
-    ======  ==================  ==========================================================
-    stage   between steps       peak
-    ======  ==================  ==========================================================
-    0       12P                 16P
-    1       12P/N               4P gathered + 4P gradients + 12P/N
-    2       12P/N               4P gathered + 16P/N + gradients not yet reduced
-    3       12P/N               units gathered + 16P/N + gradients not yet reduced
-    ======  ==================  ==========================================================
-
-    ``compute_bytes`` below 4 (bfloat16, float16) makes gathered weights and fresh gradients proportionally smaller;
-    stage 0 then keeps a float32 master copy as well as the compute copy. A single process keeps both between steps, 14P
-    in every stage, and 18P at the peak with at least `UNIT_BYTES` of fresh gradients, or all 2P of them.
-    """
-    units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
-    split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
-    storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes, optimizer=optimizer)
-    state = rank_state(units, storage)
-    two_microbatches = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
-    return StateBytes(
-        state.parameters + state.optimizer + state.copies, peak_state({0: units}, two_microbatches, storage)
-    )
-
-
 def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], storage: Storage) -> int:
     """The most bytes of state at any moment of a step, from one process's stages and its passes in order.
 
@@ -114,7 +70,7 @@ def peak_state(stages: Mapping[int, list[Unit]], actions: Sequence[Action], stor
     gradients replace the accumulated ones, and its gathered weights are freed.
     """
     sizes = {
-        index: stage_sizes(stage_elements(units, storage.split, storage.optimizer), storage)
+        index: stage_sizes(stage_elements([(unit, 1) for unit in units], storage.split, storage.optimizer), storage)
         for index, units in stages.items()
     }
     return peak_of(sizes, actions, storage)
@@ -180,32 +136,35 @@ class StageElements(NamedTuple):
 
 
 def stage_elements(
-    units: Sequence[Unit], split: ParameterSplit, optimizer: OptimizerState = ADAMW_STATE
+    units: Sequence[tuple[Unit, int]], split: ParameterSplit, optimizer: OptimizerState = ADAMW_STATE
 ) -> StageElements:
-    """Count a stage's parameters on one tensor-parallel process; the ZeRO part of ``split`` is not used."""
+    """Count a stage's parameters on one tensor-parallel process, from its units and how often each of them occurs.
+
+    The ZeRO part of ``split`` is not used.
+    """
     rows: Counter[int] = Counter()
     state_rows: dict[int, float] = {}
-    deferred = early = 0
+    total = deferred = early = size = 0
     state = 0.0
-    sizes = []
-    for unit in units:
+    layers: list[int] = []
+    for unit, times in units:
         size = 0
         for parameter in unit.parameters:
             length, *others = split.before_sharding(parameter)
             row = prod(others)
-            rows[length] += row
-            state_rows[length] = state_rows.get(length, 0) + optimizer.per_row(parameter.name, others)
-            state += optimizer.per_parameter(parameter.name, others)
+            rows[length] += times * row
+            state_rows[length] = state_rows.get(length, 0) + times * optimizer.per_row(parameter.name, others)
+            state += times * optimizer.per_parameter(parameter.name, others)
             size += length * row
-            deferred += length * row * parameter.is_deferrable
+            deferred += times * length * row * parameter.is_deferrable
             # A tied table's gradient is stored only after its second use, the embedding, has added its share.
-            early += length * row * (unit is units[-1] and not parameter.at_entry)
-        sizes.append(size)
-    layers = [size for unit, size in zip(units, sizes, strict=True) if unit.name.startswith("layers.")]
-    total, in_root = sum(sizes), sizes[-1]
+            early += length * row * (unit is units[-1][0] and not parameter.at_entry)
+        total += times * size
+        if unit.name.startswith("layers."):
+            layers += [size] * times
+    # The last unit is the root.
     lengths = tuple((length, row, state_rows[length]) for length, row in rows.items())
-    outside = total - in_root - sum(layers)
-    return StageElements(total, in_root, outside, early, deferred, state, tuple(layers), lengths)
+    return StageElements(total, size, total - size - sum(layers), early, deferred, state, tuple(layers), lengths)
 
 
 class StageSizes(NamedTuple):

@@ -8,25 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
+from titan_like.optim.state_size import OptimizerState
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, schedule_table, stage_ranks
-from titan_like.planner.shapes import ParameterSplit, ShardOf, units_of_counts
+from titan_like.planner.shapes import ParameterSplit, units_of_counts
 from titan_like.planner.training_state import StageElements, StageSizes, Storage, peak_of, stage_elements, stage_sizes
-from titan_like.planner.workload import Counts, RankStages, many_of, with_count
-
-
-class Sharing(NamedTuple):
-    """How the processes of a run share training state. A NamedTuple, because a search hashes it for every layout."""
-
-    tensor: int  # processes that share each layer
-    shard: int  # processes that ZeRO shards over; 1 for stage 0
-    data_parallel: bool
-    zero: int  # ZeRO stage
-    compute: int  # bytes per element of the compute type
-    optimizer: OptimizerState = ADAMW_STATE
+from titan_like.planner.workload import Counts, RankStages
 
 
 def rounds_of(schedule: str, pipeline: int, microbatches: int) -> int:
@@ -45,7 +33,7 @@ def trainer_states(
     splits_backward: bool,
     rounds: int,
     accumulates: bool,
-    sharing: Sharing,
+    storage: Storage,
 ) -> list[tuple[int, int, int, int]]:
     """Bytes of parameters, gradients and optimizer state between passes, and of temporary copies at the fullest moment.
 
@@ -59,12 +47,12 @@ def trainer_states(
         splits_backward: whether the schedule splits backward passes.
         rounds: the result of `rounds_of`.
         accumulates: whether a step has several microbatches.
-        sharing: how processes share the state.
+        storage: how the processes keep and share the state.
     """
-    stage = _stages(model, sharing)
+    stage = _stages(model, storage)
     of_ranks = [_sizes(here, stage) for here in ranks]
-    fullest = [_fullest(sizes, splits_backward, rounds, accumulates, sharing.zero) for sizes in of_ranks]
-    return [_state(sizes, most, sharing) for sizes, most in zip(of_ranks, fullest, strict=True)]
+    fullest = [_fullest(sizes, splits_backward, rounds, accumulates, storage.zero_stage) for sizes in of_ranks]
+    return [_state(sizes, most, storage) for sizes, most in zip(of_ranks, fullest, strict=True)]
 
 
 @lru_cache(maxsize=4096)
@@ -76,23 +64,22 @@ def exact_state(
     virtual: int,
     rank: int,
     microbatches: int,
-    sharing: Sharing,
+    storage: Storage,
 ) -> tuple[int, int, int, int]:
     """`trainer_states` of one rank, found by following the rank's passes."""
-    sizes = _sizes(here, _stages(model, sharing))
+    sizes = _sizes(here, _stages(model, storage))
     stages = [stage for stage, owner in enumerate(stage_ranks(schedule, pipeline, virtual)) if owner == rank]
     passes = _table(schedule, pipeline, virtual, microbatches)[rank]
-    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, _storage(sharing))
-    return _state(sizes, peak - sum([size.shards for size in sizes]), sharing)
+    peak = peak_of(dict(zip(stages, sizes, strict=True)), passes, storage)
+    return _state(sizes, peak - sum([size.shards for size in sizes]), storage)
 
 
 _table = lru_cache(maxsize=128)(schedule_table)
 
 
-def _state(sizes: Sequence[StageSizes], moving: int, sharing: Sharing) -> tuple[int, int, int, int]:
+def _state(sizes: Sequence[StageSizes], moving: int, storage: Storage) -> tuple[int, int, int, int]:
     """Split up the fullest moment; ``moving`` is the most bytes at once apart from what is always there."""
     weights = gradients = sum([size.gradients for size in sizes])  # both in float32
-    storage = _storage(sharing)
     copies = weights // storage.master * storage.compute if storage.copied else 0
     state = sum([size.shards for size in sizes]) - weights - copies
     return weights, gradients, state, copies + max(0, moving - gradients)
@@ -135,40 +122,24 @@ def _fullest(sizes: Sequence[StageSizes], split: bool, rounds: int, accumulates:
 
 
 @lru_cache(maxsize=1024)
-def _stages(model: TransformerConfig, sharing: Sharing) -> Callable[[Counts, bool, bool], StageSizes]:
+def _stages(model: TransformerConfig, storage: Storage) -> Callable[[Counts, bool, bool], StageSizes]:
     """The sizes of any stage, from its layers and whether it is the first and the last."""
-    storage = _storage(sharing)
 
     @cache
     def sizes(counts: Counts, is_first: bool, is_last: bool) -> StageSizes:
-        elements = _elements(model, counts, is_first, is_last, sharing.tensor, sharing.optimizer)
-        return stage_sizes(elements, storage)
+        split = ParameterSplit(storage.split.tensor)
+        return stage_sizes(_elements(model, counts, is_first, is_last, split, storage.optimizer), storage)
 
     return sizes
 
 
-def _storage(sharing: Sharing) -> Storage:
-    tensor, shard, data_parallel, zero, compute, optimizer = sharing
-    split = ParameterSplit(ShardOf(tensor), ShardOf(shard))
-    return Storage(zero, split, 1 + data_parallel, compute=compute, optimizer=optimizer)
-
-
 @lru_cache(maxsize=4096)
 def _elements(
-    model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, tensor: int, optimizer: OptimizerState
+    model: TransformerConfig,
+    counts: Counts,
+    is_first: bool,
+    is_last: bool,
+    split: ParameterSplit,
+    optimizer: OptimizerState,
 ) -> StageElements:
-    """Count one stage's parameters. Beyond one layer of a kind, each further one adds the same amount."""
-    if (kind := many_of(counts)) is not None:
-        one, two = (
-            _elements(model, with_count(counts, kind, few), is_first, is_last, tensor, optimizer) for few in (1, 2)
-        )
-        more, at = counts[kind] - 1, sum(counts[:kind])
-        numbers = [a + more * (b - a) for a, b in zip(one[:-2], two[:-2], strict=True)]
-        layers = *one.layers[:at], *one.layers[at : at + 1] * more, *one.layers[at:]
-        rows = [
-            (length, a + more * (b - a), state_a + more * (state_b - state_a))
-            for (length, a, state_a), (_, b, state_b) in zip(one.rows, two.rows, strict=True)
-        ]
-        return StageElements._make([*numbers, layers, tuple(rows)])
-    units = units_of_counts(model, counts, is_first, is_last)
-    return stage_elements(units, ParameterSplit(ShardOf(tensor)), optimizer)
+    return stage_elements(units_of_counts(model, counts, is_first, is_last), split, optimizer)

@@ -61,12 +61,12 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         tokens = total_samples(training) * training.seq_len
     encoder, decoder = sample_length(config, model)[1:]
     per_token = hardware_flops_per_token(model, encoder, recompute, decoder)
-    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.num_gpus / 1e12
-    took = duration(model, encoder, tokens, forecast.num_gpus, rate, recompute, options.price, decoder)
+    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.work.num_gpus / 1e12
+    took = duration(model, encoder, tokens, forecast.work.num_gpus, rate, recompute, options.price, decoder)
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{gpus(forecast.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
+        f"{gpus(forecast.work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
         f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
     ]
