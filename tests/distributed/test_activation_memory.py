@@ -18,7 +18,9 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.context import slices_of
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.planner.activations import full_moments, kept_of
@@ -54,6 +56,10 @@ def case(name: str, mode: str = "none", dtype: str = "float32", shape: dict | No
     return Case(name, settings | {f"parallelism.{key}": value for key, value in changes.items()})
 
 
+def sliced(name: str, method: str, mode: str = "none", dtype: str = "float32") -> Case:
+    return case(name, mode, dtype, context_parallel_degree=2, context_parallel_method=method)
+
+
 def split(name: str, mode: str = "none", dtype: str = "float32", sequence_parallel: bool = True) -> Case:
     return case(name, mode, dtype, tensor_parallel_degree=2, sequence_parallel=sequence_parallel)
 
@@ -76,6 +82,11 @@ PASSES = [
     case("t5 full, relu", "full", shape={"mlp": "relu"}),
     case("t5 selective bfloat16", "selective", "bfloat16"),
     split("t5 sequence parallel"),
+    sliced("llama all-gather", "all_gather"),
+    sliced("llama ulysses", "ulysses"),
+    sliced("llama ring", "ring"),
+    sliced("gpt all-gather, full", "all_gather", "full", "bfloat16"),
+    sliced("t5 all-gather", "all_gather"),
 ]
 MORE_PASSES = [
     case("gpt"),
@@ -139,15 +150,21 @@ class Tracker(MemTracker):
 def measure_passes(config: JobConfig) -> dict[str, int]:
     """Bytes kept between the forward and the backward pass of one microbatch, and most of both passes."""
     layout, device = resolve_layout(config.parallelism, RANKS), torch.device("cpu")
-    pipeline = build_pipeline(config, model_config(config.model), build_mesh(layout, device.type), device)
+    mesh = build_mesh(layout, device.type)
+    pipeline = build_pipeline(config, model_config(config.model), mesh, device)
     (stage,) = pipeline.model.stages
     stage.data_parallel.before_backward(is_last=False)
     length = sample_length(config, stage.module.config)
     tokens = torch.randint(97, 123, (config.training.micro_batch_size, length.positions))
     labels, encoder_len = (tokens[:, length.encoder :], length.encoder) if length.decoder else (tokens, None)
+    whole = ModelInputs(tokens, encoder_len=encoder_len)
+    inputs, labels = slices_of(config, stage.module.config, mesh).take(whole, labels)
 
     def loss() -> torch.Tensor:
-        return summed_loss(stage.module, tokens, labels, encoder_len=encoder_len)
+        others = {
+            name: value for name, value in inputs._asdict().items() if name in ("positions", "visible", "encoder_len")
+        }
+        return summed_loss(stage.module, inputs.tokens, labels, **others)
 
     tracker = Tracker()
     tracker.knows(stage.module.parameters())

@@ -18,8 +18,9 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import apply_context_parallel, context_group, method_of
+from titan_like.parallel.context import apply_context_parallel, context_group
 from titan_like.parallel.data import DataParallel
+from titan_like.parallel.layout import method_of
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
 from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
@@ -116,7 +117,7 @@ def build_stage(
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
     if context is not None:
-        apply_context_parallel(module, context, method_of(config))
+        apply_context_parallel(module, context, method_of(section))
     if config.float8.enable:
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao

@@ -25,6 +25,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
+from titan_like.parallel.layout import method_of
 from titan_like.parallel.pieces import divided, joined, places_of
 from titan_like.parallel.ring_attention import ring_attention
 
@@ -77,13 +78,7 @@ def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> 
     """The slices that this process takes in a configuration's layout."""
     size = config.parallelism.context_parallel_degree
     is_causal = model.is_causal and not model.has_decoder
-    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config), is_causal)
-
-
-def method_of(config: JobConfig) -> str:
-    """The method by which processes that share a sequence attend. ``auto`` is ``all_gather``."""
-    method = config.parallelism.context_parallel_method
-    return "all_gather" if method == "auto" else method
+    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config.parallelism), is_causal)
 
 
 def context_group(size: int, mesh: DeviceMesh) -> Group:

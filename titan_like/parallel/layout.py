@@ -90,3 +90,9 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
         problem = f"{titles} × shard = {told}·{shard} = {product * shard}, but the job has {world_size} processes"
         raise ConfigError(key, shard, f"{problem}; start {product * shard} or use -1")
     return Layout.of(parallelism.model_copy(update={"data_parallel_shard_degree": shard}))
+
+
+def method_of(parallelism: Parallelism) -> str:
+    """How processes that share a sequence attend: `context_parallel_method`, where ``auto`` is ``all_gather``."""
+    method = parallelism.context_parallel_method
+    return "all_gather" if method == "auto" else method

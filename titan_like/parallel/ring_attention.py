@@ -66,7 +66,7 @@ def _ring(
     rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    output = q.new_zeros(q.shape, dtype=dtype)
+    output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     for source, block in _passing(torch.stack((k, v)), name, size, rank):
         for part in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
@@ -189,7 +189,7 @@ def _merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor,
 @_ring.register_fake
 def _(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=dtype)
+    return interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
 
 
 @_ring_gradients.register_fake

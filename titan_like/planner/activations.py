@@ -59,6 +59,8 @@ class _How(NamedTuple):
     lengths: tuple[int, int]
     t: int
     sequence_parallel: bool
+    context: int
+    method: str
     recompute: str
     recompute_every: int
     dtype: str
@@ -83,7 +85,7 @@ class _How(NamedTuple):
 def kept_of(work: Workload, device: Device) -> Kept:
     """What one microbatch of a run keeps on ``device``."""
     lengths, recompute = (work.seq_len, work.decoder_seq_len), (work.recompute, work.recompute_every)
-    split = work.tensor, work.sequence_parallel
+    split = work.tensor, work.sequence_parallel, work.context, work.context_method
     return _kept(_How(work.model, work.tokens, lengths, *split, *recompute, work.dtype, device))
 
 
@@ -125,7 +127,7 @@ def _kept(how: _How) -> Kept:
     head = tuple(name for name in ends.head if name not in ends.pooled)
     norm = _end(ends, head, h, outside, dtype, device) + e * h
     return Kept(
-        layer_input_bytes(model, dtype, seq_len, decoder_seq_len, t),
+        layer_input_bytes(model, dtype, seq_len, decoder_seq_len, t) / how.context,
         tuple(layers),
         positions * entry,
         labelled * norm + (positions - labelled) * e * outside,  # its input is a view of all positions
@@ -142,7 +144,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     e, h = BYTES[dtype], model.hidden_size
     gathered = h if how.sequence_parallel else 0
     parts, layer_module = description(model).kinds[kind], layers_of(one_of_each(model))[kind]
-    saved = saved_inside(model, dtype)[kind]
+    saved = saved_inside(model, dtype, how.context, how.method)[kind]
     norms = [name for name, of in zip(parts.norms, parts.norm_stacks, strict=True) if of == stack]
     regions = [region for region in parts.regions if region.stack == stack]
 
@@ -164,7 +166,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
                 whole += saved[region.name][stack] / t + region.cores * 4 * model.num_attention_heads / t
             else:
                 inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
-                whole += e * region.rows / t + region.cores * _unfused_core(model, keys, t, inside, how.dropout, device)
+                whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
@@ -210,11 +212,14 @@ def _norm(module: nn.Module, h: int, outside: float, dtype: str, device: Device)
     return BYTES[dtype] * outside + 4 * outside / h
 
 
-def _unfused_core(model: TransformerConfig, seq_len: int, t: int, dtype: str, dropout: bool, device: Device) -> float:
+def _unfused_core(how: _How, keys: int, dtype: str) -> float:
     """Bytes per token: scaled queries, keys and values; of the matrix the softmax, the dropout mask and its result."""
-    e = BYTES[dtype]
-    mask = (e if device.is_cpu else 1) + e if dropout else 0
-    return 3 * e * model.attention_size / t + model.num_attention_heads / t * seq_len * (e + mask)
+    e, model = BYTES[dtype], how.model
+    mask = (e if how.device.is_cpu else 1) + e if how.dropout else 0
+    # Gathered keys, which are scaled too, share their memory with the values.
+    vectors = (3 if how.context == 1 else 1 + 3 * how.context) * model.attention_size
+    rows = model.num_attention_heads * keys
+    return (e * vectors + rows * (e + mask)) / how.t
 
 
 def _gradients_of_scores(

@@ -149,8 +149,8 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 def _states(work: Workload, held: _Held, exact: bool) -> Iterable[tuple[int, int, int, int]]:
     """Of each rank, bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
-    m, several, split = work.microbatches, work.data_parallel > 1, work.schedule in SPLIT_BACKWARD
-    shards = ParameterSplit(ShardOf(work.tensor), ShardOf(work.shard if work.zero_stage else 1))
+    m, several, split = work.microbatches, work.data_parallel * work.context > 1, work.schedule in SPLIT_BACKWARD
+    shards = ParameterSplit(ShardOf(work.tensor), ShardOf(work.shard * work.context if work.zero_stage else 1))
     zero, element = work.zero_stage if several else 0, element_bytes(work.dtype)
     # All degrees above 1 share cached results.
     storage = Storage(zero, shards, 1 + several, compute=element, optimizer=work.optimizer)

@@ -13,7 +13,7 @@ from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.state_size import optimizer_state, update_work
-from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.memory import Memory, memory
@@ -207,6 +207,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         replicate=layout.replicate,
         shard=layout.shard,
         context=layout.context,
+        context_method=method_of(parallelism),
         schedule=schedule if layout.pipeline > 1 else "1f1b",
         virtual_stages=virtual if layout.pipeline > 1 else 1,
         sequence_parallel=parallelism.sequence_parallel,

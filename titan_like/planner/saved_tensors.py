@@ -58,24 +58,36 @@ def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def saved_inside(model: TransformerConfig, dtype: str) -> tuple[Mapping[str, tuple[float, float]], ...]:
+def saved_inside(
+    model: TransformerConfig, dtype: str, context: int = 1, method: str = "all_gather"
+) -> tuple[Mapping[str, tuple[float, float]], ...]:
     """Bytes that each region of a layer keeps, before tensor parallelism splits them.
 
-    For each kind of layers, they are by the region's name, per token of the first stack and of a decoder.
+    For each kind of layers, they are by the region's name, per token of the first stack and of a decoder, on a process
+    of ``context`` that share each sequence by this method.
     """
     kinds = range(len(model.layer_counts))
     if not model.has_decoder:
-        totals = [_kept(model, dtype, kind) for kind in kinds]
+        totals = [_kept(model, dtype, kind, context=context, method=method) for kind in kinds]
         return tuple({name: (total / _TOKENS, 0.0) for name, total in of_kind.items()} for of_kind in totals)
     found = []
     for kind in kinds:
         # The bytes are linear in both lengths.
-        one, more, others = (_kept(model, dtype, kind, lengths) for lengths in ((2, 2), (4, 2), (2, 4)))
+        one, more, others = (
+            _kept(model, dtype, kind, lengths, context, method) for lengths in ((2, 2), (4, 2), (2, 4))
+        )
         found.append({name: ((more[name] - one[name]) / 2, (others[name] - one[name]) / 2) for name in one})
     return tuple(found)
 
 
-def _kept(model: TransformerConfig, dtype: str, kind: int, lengths: Lengths = (_TOKENS, 0)) -> Mapping[str, int]:
+def _kept(
+    model: TransformerConfig,
+    dtype: str,
+    kind: int,
+    lengths: Lengths = (_TOKENS, 0),
+    context: int = 1,
+    method: str = "all_gather",
+) -> Mapping[str, int]:
     """Bytes that each region of a layer keeps of one sequence.
 
     Each storage counts once, however many tensors share it, and a region's own input does not count. An attention core
@@ -91,7 +103,7 @@ def _kept(model: TransformerConfig, dtype: str, kind: int, lengths: Lengths = (_
         replace_forward(whole.get_submodule(name), lambda *_: None)
     for name, module in layer.named_modules():
         if isinstance(module, AttentionCore):
-            replace_forward(module, _core)
+            replace_forward(module, partial(_core, context, method))
         elif isinstance(module, nn.Linear):
             replace_forward(module, partial(_product, module.out_features))
         elif name in parts.norms:
@@ -148,8 +160,16 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
     result |= {name: [s for s in mine.values() if id(s) not in of_inputs] for name, mine in found.items()}
 
 
-def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: None) -> torch.Tensor:
-    """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input."""
+def _core(context: int, method: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: None) -> torch.Tensor:
+    """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input.
+
+    Processes that share a sequence keep gathered keys and values, or as much of other heads and their result.
+    """
+    if context > 1 and method == "all_gather":
+        k, v = (x.repeat(1, 1, context, 1) for x in (k, v))
+    elif context > 1 and method == "ulysses":
+        whole = torch.cat((q, k, v), 1)
+        return _KeepInputs.apply(q.shape, whole, q.clone())
     return _KeepInputs.apply(q.shape, q, k, v)
 
 

@@ -117,9 +117,9 @@ def storage_of(config: JobConfig, layout: Layout, place: Coordinates) -> Storage
         zero_stage=zero_stage,
         split=ParameterSplit(
             tensor=ShardOf(layout.tensor, place.tp),
-            shard=ShardOf(layout.shard, place.dp_shard) if zero_stage else ShardOf(),
+            shard=ShardOf(layout.weight_shards, place.dp_shard) if zero_stage else ShardOf(),
         ),
-        data_parallel=layout.data_parallel,
+        data_parallel=layout.data_parallel * layout.context,
         master=master,
         compute=compute,
         reduce=BYTES[training.reduce_dtype] if compute < master else master,

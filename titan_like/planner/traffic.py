@@ -16,7 +16,7 @@ from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import num_chunks
 from titan_like.models.parts import is_table
-from titan_like.parallel.layout import Layout
+from titan_like.parallel.layout import Layout, method_of
 from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.planner.shapes import Unit, description, joined
@@ -75,6 +75,8 @@ def step_collectives(
         calls.update(_data_parallel_calls(stage, passes, layout, storage))
         if layout.tensor > 1:
             calls.update(_tensor_parallel_calls(config, model, stage, passes, layout.tensor))
+        if layout.context > 1:
+            calls.update(_context_parallel_calls(config, model, stage, passes))
     calls.update(_partial_gradients(stages, storage) if config.parallelism.sequence_parallel else ())
     held = {parameter.name: parameter for stage in stages for unit in stage.units for parameter in unit.parameters}
     for name, others in copies.items():
@@ -82,8 +84,9 @@ def step_collectives(
         what = "gradient of the tied table" if is_table(name) else "gradients of shared tables"
         for kind in ("send", "receive"):
             calls["pp", kind, what, size] += others
-    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data_parallel}
-    sizes |= {"dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    sizes = {"tp": layout.tensor, "cp": layout.context, "pp": layout.pipeline}
+    sizes |= {"dp_shard": layout.weight_shards, "dp_replicate": layout.replicate}
+    sizes["dp"] = layout.replicate * layout.weight_shards
     # Add up calls that differ only in their size.
     merged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for (group, kind, what, size), count in calls.items():
@@ -105,6 +108,7 @@ def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
 def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence[Step]) -> Iterator[_Call]:
     section = config.parallelism
     shards = section.tensor_parallel_degree if section.sequence_parallel else 1
+    shards *= section.context_parallel_degree
     size = hidden_bytes(config, model) // shards
     for step in steps:
         if step.kind.startswith(("SEND", "RECV")):
@@ -134,7 +138,12 @@ def _data_parallel_calls(
         if kind in "FBI" and storage.zero_stage > 0:
             for unit in units if kind == "F" else reversed(units):
                 if unit.name not in gathered:
-                    yield "dp_shard", "all_gather", "parameters", storage.compute * _padded(unit, storage, layout.shard)
+                    yield (
+                        "dp_shard",
+                        "all_gather",
+                        "parameters",
+                        storage.compute * _padded(unit, storage, layout.weight_shards),
+                    )
                 if storage.zero_stage < 3 or (kind == "F" and not unit.name):
                     gathered.add(unit.name)
                 else:
@@ -158,7 +167,7 @@ def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_re
         if storage.zero_stage == 0:
             yield _whole_group(layout), "all_reduce", "gradients", shard
             continue
-        yield "dp_shard", "reduce_scatter", "gradients", shard * layout.shard
+        yield "dp_shard", "reduce_scatter", "gradients", shard * layout.weight_shards
         if sums_replicas:
             yield "dp_replicate", "all_reduce", "gradients", shard
 
@@ -188,10 +197,11 @@ def _tensor_parallel_calls(
     not need. Selective recomputation repeats no sums.
     """
     training, section = config.training, config.activation_checkpoint
-    element, length = BYTES[training.dtype], sample_length(config, model)
-    lengths, rows = (length.encoder, length.decoder), training.micro_batch_size * model.hidden_size * element
+    element, length, slices = BYTES[training.dtype], sample_length(config, model), config.parallelism
+    lengths = [whole // slices.context_parallel_degree for whole in (length.encoder, length.decoder)]
+    rows = training.micro_batch_size * model.hidden_size * element
     is_last, kinds, parts = stage.layers.is_last, kinds_of_layers(model), description(model)
-    labelled = training.micro_batch_size * (length.decoder or length.encoder)
+    labelled = training.micro_batch_size * (lengths[1] or lengths[0])
     # Of each chunk of positions, two numbers a position from every process. A CPU may take more chunks than a GPU.
     chunks = num_chunks(labelled, -(-model.padded_vocab_size // degree), "cuda")
     positions = [labelled // chunks + (chunk < labelled % chunks) for chunk in range(chunks)]
@@ -213,7 +223,7 @@ def _tensor_parallel_calls(
     if is_last:
         enters[labelled * model.hidden_size * element] += parts.head_enters
     if stage.layers.is_first:
-        leaves[rows * length.positions] += parts.entry_leaves
+        leaves[rows * sum(lengths)] += parts.entry_leaves
     forwards, backwards = sum(kind == "F" for kind in passes), sum(kind in "BI" for kind in passes)
 
     def calls(kind: str | None, *counts: Counter[int]) -> Iterator[_Call]:
@@ -229,6 +239,41 @@ def _tensor_parallel_calls(
     for _ in range(backwards):
         yield from calls(add_up, enters, leaves_again)
         yield from calls(spread, leaves, enters_again)
+
+
+def _context_parallel_calls(
+    config: JobConfig, model: TransformerConfig, stage: StageTraffic, passes: Sequence[str]
+) -> Iterator[_Call]:
+    """What attention moves between the processes that share a sequence; see `titan_like.parallel.context`.
+
+    A recomputed layer repeats what its forward pass moves.
+    """
+    training, section, recompute = config.training, config.parallelism, config.activation_checkpoint
+    size, method, length = section.context_parallel_degree, method_of(section), sample_length(config, model)
+    element, kinds, parts = BYTES[training.dtype], kinds_of_layers(model), description(model)
+    lengths, row = (length.encoder, length.decoder), training.micro_batch_size * model.head_dim
+    heads, kv_heads = (n // section.tensor_parallel_degree for n in (model.num_attention_heads, model.num_kv_heads))
+    for number in stage.layers.layers:
+        again = recompute.mode != "none" and number % recompute.every_n_layers == 0
+        for core in filter(None, parts.kinds[kinds[number]].cores):
+            queries = row * lengths[core.queries] // size * heads * element  # bytes on one process
+            values = 2 * row * lengths[core.keys] // size * kv_heads * element
+            gradients = values // element * max(element, BYTES["float32"])
+            if method == "all_gather":
+                forward = [("all_gather", "keys and values", values * size, 1)]
+                backward = [("reduce_scatter", "gradients of keys and values", values * size, 1)]
+            elif method == "ulysses":
+                what = "queries, keys, values and results"
+                forward = [("all_to_all", what, queries + values, 1), ("all_to_all", what, queries, 1)]
+                backward = forward
+            else:
+                forward = [(kind, "keys and values", values, size - 1) for kind in ("send", "receive")]
+                of_values = [(kind, "gradients of keys and values", gradients, size) for kind in ("send", "receive")]
+                backward = [*forward, *of_values]
+            for kind in passes:
+                if kind in "FBI":
+                    for name, what, moved, count in forward if kind == "F" else backward + forward * again:
+                        yield from [("cp", name, what, moved)] * count
 
 
 def _partial_gradients(stages: Sequence[StageTraffic], storage: Storage) -> Iterator[_Call]:

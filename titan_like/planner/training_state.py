@@ -24,7 +24,7 @@ class Storage(NamedTuple):
 
     zero_stage: int
     split: ParameterSplit = ParameterSplit()
-    data_parallel: int = 1  # processes that see different samples, whether ZeRO shards over them or not
+    data_parallel: int = 1  # processes with the same weights and other tokens, whether ZeRO shards over them or not
     master: int = _FLOAT32
     compute: int = _FLOAT32
     reduce: int = _FLOAT32

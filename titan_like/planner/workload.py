@@ -38,6 +38,7 @@ class Workload(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    context_method: str = "all_gather"
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False

@@ -48,7 +48,7 @@ def attend(
 
     The latter is at least float32. A query that sees no key gets zeros, and the logarithm of 0.
     """
-    output, denominator = _empty_like(q).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
+    output, denominator = empty_like(q).zero_(), q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
     for row, queries, keys, visible in _blocks(q, first, end):
         scores = _scores(q[row, :, queries], k[row, :, keys], visible, scale)
         total = scores.logsumexp(2, keepdim=True)
@@ -147,7 +147,7 @@ def _accumulator(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _empty_like(q: torch.Tensor) -> torch.Tensor:
+def empty_like(q: torch.Tensor) -> torch.Tensor:
     """A tensor like q, [batch, heads, seq, head_dim], that is stored by [batch, seq, heads, head_dim]."""
     batch, heads, seq_len, head_dim = q.shape
     return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
@@ -157,7 +157,7 @@ def _empty_like(q: torch.Tensor) -> torch.Tensor:
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))
 
 
 @_gradients.register_fake
