@@ -87,6 +87,7 @@ class DryRun:
     flavor: str
     num_parameters: int  # in the whole model
     zero_stage: int
+    context: int  # processes that share a sequence
     world_size: int
     rank: int
     mesh: dict[str, tuple[int, int]]  # mesh dimension → this process's coordinate, size
@@ -144,6 +145,7 @@ def dry_run(config: JobConfig) -> DryRun:
         flavor=config.model.flavor,
         num_parameters=model.num_parameters(),
         zero_stage=config.parallelism.zero_stage,
+        context=layout.context,
         world_size=world_size,
         rank=rank,
         mesh=coordinates,
@@ -325,10 +327,11 @@ def print_dry_run(config: JobConfig, json_path: str | None) -> None:
 
 def format_dry_run(run: DryRun) -> str:
     """The dry run as a page of text."""
-    replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1]
+    replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1] // run.context
+    context = f", context {run.context}" if run.context > 1 else ""
     lines = [
         f"{run.family} {run.flavor}: {run.num_parameters:,} parameters, {run.steps:,} steps of {run.global_batch_size} "
-        f"samples × {run.seq_len} tokens, data parallel {replicas} × {shards}, ZeRO {run.zero_stage}; "
+        f"samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, ZeRO {run.zero_stage}; "
         f"{run.samples:,} samples, {run.tokens:,} tokens",
         f"data: {run.data}",
         *run.notes,
