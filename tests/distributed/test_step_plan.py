@@ -21,6 +21,7 @@ from tests.distributed.launch import Case, base_config, collect, runs_exhaustive
 from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
+from titan_like.parallel.context import ContextCore
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
@@ -41,7 +42,7 @@ def case(label: str, family: str = "gpt", microbatches: int = 3, unit_bytes: int
     def degree_of(kind: str) -> int:
         return named.get(f"parallelism.{kind}_parallel_degree", 1)
 
-    data_parallel = RANKS // (degree_of("tensor") * degree_of("pipeline"))
+    data_parallel = RANKS // (degree_of("tensor") * degree_of("pipeline") * degree_of("context"))
     size: dict[str, Any] = {"hidden_size": 32, "max_seq_len": 48}
     has_few_stages = degree_of("pipeline") <= 2 and "parallelism.virtual_stages_per_rank" not in named
     if family != "t5" and has_few_stages:
@@ -60,6 +61,10 @@ def pipeline(label: str, family: str = "gpt", microbatches: int = 4, degree: int
 
 def tensor(label: str, family: str = "gpt", microbatches: int = 3, **settings: Any) -> Case:
     return case(f"tp2 {label}", family, microbatches, tensor_parallel_degree=2, **settings)
+
+
+def context(label: str, method: str, family: str = "llama", **settings: Any) -> Case:
+    return case(f"cp2 {label}", family, context_parallel_degree=2, context_parallel_method=method, **settings)
 
 
 def zero(stage: int, dtype: str = "float32") -> dict[str, Any]:
@@ -108,6 +113,11 @@ CASES = [
     # tensor and sequence parallelism
     tensor("zero1 half sequence", **SEQUENCE, **zero(1, HALF)),
     tensor("recompute every 2 sequence", "llama", **SEQUENCE, **FULL, activation_checkpoint__every_n_layers=2),
+    # context parallelism; how much a ring sends is in test_context.py
+    context("zero3 recompute", "all_gather", **zero(3, HALF), **FULL),
+    context("recompute selective", "all_gather", "gpt", activation_checkpoint__mode="selective", **zero(1)),
+    context("zero0", "ulysses", **zero(0), model__overrides={"num_kv_heads": 4}),
+    context("zero2", "all_gather", "t5", **zero(2)),
     # together
     tensor("pp2 zero3", "llama", 4, pipeline_parallel_degree=2, **zero(3)),
     tensor("pp2 split v sequence", "bert", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
@@ -150,7 +160,7 @@ class RecordCollectives(TorchDispatchMode):
         ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
         ("_allgather_base", "all_gather"), ("all_gather_into", "all_gather"),
         ("reduce_scatter", "reduce_scatter"), ("_reduce_scatter_base", "reduce_scatter"),
-        ("send", "send"), ("recv", "receive"),
+        ("all_to_all", "all_to_all"), ("send", "send"), ("recv", "receive"),
     )  # fmt: skip
 
     def __init__(self, groups: dict[tuple[int, ...], str]) -> None:
@@ -232,7 +242,10 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     with case.layer_units():
         trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     materialise_optimizer_state(trainer.optimizer)
-    groups = {tuple(dist.get_process_group_ranks(trainer.dp_group)): "dp"}
+    groups = {tuple(dist.get_process_group_ranks(trainer.token_group)): "dp"}
+    for core in trainer.model.stages[0].module.modules():
+        if isinstance(core, ContextCore):
+            groups[tuple(dist.get_process_group_ranks(_resolve_process_group(core.group.name)))] = "cp"
     for name in trainer.mesh.mesh_dim_names or ():
         groups[tuple(dist.get_process_group_ranks(trainer.mesh[name].get_group()))] = name
     data, memory = trainer._load_data(), WatchMemory(trainer)

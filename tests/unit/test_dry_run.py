@@ -218,7 +218,7 @@ REFUSALS = {
     ),
     "degrees": (
         [*EIGHT, "--parallelism.tensor_parallel_degree=4", "--parallelism.pipeline_parallel_degree=4"],
-        "parallelism.data_parallel_shard_degree = -1: tensor × pipeline × context × replicate = 4·4·1·1 = 16 does not "
+        "parallelism.data_parallel_shard_degree = -1: tensor × context × replicate × pipeline = 4·1·1·4 = 16 does not "
         "divide the 8 processes; start a multiple of 16",
     ),
     "type of the GPU": (
