@@ -7,7 +7,7 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -112,23 +112,24 @@ def whole(
 
 
 def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
-    """The rows of the fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
+    """The rows of a fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
 
-    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin.
+    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin. Without the first,
+    they are ordered [kv_heads, 2, head_dim].
     """
     queries = config.num_attention_heads // config.num_kv_heads
     start = 0
     for head in range(config.num_kv_heads):
-        for (source, first), heads in zip(places, (queries, 1, 1), strict=True):
+        for (source, first), heads in zip(places, (queries, 1, 1)[-len(places) :], strict=True):
             length = heads * config.head_dim
             yield Rows(start, start + length, source, first + head * length)
             start += length
 
 
-def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, str, str]) -> Stored:
-    """The fused projection, if the files store queries, keys and values in three tensors."""
+def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...]) -> Stored:
+    """A fused projection, if the files store queries, keys and values, or only the last two, in a tensor each."""
     key_rows = config.num_kv_heads * config.head_dim
-    lengths = (config.attention_size, key_rows, key_rows)
+    lengths = (config.attention_size, key_rows, key_rows)[-len(sources) :]
     shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
     places = tuple((source, 0) for source in sources)
     return Stored(name, (sum(lengths), *columns), shapes, partial(fused_rows, config, places))
@@ -211,7 +212,8 @@ class Fields:
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""
         value = self.values.get(field)
-        value = default if value is None else value
+        if value is None and default is not None:
+            return default
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             self.refuse(field, "which must be a positive whole number")
         return value
@@ -223,6 +225,14 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             self.refuse(field, "which must be a number")
         return float(value)
+
+    def equal_numbers(self, names: Sequence[str], default: float, reason: str) -> float:
+        """Read a number that several fields must agree on, for a ``reason`` that the message gives."""
+        value = self.number(names[0], default)
+        for name in names[1:]:
+            if self.number(name, default) != value:
+                self.refuse(name, f"but {names[0]} = {value}; {reason}, so make them equal")
+        return value
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""
@@ -246,6 +256,34 @@ class Fields:
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
             wanted = " or ".join(map(json.dumps, allowed))
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
+
+
+FieldNames = Sequence[tuple[str, str, Any]]
+"""Our field, the one of config.json, and what it means there if it is missing; None if it must not be."""
+
+
+def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
+    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here.
+
+    Raises:
+        RefusedError: a field is missing or invalid.
+    """
+    read: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
+    return {ours: read[kind.model_fields[ours].annotation](theirs, default) for ours, theirs, default in names}
+
+
+def written_fields(config: TransformerConfig, names: FieldNames, architecture: str) -> dict[str, Any]:
+    """The fields of ``names`` for config.json.
+
+    Raises:
+        RefusedError: the model has grouped-query attention, of which ``names`` knows nothing.
+    """
+    if config.num_kv_heads != config.num_attention_heads and all(ours != "num_kv_heads" for ours, *_ in names):
+        raise RefusedError(
+            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
+            f"but {architecture} has one for each"
+        )
+    return {theirs: getattr(config, ours) for ours, theirs, _ in names}
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:

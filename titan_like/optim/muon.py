@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
 from titan_like.models.layers.init import local_part
 from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
+from titan_like.torch_private import fused_adamw_
 
+_Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix and its parameter group
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # a process's part of a matrix: (offset, shape)
 
 
@@ -144,7 +145,8 @@ class Muon(ShardedOptimizer):
         self.betas, self.eps, self.momentum = betas, eps, momentum
         self.matrix_lr_ratio, self.adjust_lr = matrix_lr_ratio, adjust_lr
         self.newton_schulz_steps, self.newton_schulz_dtype = newton_schulz_steps, newton_schulz_dtype
-        self._sets: list[_MatrixSet] | None = None
+        # Matrices that the same dimensions of the mesh split, and how their processes exchange them.
+        self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A matrix's momentum, or AdamW's moments, each of the parameter's shape, and the number of updates."""
@@ -171,24 +173,28 @@ class Muon(ShardedOptimizer):
         """Update every parameter."""
         self.begin_step()
         if self._sets is None:
-            self._sets = _matrix_sets(self)
-        for matrices in self._sets:
-            self._update_matrices(matrices)
+            found: dict[tuple[str, ...], list[_Member]] = {}
+            for group, _, parameter in self.members():
+                if group.get("orthogonal"):
+                    found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
+            self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
+        for members, exchange in self._sets:
+            self._update_matrices(members, exchange)
         for group in self.param_groups:
             if not group.get("orthogonal"):
                 self._update_by_adamw(group)
 
-    def _update_matrices(self, matrices: _MatrixSet) -> None:
-        """Update the momenta and the matrices of one set."""
-        if matrices.exchange is None:
-            for parameter, group in matrices.members:
+    def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
+        """Update the momenta and the matrices that the same processes share."""
+        if exchange is None:
+            for parameter, group in members:
                 self._apply(parameter, group, orthogonalise(self._direction(parameter), self.newton_schulz_steps))
             return
-        directions = [self._direction(parameter) for parameter, _ in matrices.members]
-        wholes = matrices.exchange.gather(directions)
+        directions = [self._direction(parameter) for parameter, _ in members]
+        wholes = exchange.gather(directions)
         wholes = {index: orthogonalise(whole, self.newton_schulz_steps) for index, whole in wholes.items()}
-        parts = matrices.exchange.scatter(wholes, like=directions[0])
-        for (parameter, group), part in zip(matrices.members, parts, strict=True):
+        parts = exchange.scatter(wholes, like=directions[0])
+        for (parameter, group), part in zip(members, parts, strict=True):
             self._apply(parameter, group, part)
 
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -218,46 +224,18 @@ class Muon(ShardedOptimizer):
     def _update_by_adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in parameters]
-        if not parameters:
-            return
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self.eps,
-            maximize=False,
-        )
+        if parameters:
+            moments = [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
+            gradients = [local(parameter.grad) for parameter in parameters]
+            settings = group | {"betas": self.betas, "eps": self.eps}
+            fused_adamw_(([local(p) for p in parameters], *moments), gradients, settings, self.found_inf)
 
 
-class _MatrixSet:
-    """Matrices that the same processes share."""
-
-    def __init__(self, members: list[tuple[torch.nn.Parameter, dict[str, Any]]], dimensions: tuple[str, ...]) -> None:
-        self.members = members
-        self.exchange: MatrixExchange | None = None
-        parameters = [parameter for parameter, _ in members]
-        if dimensions:
-            group = mesh_over(parameters[0], dimensions).get_group()
-            self.exchange = MatrixExchange(parameters, group)
-
-
-def _matrix_sets(optimizer: Muon) -> list[_MatrixSet]:
-    """The matrices to orthogonalise, by the mesh dimensions that split them."""
-    found: dict[tuple[str, ...], list[tuple[torch.nn.Parameter, dict[str, Any]]]] = {}
-    for group, _, parameter in optimizer.members():
-        if group.get("orthogonal"):
-            found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
-    return [_MatrixSet(members, dimensions) for dimensions, members in found.items()]
+def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixExchange | None:
+    if not dimensions:
+        return None
+    parameters = [parameter for parameter, _ in members]
+    return MatrixExchange(parameters, mesh_over(parameters[0], dimensions).get_group())
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:

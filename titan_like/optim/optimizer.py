@@ -20,7 +20,7 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.adafactor import Adafactor
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
-from titan_like.optim.shards import is_table, local
+from titan_like.optim.shards import is_table, local, sharded_dimensions
 from titan_like.torch_private import fused_adamw_, multiply_all_, norms_of
 
 
@@ -94,11 +94,8 @@ class Gradients:
         self._by_dimensions: dict[tuple[str, ...], list[torch.nn.Parameter]] = {}
         self._of_dtensors: set[tuple[str, ...]] = set()
         for parameter in parameters:
-            dimensions: tuple[str, ...] = ()
+            dimensions = sharded_dimensions(parameter.data)
             if isinstance(parameter.data, DTensor):
-                names = parameter.data.device_mesh.mesh_dim_names or ()
-                placed = zip(names, parameter.data.placements, strict=True)
-                dimensions = tuple(name for name, placement in placed if not placement.is_replicate())
                 self._of_dtensors.add(dimensions)
             self._by_dimensions.setdefault(dimensions, []).append(parameter)
 

@@ -189,6 +189,14 @@ class RunningStage(PipelineStage):
             self.timeline.stop(step)
 
 
+_MESSAGES = {
+    "RECV_F": "get_fwd_recv_ops",
+    "RECV_B": "get_bwd_recv_ops",
+    "SEND_F": "get_fwd_send_ops",
+    "SEND_B": "get_bwd_send_ops",
+}  # kind of step → the method of a stage that makes its message
+
+
 class TableSchedule(PipelineScheduleMulti):
     """Runs the steps that `PipelineShape.steps` lists for this rank."""
 
@@ -203,14 +211,8 @@ class TableSchedule(PipelineScheduleMulti):
         """Run one batch, whose inputs and loss function the stages got from `RunningStage.begin`."""
         for step in self._table:
             stage = self._stage[step.stage]
-            if step.kind == "RECV_F":
-                self._post_receives("F", step, stage.get_fwd_recv_ops(step.microbatch))
-            elif step.kind == "RECV_B":
-                self._post_receives("B", step, stage.get_bwd_recv_ops(step.microbatch))
-            elif step.kind == "SEND_F":
-                self._post_sends(stage.get_fwd_send_ops(step.microbatch))
-            elif step.kind == "SEND_B":
-                self._post_sends(stage.get_bwd_send_ops(step.microbatch))
+            if step.kind in _MESSAGES:
+                self._post(step, getattr(stage, _MESSAGES[step.kind])(step.microbatch))
             else:
                 self._compute(step, stage)
         self._finish_sends(0)
@@ -230,11 +232,17 @@ class TableSchedule(PipelineScheduleMulti):
             if index - 1 in self._stage:
                 self._stage[index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
-    def _post_receives(self, kind: str, step: Step, ops: Iterable[dist.P2POp]) -> None:
+    def _post(self, step: Step, ops: Iterable[dist.P2POp]) -> None:
+        sends = step.kind.startswith("SEND")
         for op in ops:
-            work = dist.irecv(op.tensor, group=op.group, group_src=op.group_peer)
+            work = op.op(op.tensor, group=op.group, **{"group_dst" if sends else "group_src": op.group_peer})
             assert work is not None, "this process is not in the pipeline's group"
-            self._receives[kind, step.stage, step.microbatch] = work
+            if sends:
+                self._sends.append((work, op.tensor))
+            else:
+                self._receives[step.kind[-1], step.stage, step.microbatch] = work
+        if sends:
+            self._finish_sends(MAX_PENDING_SENDS)
 
     def _wait_for_input(self, kind: str, step: Step, stage: RunningStage) -> None:
         work = self._receives.pop((kind, step.stage, step.microbatch), None)
@@ -242,13 +250,6 @@ class TableSchedule(PipelineScheduleMulti):
             if stage.timeline is not None:
                 stage.timeline.waiting()
             work.wait()
-
-    def _post_sends(self, ops: Iterable[dist.P2POp]) -> None:
-        for op in ops:
-            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
-            assert work is not None, "this process is not in the pipeline's group"
-            self._sends.append((work, op.tensor))
-        self._finish_sends(MAX_PENDING_SENDS)
 
     def _finish_sends(self, most: int) -> None:
         """Release the tensors of finished sends, and wait until at most ``most`` sends are unfinished."""

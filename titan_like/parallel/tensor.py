@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
+from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
@@ -136,9 +136,5 @@ def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.
     """
     if not isinstance(logits, DTensor):
         return logits[:, positions]
-    part = logits.to_local()[:, positions]
-    batch, seq, vocab = *part.shape[:2], logits.shape[2]
-    shape, stride = torch.Size((batch, seq, vocab)), (seq * vocab, vocab, 1)
-    return DTensor.from_local(
-        part.contiguous(), logits.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
-    ).full_tensor()
+    part = logits.to_local()[:, positions].contiguous()
+    return split_logits(part, logits.device_mesh, logits.shape[2]).full_tensor()

@@ -86,10 +86,6 @@ class Region(LocalStyle):
 
     enters = 1
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.take_over(module, device_mesh)
-        return module
-
     def run(self, module: Any, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on full activations.
 
@@ -167,9 +163,9 @@ class DropoutOfAll(LocalStyle):
 
     def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
         """[batch, 1, hidden], equal on every rank → the same shape, equal on every rank."""
-        if not (self.sequence_parallel and module.training and module.rate > 0):
-            return F.dropout(x, module.rate, module.training)
-        mask = F.dropout(torch.ones_like(x), module.rate)
+        if not (self.sequence_parallel and module.training and module.p > 0):
+            return F.dropout(x, module.p, module.training)
+        mask = F.dropout(torch.ones_like(x), module.p)
         return x * all_gather(mask[None], 0, group)[0]
 
 
@@ -296,15 +292,18 @@ class VocabularyMask(LocalStyle):
         here = Group.of(device_mesh).vocabulary(module.padded_vocab_size)
         module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
         self.mesh = device_mesh
-        self.take_over(module, device_mesh)
-        return module
+        return super()._apply(module, device_mesh)
 
     def run(self, module: Any, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
-        batch, seq, size = *logits.shape[:2], module.padded_vocab_size
-        shape, stride = torch.Size((batch, seq, size)), (seq * size, size, 1)
-        masked = module.whole.forward(module, logits)
-        return DTensor.from_local(masked, self.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+        return split_logits(module.whole.forward(module, logits), self.mesh, module.padded_vocab_size)
+
+
+def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -> DTensor:
+    """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
+    shape = torch.Size((*part.shape[:2], padded_vocab_size))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    return DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
 class SplitHeads(LocalStyle):

@@ -47,11 +47,6 @@ class T5Config(TransformerConfig):
 
     @model_validator(mode="after")
     def _check_divisible(self) -> T5Config:
-        if self.num_attention_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
-                "choose a divisor"
-            )
         if not self.head_size:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
