@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +18,12 @@ from typing import Any, Self
 from tests.e2e.scripts import REPO, Script
 
 
-class Job(ABC):
-    """Processes that write to ``log``; a context manager that leaves nothing running."""
+class Job:
+    """Processes that write to ``log``; a context manager that leaves nothing running.
+
+    `is_over`, `kill`, which is as when their machine is lost, `workers`, process ids by rank, and `wait`, which returns
+    the exit code, are those of the kinds of jobs.
+    """
 
     log: Path
 
@@ -29,23 +32,6 @@ class Job(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether all processes have ended."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End all processes at once, as when their machine is lost."""
-
-    @abstractmethod
-    def workers(self) -> dict[int, int]:
-        """Process ids by rank."""
-
-    @abstractmethod
-    def wait(self, seconds: float = 240) -> int:
-        """The exit code."""
 
     @property
     def output(self) -> str:

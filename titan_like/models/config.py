@@ -120,7 +120,7 @@ class TransformerConfig(BaseModel):
 
     def one_of_each(self) -> TransformerConfig:
         """The shape with one layer of each kind."""
-        return self.model_copy(update={"num_layers": 1})
+        return self.model_copy(update=self.with_layers(len(self.layer_counts)))
 
     @property
     def predictions(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.models.layers.init import local_part
 from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
 from titan_like.torch_private import fused_adamw_
@@ -113,38 +114,14 @@ class Muon(ShardedOptimizer):
     A matrix that several processes share is gathered on one of them, which orthogonalises it and sends the parts back.
     Each process owns about as much of this work as the others. Processes with equal copies all do the same work.
 
-    Args:
-        groups: parameter groups, each with its ``weight_decay``. Those with ``orthogonal`` set hold matrices to
-            orthogonalise.
-        lr: the peak learning rate.
-        betas: AdamW's.
-        eps: AdamW's.
-        momentum: decay of the matrices' momentum. The update looks one step ahead (Nesterov).
-        matrix_lr_ratio: the matrices' learning rate as a multiple of the others'.
-        adjust_lr: multiply a matrix's rate by 0.2·√max(rows, columns), which gives its update the root mean square that
-            AdamW's have ("match_rms_adamw"; arXiv 2502.16982, section 2.2), or by √max(1, rows/columns) ("original").
-        newton_schulz_steps: steps of the iteration that orthogonalises.
-        newton_schulz_dtype: its type: bfloat16 or float32. float64 parameters always use float64. None: float32 on a
-            CPU, else bfloat16.
+    `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square that AdamW's have (arXiv
+    2502.16982, section 2.2).
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        momentum: float = 0.95,
-        matrix_lr_ratio: float = 1.0,
-        adjust_lr: str = "match_rms_adamw",
-        newton_schulz_steps: int = 5,
-        newton_schulz_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(groups, lr)
-        self.betas, self.eps, self.momentum = betas, eps, momentum
-        self.matrix_lr_ratio, self.adjust_lr = matrix_lr_ratio, adjust_lr
-        self.newton_schulz_steps, self.newton_schulz_dtype = newton_schulz_steps, newton_schulz_dtype
+    def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
+        """``groups`` have their ``weight_decay`` each. Those with ``orthogonal`` set hold matrices to orthogonalise."""
+        super().__init__(groups, section.lr)
+        self.section = section
         # Matrices that the same dimensions of the mesh split, and how their processes exchange them.
         self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
 
@@ -188,11 +165,13 @@ class Muon(ShardedOptimizer):
         """Update the momenta and the matrices that the same processes share."""
         if exchange is None:
             for parameter, group in members:
-                self._apply(parameter, group, orthogonalise(self._direction(parameter), self.newton_schulz_steps))
+                self._apply(
+                    parameter, group, orthogonalise(self._direction(parameter), self.section.newton_schulz_steps)
+                )
             return
         directions = [self._direction(parameter) for parameter, _ in members]
         wholes = exchange.gather(directions)
-        wholes = {index: orthogonalise(whole, self.newton_schulz_steps) for index, whole in wholes.items()}
+        wholes = {index: orthogonalise(whole, self.section.newton_schulz_steps) for index, whole in wholes.items()}
         parts = exchange.scatter(wholes, like=directions[0])
         for (parameter, group), part in zip(members, parts, strict=True):
             self._apply(parameter, group, part)
@@ -201,22 +180,22 @@ class Muon(ShardedOptimizer):
         """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised."""
         assert parameter.grad is not None, "a matrix received no gradient"
         gradient, momentum = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
-        self.assign(momentum, momentum.lerp(gradient, 1 - self.momentum))
+        self.assign(momentum, momentum.lerp(gradient, 1 - self.section.momentum))
         # Rounded before it is sent: the iteration would round it first thing.
-        return gradient.lerp(momentum, self.momentum).to(self._dtype(parameter))
+        return gradient.lerp(momentum, self.section.momentum).to(self._dtype(parameter))
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if parameter.dtype == torch.float64:
             return torch.float64
-        default = torch.float32 if parameter.device.type == "cpu" else torch.bfloat16
-        return self.newton_schulz_dtype or default
+        default = "float32" if parameter.device.type == "cpu" else "bfloat16"
+        return getattr(torch, self.section.newton_schulz_dtype or default)
 
     def _apply(self, parameter: torch.nn.Parameter, group: dict[str, Any], update: torch.Tensor) -> None:
         """Subtract this process's part of the orthogonal matrix, and decay, from its part of the weights."""
         rows, columns = parameter.shape
-        lr = group["lr"] * self.matrix_lr_ratio
+        lr = group["lr"] * (1.0 if self.section.matrix_lr is None else self.section.matrix_lr / self.section.lr)
         factor = 0.2 * math.sqrt(max(rows, columns))
-        if self.adjust_lr == "original":
+        if self.section.adjust_lr == "original":
             factor = math.sqrt(max(1, rows / columns))
         weight = local(parameter)
         self.assign(weight, (weight * (1 - lr * group["weight_decay"])).add_(update, alpha=-lr * factor))
@@ -227,7 +206,7 @@ class Muon(ShardedOptimizer):
         if parameters:
             moments = [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
             gradients = [local(parameter.grad) for parameter in parameters]
-            settings = group | {"betas": self.betas, "eps": self.eps}
+            settings = group | {"betas": self.section.betas, "eps": self.section.eps}
             fused_adamw_(([local(p) for p in parameters], *moments), gradients, settings, self.found_inf)
 
 

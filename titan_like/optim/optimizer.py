@@ -174,15 +174,7 @@ def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.
 
 def adafactor(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     """Adafactor (arXiv 1804.04235)."""
-    return Adafactor(
-        groups,
-        section.lr,
-        relative_step=section.relative_step,
-        scale_parameter=section.scale_parameter,
-        clip_threshold=section.clip_threshold,
-        decay_rate=section.decay_rate,
-        beta1=section.beta1,
-    )
+    return Adafactor(groups, section)
 
 
 def muon(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
@@ -194,18 +186,7 @@ def muon(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim
             members = [(name, p) for name, p in named if (p.ndim == 2 and not is_table(name, p)) == orthogonal]
             names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
             split.append({**group, "params": parameters, "names": names, "orthogonal": orthogonal})
-    dtype = section.newton_schulz_dtype
-    return Muon(
-        split,
-        section.lr,
-        betas=section.betas,
-        eps=section.eps,
-        momentum=section.momentum,
-        matrix_lr_ratio=1.0 if section.matrix_lr is None else section.matrix_lr / section.lr,
-        adjust_lr=section.adjust_lr,
-        newton_schulz_steps=section.newton_schulz_steps,
-        newton_schulz_dtype=None if dtype is None else getattr(torch, dtype),
-    )
+    return Muon(split, section)
 
 
 class LossScaler:

@@ -31,11 +31,12 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One computation of one stage.
+    """One computation of one stage, or one side of a message.
 
     ``kind`` is F (forward), B (whole backward), or one of B's two halves. I computes the gradient of the stage's input,
     for which the previous stage waits. W computes the gradients of the weights; no stage waits for it, so it can fill
-    idle time.
+    idle time. ``stage`` sends or receives: SEND_F of stage 2, its output, pairs with RECV_F of stage 3, and SEND_B, the
+    gradient of its input, with RECV_B of stage 1.
     """
 
     kind: str
