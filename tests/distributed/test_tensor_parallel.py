@@ -59,11 +59,10 @@ def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 def measure(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {"collectives": {}, "errors": {}, "loss": {}}
+    found: dict[str, Any] = {"collectives": {}, "errors": {}}
     tokens, labels = tokens_and_labels()
     for family in ("gpt", "llama", "bert"):
         whole = build(family, None)
-        expected = summed_loss(whole, tokens, labels)
         for sequence_parallel in (False, True):
             model = build(family, mesh, sequence_parallel)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -75,10 +74,8 @@ def measure(rank: int) -> dict[str, Any]:
                 with CountCollectives() as backward:
                     loss.backward()
                 counts.append((dict(forward.counts), dict(backward.counts)))
-                if layers == 4:
-                    found["loss"][f"{family} {sequence_parallel}"] = abs(loss.item() / expected.item() - 1)
-                    for name, parameter in model.named_parameters():
-                        assert parameter.grad.placements == parameter.placements, name
+                for name, parameter in model.named_parameters() if layers == 4 else ():
+                    assert parameter.grad.placements == parameter.placements, name
             # What one layer adds.
             found["collectives"][f"{family} {sequence_parallel}"] = [
                 {kind: counts[0][i][kind] - counts[1][i].get(kind, 0) for kind in counts[0][i]} for i in (0, 1)
@@ -151,11 +148,6 @@ def test_collectives_of_one_layer_are_the_papers(found: list[dict[str, Any]], fa
     assert [sum(part.values()) for part in plain] == [2, 2], os.linesep.join(map(str, plain))
     assert [sum(part.values()) for part in sequence] == [4, 4], os.linesep.join(map(str, sequence))
     assert all("reduce" in kind for part in plain for kind, count in part.items() if count)
-
-
-def test_loss_is_the_whole_models(found: list[dict[str, Any]]) -> None:
-    assert max(found[0]["loss"].values()) < 1e-6
-    assert found[0]["loss"] == found[1]["loss"]
 
 
 def test_attention_dropout_differs_between_ranks_and_residual_dropout_does_not(found: list[dict[str, Any]]) -> None:

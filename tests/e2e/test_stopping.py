@@ -214,7 +214,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
         if how != "is stopped":
             assert job.wait() != 0
     (line,) = {line for line in job.output.splitlines() if line.startswith("error: rank 1")}
-    assert re.search(r"after step \d+, at titan_like/\S+\.py:\d+ in \w+", line), line
+    assert re.search(r"after step \d+, at titan_like/\S+\.py:\d+ in \S+", line), line
     assert re.search(r"\(host \S+, process \d+\)", line), line
     if how == "sleeps":
         assert line.startswith("error: rank 1 has hung for") and line.endswith("; the other 2 wait for it")

@@ -213,18 +213,3 @@ def most_held(schedule, degree, virtual, microbatches, rank):
 def test_chunks_in_flight(schedule):
     for case in cases(schedule):
         assert peak(schedule, *case) == [most_held(schedule, *case, rank) for rank in range(case[0])], case
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_flight_is_what_the_times_say(schedule):
-    virtual = 1 if schedule in SINGLE else 2
-    _, ranks, events = unit_run(schedule, 4, virtual, 12)
-    sizes = [3 + stage % 3 for stage in range(len(ranks))]
-    expected = [0] * 4
-    for now in {event.end for event in events}:
-        held = [0] * 4
-        for event in events:
-            if event.end <= now and event.action.kind in "FBW":
-                held[event.rank] += sizes[event.action.stage] * (1 if event.action.kind == "F" else -1)
-        expected = list(map(max, expected, held))
-    assert max_in_flight(schedule_table(schedule, 4, virtual, 12), sizes.__getitem__) == expected

@@ -118,15 +118,6 @@ def test_a_frame_without_a_line_has_a_place(monkeypatch: pytest.MonkeyPatch) -> 
     assert position(frame) == (f"unit/test_watchdog.py:{first} in here", False)
 
 
-def test_the_place_is_the_function_around_a_comprehension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "_PACKAGE", str(Path(__file__).parent))
-    frame = next(sys._getframe() for _ in range(1))
-    assert frame.f_code.co_name == "<genexpr>"
-    assert re.fullmatch(
-        rf"unit/test_watchdog.py:{frame.f_lineno} in test_the_place_is_the_function_\w+", position(frame)[0]
-    )
-
-
 class Ended(BaseException):
     """Instead of the end of the process."""
 

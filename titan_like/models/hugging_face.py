@@ -51,20 +51,12 @@ class Stored:
 
 
 def family_module(family: str) -> Any:
-    """The `hugging_face` module of the family with this name.
-
-    Raises:
-        ConfigError: there is no such family, or it has no such module.
-    """
+    """The `hugging_face` module of the family with this name; a `ConfigError` if there is none."""
     return config_class(family).family_module("hugging_face")
 
 
 def family_of(config: TransformerConfig) -> Any:
-    """The `hugging_face` module of a model's family.
-
-    Raises:
-        ConfigError: the family has no such module.
-    """
+    """The `hugging_face` module of a model's family; a `ConfigError` if there is none."""
     return config.family_module("hugging_face")
 
 
@@ -198,11 +190,7 @@ class Fields:
         self._place = place  # for messages: the table's path in the file, with a final dot
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Refuse the file because of one field; the message names the field and its value.
-
-        Raises:
-            RefusedError: always.
-        """
+        """Raise a `RefusedError` because of one field, whose name and value the message gives."""
         if field not in self.values:
             raise RefusedError(f"config.json has no {self._place}{field}, {problem}")
         shown = json.dumps(self.values[field])
@@ -263,11 +251,7 @@ FieldNames = Sequence[tuple[str, str, Any]]
 
 
 def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
-    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here.
-
-    Raises:
-        RefusedError: a field is missing or invalid.
-    """
+    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
     read: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
     return {ours: read[kind.model_fields[ours].annotation](theirs, default) for ours, theirs, default in names}
 
@@ -287,11 +271,7 @@ def written_fields(config: TransformerConfig, names: FieldNames, architecture: s
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:
-    """Build a shape from the values of a file.
-
-    Raises:
-        RefusedError: they do not describe a valid model of this family.
-    """
+    """Build a shape from the values of a file; a `RefusedError` if they do not describe a valid model."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

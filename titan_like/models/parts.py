@@ -74,17 +74,11 @@ def one_of_each(config: TransformerConfig) -> Transformer:
 
 def new_one_of_each(config: TransformerConfig) -> Transformer:
     """Like `one_of_each`, but a new object that may be changed."""
-    return _build_on_meta(config.one_of_each())
-
-
-@lru_cache(maxsize=256)
-def _shared(config: TransformerConfig) -> Transformer:
-    return _build_on_meta(config)
-
-
-def _build_on_meta(config: TransformerConfig) -> Transformer:
     with torch.device("meta"), _WithoutInit():
-        return config.family_module("model").build(config)
+        return config.family_module("model").build(config.one_of_each())
+
+
+_shared = lru_cache(maxsize=256)(new_one_of_each)
 
 
 @lru_cache(maxsize=4096)

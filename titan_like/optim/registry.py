@@ -30,11 +30,7 @@ def find_rule(section: Optimizer) -> EntryPoint:
 
 
 def check_optimizer(section: Optimizer) -> None:
-    """Check that `optimizer.name` refers to a rule, and that a built-in one uses the settings that are given.
-
-    Raises:
-        ConfigError: there is no such rule, it does not use a setting, or a beta is out of range.
-    """
+    """Raise a `ConfigError` for an unknown rule, a setting that a built-in one does not use, or a beta out of range."""
     find_rule(section)
     if not all(0 <= beta < 1 for beta in section.betas):
         raise ConfigError("optimizer.betas", section.betas, "each must be at least 0 and below 1")

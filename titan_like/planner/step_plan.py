@@ -84,7 +84,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         bubble=bubble_fraction(events, shape.degree),
         bubble_of_real_stages=bubble_fraction(real_events, shape.degree),
         ideal_bubble=ideal_bubble(shape.schedule, shape.degree, shape.virtual_stages, microbatches),
-        in_flight=round(max_in_flight(table)[place.pp]),
+        in_flight=max_in_flight(table)[place.pp],
         actions=actions,
     )
     # How much state that makes the process hold.

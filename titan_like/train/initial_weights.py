@@ -57,11 +57,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
-    """Read weights into a model in any layout. Every rank calls this and reads only its part of the model.
-
-    Raises:
-        RunError: the files are damaged.
-    """
+    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
     folder = local_folder(path, _KEY)
     try:
         if is_checkpoint(folder):
@@ -98,11 +94,7 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
 
 
 def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
-    """The family and the shape in a checkpoint's run.json.
-
-    Raises:
-        ConfigError: the checkpoint is damaged.
-    """
+    """The family and the shape in a checkpoint's run.json; a `ConfigError` if it is damaged."""
     problem = unreadable(path)
     if problem is not None:
         raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")

@@ -93,11 +93,7 @@ class TrainingState:
         self.console = Console(dist.get_rank() == 0, run.total_steps)
 
     def save(self, is_last: bool = False) -> None:
-        """Save a checkpoint. With `checkpoint.async` the save only starts here, unless it is the last one.
-
-        Raises:
-            RunError: this save or the previous one failed; see `finish_save`.
-        """
+        """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
         self.finish_save()
         state = RunState(
             step=self.step,

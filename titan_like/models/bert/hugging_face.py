@@ -104,11 +104,7 @@ def is_ignored(name: str) -> bool:
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention or an output matrix of its own, which BERT lacks.
-    """
+    """Fields of config.json, or a `RefusedError` for an output matrix of its own, which BERT lacks."""
     if not config.tied_embeddings and config.sentence_head != "choice":
         raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
     return {
@@ -121,11 +117,7 @@ def to_fields(config: BertConfig) -> dict[str, Any]:
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("hidden_act", "gelu")
     fields.must_be("position_embedding_type", "absolute")
     fields.must_be("is_decoder", False)

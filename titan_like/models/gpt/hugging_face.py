@@ -60,21 +60,13 @@ def is_ignored(name: str) -> bool:
 
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention, which GPT-2 lacks.
-    """
+    """The shape as fields of config.json."""
     fields = {"model_type": MODEL_TYPE, "activation_function": "gelu_new"}
     return fields | written_fields(config, _FIELDS, ARCHITECTURE) | dict.fromkeys(_DROPOUTS, config.dropout)
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)

@@ -75,11 +75,7 @@ def to_fields(config: LlamaConfig) -> dict[str, Any]:
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("hidden_act", "silu", "swish")
     fields.must_be("attention_bias", False)
     fields.must_be("attention_dropout", 0.0, 0)

@@ -73,11 +73,7 @@ def is_ignored(name: str) -> bool:
 
 
 def to_fields(config: T5Config) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention, which T5 lacks.
-    """
+    """The shape as fields of config.json."""
     return {
         "model_type": MODEL_TYPE,
         "num_layers": config.num_encoder_layers,
@@ -89,11 +85,7 @@ def to_fields(config: T5Config) -> dict[str, Any]:
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     encoder_layers = fields.integer("num_layers", 6)

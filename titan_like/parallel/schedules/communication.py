@@ -63,11 +63,7 @@ class PipelineShape:
         return stage_ranks(self.schedule, self.degree, self.virtual_stages)
 
     def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
-        """List one rank's passes and messages for one batch, in order.
-
-        Raises:
-            ValueError: the schedule cannot run this number of microbatches.
-        """
+        """One rank's passes and messages for one batch, in order; `schedule_table` says what is refused."""
         table = schedule_table if backward else forward_table
         actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
         return add_communication(actions, self.ranks)[rank]

@@ -275,11 +275,7 @@ def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num
 
 
 def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches.
-
-    Raises:
-        ValueError: `check_schedule` refuses for another reason.
-    """
+    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches."""
     padded = num_microbatches
     if schedule in _IN_GROUPS:
         padded += -num_microbatches % pipeline_degree
