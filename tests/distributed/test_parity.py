@@ -15,7 +15,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.launch import Case, Result, run_cases, worst
+from tests.distributed.launch import Case, Result, assert_same, run_cases, without_key_biases, worst
 
 GRADIENT_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
@@ -88,21 +88,9 @@ def key_biases(qkv_bias: torch.Tensor) -> torch.Tensor:
     return qkv_bias.view(4, 3, -1)[:, 1]
 
 
-def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: weight.view(4, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
-        for name, weight in weights.items()
-    }
-
-
 @pytest.mark.parametrize("case", [*ONE_PROCESS, *ON_TWO_RANKS], ids=lambda case: case.name)
 def test_same_training_as_one_process(results: dict[str, Result], case: Case) -> None:
-    result, reference = results[case.name], results[case.name.split(" | ")[0]]
-    assert result.losses == pytest.approx(reference.losses, rel=1e-6)
-    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=GRADIENT_TOLERANCE)
-    assert worst(result.gradients, reference.gradients) <= (GRADIENT_TOLERANCE, "")
-    weights, expected = without_key_biases(result.weights), without_key_biases(reference.weights)
-    assert worst(weights, expected) <= (WEIGHT_TOLERANCE, "")
+    assert_same(results[case.name], results[case.name.split(" | ")[0]], GRADIENT_TOLERANCE, WEIGHT_TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

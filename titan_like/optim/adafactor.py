@@ -163,20 +163,16 @@ class _Update:
     def apply(self) -> None:
         """Clip the update and subtract it, times the learning rate, from the weights."""
         optimizer, section, size = self.optimizer, self.section, self.parameter.numel()
-        rate = self._rate()
-        root_mean_square = (self.update_squares / size).sqrt()
-        update = self.gradient.mul_(rate / (root_mean_square / section.clip_threshold).clamp(min=1))
-        if section.beta1 is not None:
-            update = self._average("exp_avg", update, torch.full_like(rate, 1 - section.beta1))
-        optimizer.assign(self.weight, self.weight * (1 - rate * self.group["weight_decay"]) - update)
-
-    def _rate(self) -> torch.Tensor:
-        """The learning rate of this parameter: a scalar on the device."""
-        section, lr = self.section, self.group["lr"]
+        lr = self.group["lr"]
         if section.relative_step:
             rate = self.number.rsqrt().clamp(max=1e-2) * (lr / section.lr)
         else:
             rate = torch.full_like(self.number, lr)
         if section.scale_parameter:
-            rate = rate * (self.weight_squares / self.parameter.numel()).sqrt().clamp(min=_EPS_SCALE)
-        return rate.to(self.weight.dtype)
+            rate = rate * (self.weight_squares / size).sqrt().clamp(min=_EPS_SCALE)
+        rate = rate.to(self.weight.dtype)
+        root_mean_square = (self.update_squares / size).sqrt()
+        update = self.gradient.mul_(rate / (root_mean_square / section.clip_threshold).clamp(min=1))
+        if section.beta1 is not None:
+            update = self._average("exp_avg", update, torch.full_like(rate, 1 - section.beta1))
+        optimizer.assign(self.weight, self.weight * (1 - rate * self.group["weight_decay"]) - update)

@@ -47,7 +47,13 @@ class LocalStyle(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute(module, device_mesh, self.placements)
+        # Without communication, because every rank has the full value, or none on the meta device.
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            distributed = distribute_tensor(parameter.data, device_mesh, [self.placements[name]], src_data_rank=None)
+            if distributed.to_local().numel() == 0:
+                size = f"{tuple(parameter.shape)} cannot be split over {device_mesh.size()} processes"
+                raise ValueError(f"{size}: one would hold nothing")
+            module.register_parameter(name, nn.Parameter(distributed))
         self.take_over(module, device_mesh)
         if self.sequence_parallel and self.partial_gradients:
             # `sum_partial_gradients` sums them once per step: as they appear, each would cost a small collective.
@@ -383,19 +389,3 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a parameter of any shape. Its gradient becomes the parameter's, with the same placement."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
-
-
-def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Turn a module's own parameters into DTensors.
-
-    This needs no communication, because every rank has the full value (or none, on the meta device).
-
-    Raises:
-        ValueError: a process would hold no element of a parameter.
-    """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        distributed = distribute_tensor(parameter.data, mesh, [placements[name]], src_data_rank=None)
-        if distributed.to_local().numel() == 0:
-            size = f"{tuple(parameter.shape)} cannot be split over {mesh.size()} processes"
-            raise ValueError(f"{size}: one would hold nothing")
-        module.register_parameter(name, nn.Parameter(distributed))

@@ -36,17 +36,13 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
     for event in sorted(simulate(table, ranks, unit_time), key=lambda event: (event.end, event.rank)):
         _, stage, microbatch = event.action
         steps[event.rank].append(event.action)
-        target = _target(event.action)
+        # The stage that needs the outcome, if any; it may lie outside the pipeline.
+        target = {"F": stage + 1, "I": stage - 1}.get(outcome(event.action).kind)
         if target is not None and 0 <= target < len(ranks) and ranks[target] != event.rank:
             letter = "F" if event.action.kind == "F" else "B"
             steps[event.rank].append(Action(f"SEND_{letter}", stage, microbatch))
             steps[ranks[target]].append(Action(f"RECV_{letter}", target, microbatch))
     return steps
-
-
-def _target(action: Action) -> int | None:
-    """The stage that needs the action's outcome, if any; it may lie outside the pipeline."""
-    return {"F": action.stage + 1, "I": action.stage - 1}.get(outcome(action).kind)
 
 
 @dataclass(frozen=True)

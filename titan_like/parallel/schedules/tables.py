@@ -169,7 +169,9 @@ def _with_weights_by_need(table: Table, most_held: int) -> Table:
     while any(todo) or any(due):
         slot = []
         for rank, actions in enumerate(filled):
-            if todo[rank] and _can_run(todo[rank][0], done, num_stages, held[rank] < most_held):
+            following = todo[rank][0] if todo[rank] else None
+            has_room = following is not None and (following.kind != "F" or held[rank] < most_held)
+            if following is not None and has_room and done.issuperset(inputs(following, num_stages)):
                 action = todo[rank].popleft()
             elif due[rank]:
                 action = due[rank].popleft()
@@ -182,10 +184,6 @@ def _with_weights_by_need(table: Table, most_held: int) -> Table:
             slot.append(outcome(action))
         done.update(slot)
     return filled
-
-
-def _can_run(action: Action, done: set[Action], num_stages: int, has_room: bool) -> bool:
-    return (has_room or action.kind != "F") and done.issuperset(inputs(action, num_stages))
 
 
 SCHEDULES = (
