@@ -142,6 +142,18 @@ def train_on(processes: int, log: Path, arguments: list[str], **options: Any) ->
     return job.output
 
 
+def short(steps: int, batch: int = 8, micro_batch: int = 2, warmup: int = 2) -> list[str]:
+    """Settings of a run of few tokens that does not validate."""
+    return [
+        "--training.seq_len=32",
+        f"--training.micro_batch_size={micro_batch}",
+        f"--training.global_batch_size={batch}",
+        f"--training.steps={steps}",
+        f"--lr_scheduler.warmup_steps={warmup}",
+        "--evaluation.interval=0",
+    ]
+
+
 def free_port() -> int:
     """A port below those that systems hand out themselves, so that it is still free when a job comes to use it."""
     while True:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import free_port, steps
+from tests.e2e.jobs import free_port, short, steps
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -162,16 +162,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 STEPS = 80
-SETTINGS = [
-    "--training.seq_len=32",
-    "--training.micro_batch_size=2",
-    "--training.global_batch_size=8",
-    f"--training.steps={STEPS}",
-    "--lr_scheduler.warmup_steps=2",
-    "--metrics.log_interval=100",
-    "--evaluation.interval=0",
-    "--checkpoint.interval=100000",
-]
+SETTINGS = [*short(STEPS), "--metrics.log_interval=100", "--checkpoint.interval=100000"]
 
 lacks = missing_program()
 pytestmark = pytest.mark.skipif(lacks is not None, reason=f"Slurm is not installed: no {lacks}")

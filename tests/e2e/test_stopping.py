@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, steps
+from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, short, steps
 from tests.e2e.scripts import Script
 from titan_like.checkpoint.step_folders import complete_steps
 
@@ -26,15 +26,10 @@ def settings(dump: Path, last: int = ENDLESS) -> list[str]:
     return [
         f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
         f"--job.dump_folder={dump}",
-        "--training.seq_len=32",
-        "--training.micro_batch_size=1",
-        "--training.global_batch_size=6",
-        f"--training.steps={last}",
-        "--lr_scheduler.warmup_steps=0",
+        *short(last, batch=6, micro_batch=1, warmup=0),
         "--lr_scheduler.decay=constant",
         "--checkpoint.enable=true",
         "--checkpoint.interval=100000",
-        "--evaluation.interval=0",
         "--metrics.log_interval=100000",
     ]
 
