@@ -247,7 +247,7 @@ class Fields:
 
 
 FieldNames = Sequence[tuple[str, str, Any]]
-"""Our field, the one of config.json, and what it means there if it is missing; None if it must not be."""
+"""Our field, that of config.json, and the value of a file without it; None if every file must have it."""
 
 
 def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:

@@ -32,12 +32,12 @@ class Adafactor(ShardedOptimizer):
     column and over the whole matrix (section 3 of the paper). Parameters that are not matrices keep a moment per
     element. Means and norms are those of the whole parameter, whichever part of it a process holds.
 
-    The sections of the paper have the settings: 8 `relative_step` and `scale_parameter`, 6 `clip_threshold`, 7.2
-    `decay_rate`.
+    Its settings are those of the paper: `clip_threshold` of section 6, `decay_rate` of section 7.2, `relative_step` and
+    `scale_parameter` of section 8.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
-        """``groups`` have their ``weight_decay`` each."""
+        """Each of the ``groups`` has its ``weight_decay``."""
         super().__init__(groups, section.lr)
         self.section = section
 

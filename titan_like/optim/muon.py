@@ -119,7 +119,7 @@ class Muon(ShardedOptimizer):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
-        """``groups`` have their ``weight_decay`` each. Those with ``orthogonal`` set hold matrices to orthogonalise."""
+        """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
         super().__init__(groups, section.lr)
         self.section = section
         # Matrices that the same dimensions of the mesh split, and how their processes exchange them.

@@ -31,7 +31,7 @@ _HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipl
 _PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_FIELDS = (  # ours, theirs, and the default without which a file must have it
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_layers", "num_hidden_layers", None),
     ("hidden_size", "hidden_size", None),
     ("num_attention_heads", "num_attention_heads", None),

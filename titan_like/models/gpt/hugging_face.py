@@ -14,7 +14,7 @@ MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FIELDS = (  # ours, theirs, and the default without which a file must have it
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_layers", "n_layer", None),
     ("hidden_size", "n_embd", None),
     ("num_attention_heads", "n_head", None),

@@ -13,7 +13,7 @@ from titan_like.models.llama.config import LlamaConfig
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
 PREFIX = "model."
-_FIELDS = (  # ours, theirs, and the default without which a file must have it
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_layers", "num_hidden_layers", None),
     ("hidden_size", "hidden_size", None),
     ("num_attention_heads", "num_attention_heads", None),

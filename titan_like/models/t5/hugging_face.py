@@ -13,7 +13,7 @@ MODEL_TYPE = "t5"
 ARCHITECTURE = "T5ForConditionalGeneration"
 PREFIX = ""
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
-_FIELDS = (  # ours, theirs, and the default without which a file must have it
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
     ("hidden_size", "d_model", None),
     ("num_attention_heads", "num_heads", None),
