@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.optim.adafactor import Adafactor
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
 from titan_like.optim.shards import is_table, local, sharded_dimensions
@@ -170,11 +169,6 @@ def adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.opti
 def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     """Plain gradient descent. It never uses torch's fused kernel, which does not take sharded parameters."""
     return torch.optim.SGD(groups, lr=section.lr, foreach=section.implementation != "for-loop")
-
-
-def adafactor(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
-    """Adafactor (arXiv 1804.04235)."""
-    return Adafactor(groups, section)
 
 
 def muon(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
