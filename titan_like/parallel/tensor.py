@@ -28,22 +28,16 @@ from titan_like.torch_private import coalesced
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
 
 
-def apply_tensor_parallel(
-    model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, plan: Plan | None = None
-) -> None:
-    """Split a model, or one pipeline stage, over a one-dimensional mesh, by ``plan`` or else its family's plan.
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Split a model, or one pipeline stage, over a one-dimensional mesh, by its family's plan.
 
     Every parameter becomes a DTensor, and the logits become DTensors split over the vocabulary. Apply this before
     activation checkpointing, compilation and data parallelism, on the meta device or with equal weights on all ranks.
 
     Raises:
-        ValueError: the plan does not fit the model, or the mesh's size does not divide the model's sizes.
+        ValueError: the plan does not fit the model. (Rules have checked that the mesh's size divides the model's.)
     """
-    config = model.config
-    for name in ("num_kv_heads", "ffn_hidden_size"):
-        if getattr(config, name) % mesh.size():
-            raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
-    styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
+    styles = styles_of(family_plan(model), model, sequence_parallel)
     if isinstance(getattr(model, "token_loss", None), TokenLoss) and "token_loss" not in styles:
         raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out token_loss")
     parallelize_module(model, mesh, styles, src_data_rank=None)
