@@ -13,7 +13,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
-| `_inductor.runtime.cache_dir_utils.cache_dir` | telling whether layers have been compiled before | all |
 | `_dynamo` | importing it early, in the server that forks processes | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
 | `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_styles.py` | all |
@@ -33,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,24 +51,11 @@ SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; befor
 float8_product = torch.ops.aten._scaled_mm.default
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by ``factor``, a scalar tensor of their dtype."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors to others of the same shapes, which may have another dtype."""
-    torch._foreach_copy_(targets, sources)
-
-
-def add_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Add tensors to others of the same shapes in place, in the dtype of the latter."""
-    torch._foreach_add_(targets, sources)
-
-
-def views_of(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive parts of ``flat``, [elements of all tensors], as tensors of these shapes."""
-    return list(torch._utils._unflatten_dense_tensors(flat, tensors))
+# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
+# to tensors, in the dtype of these; the Euclidean norm of each.
+multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
+add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
+views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
 
 
 def fused_adamw_(
@@ -96,11 +81,6 @@ def fused_adamw_(
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
-
-
-def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm of each tensor, as scalar tensors."""
-    return list(torch._foreach_norm(tensors))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:
@@ -136,13 +116,6 @@ def is_in_backward_pass() -> bool:
 def import_compiler() -> None:
     """Import what `torch.compile`, and much else in torch, would import when it is first used."""
     import torch._dynamo  # noqa: F401
-
-
-def compiler_cache() -> Path:
-    """The folder in which the compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or one for temporary files."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:

@@ -15,7 +15,6 @@ from titan_like.metrics.step_timeline import (
 )
 from titan_like.metrics.timeline_report import figures, rank_shares, report
 from titan_like.metrics.timeline_trace import chrome_trace
-from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event, bubble_fraction, ideal_bubble, simulate, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Timeline
@@ -135,11 +134,11 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
         timeline = Timeline(device("cpu"), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    timeline.start(Step("F", 0, 0))
-    timeline.stop(Step("F", 0, 0))
+    timeline.start(Action("F", 0, 0))
+    timeline.stop(Action("F", 0, 0))
     timeline.waiting()
-    timeline.start(Step("B", 0, 0))
-    timeline.stop(Step("B", 0, 0))
+    timeline.start(Action("B", 0, 0))
+    timeline.stop(Action("B", 0, 0))
     timeline.mark("gradient norm")
     timeline.mark("optimizer")
     times = timeline.finish()

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 def build_pipeline(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> Pipeline | WholeModel:
-    """Build and initialise this process's stages, and return what runs batches through them.
-
-    Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
-    """
+    """Build and initialise this process's stages, and return what runs batches through them."""
     model = build_parallel_model(config, model_config, mesh, device)
     model.init_weights(config.job.seed)
     positions = sample_length(config, model_config).positions
@@ -69,11 +65,7 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> ParallelModel:
-    """Build this process's stages, allocated but not yet initialised.
-
-    Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
-    """
+    """Build this process's stages, allocated but not yet initialised."""
     ranks = pipeline_shape(config).ranks
     here = mesh["pp"].get_local_rank()
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))

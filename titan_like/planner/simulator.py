@@ -83,10 +83,10 @@ def _passes_of(
     parameters = sum(layers * kind.parameters for layers, kind in zip(counts, of_layers, strict=True))
     if is_first:
         parts.append((entry, 1, 1))
-        parameters += work.model.entry_parameters
+        parameters += work.model.parts.entry
     if is_last:
         parts.append((head, 1, 1))
-        parameters += work.model.head_parameters
+        parameters += work.model.parts.head
     forward = sum(n * cost.forward for cost, n, _ in parts)
     products = sum(n * cost.backward for cost, n, _ in parts)
     repeated = sum(recomputed * cost.recomputed for cost, _, recomputed in parts)

@@ -13,7 +13,6 @@ from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import holders_of_copies
-from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import layer_costs, layers_per_stage, split_layers
@@ -85,17 +84,17 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         bubble=bubble_fraction(events, shape.degree),
         bubble_of_real_stages=bubble_fraction(real_events, shape.degree),
         ideal_bubble=ideal_bubble(shape.schedule, shape.degree, shape.virtual_stages, microbatches),
-        in_flight=round(max_in_flight(table)[place.pp]),
+        in_flight=max_in_flight(table)[place.pp],
         actions=actions,
     )
     # How much state that makes the process hold.
-    passes = [Action(*step) for step in steps if step.kind in ("F", "B", "I", "W")]
+    passes = [step for step in steps if step.kind in ("F", "B", "I", "W")]
     peak = peak_state(units, passes, storage)
     state = rank_state((unit for stage in stages for unit in stage.units), storage)
     return StepPlan(schedule, collectives, state, peak)
 
 
-def steps_as_run(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
+def steps_as_run(steps: Sequence[Action], splits_backward: bool) -> list[Action]:
     """A schedule's steps as `Pipeline` runs them: all backward passes in two parts, I and W, or all whole."""
     found = []
     for step in steps:

@@ -341,7 +341,7 @@ def most_parameters(model: TransformerConfig, counts: RankLayers) -> tuple[int, 
     sizes = [kind.parameters for kind in model.parts.kinds]
     first, whole = sum(map(mul, counts.first, sizes)), model.num_parameters()
     if counts.ends_together:
-        return first + model.entry_parameters + model.head_parameters, whole
+        return first + model.parts.entry + model.parts.head, whole
     table = model.padded_vocab_size * model.hidden_size
     return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table), whole
 

@@ -17,7 +17,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import num_chunks
 from titan_like.models.parts import is_table
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.communication import Step
+from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
 from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import Unit, description, joined
@@ -53,7 +53,7 @@ def step_collectives(
     model: TransformerConfig,
     layout: Layout,
     stages: Sequence[StageTraffic],
-    steps: Sequence[Step],
+    steps: Sequence[Action],
     storage: Storage,
     copies: Mapping[str, int],
 ) -> list[Collective]:
@@ -102,7 +102,7 @@ def hidden_bytes(config: JobConfig, model: TransformerConfig) -> int:
     return training.micro_batch_size * positions * model.hidden_size * BYTES[training.dtype]
 
 
-def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence[Step]) -> Iterator[_Call]:
+def _pipeline_calls(config: JobConfig, model: TransformerConfig, steps: Sequence[Action]) -> Iterator[_Call]:
     section = config.parallelism
     shards = section.tensor_parallel_degree if section.sequence_parallel else 1
     size = hidden_bytes(config, model) // shards

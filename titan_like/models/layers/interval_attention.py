@@ -107,24 +107,8 @@ def _empty_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
 
 
-@interval_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return _empty_like(q)
-
-
-@_gradients.register_fake
-def _(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first: torch.Tensor,
-    end: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_like(q), torch.empty_like(k), torch.empty_like(v)
+interval_attention.register_fake(lambda q, *_: _empty_like(q))
+_gradients.register_fake(lambda _, q, k, v, *__: (_empty_like(q), torch.empty_like(k), torch.empty_like(v)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
