@@ -31,6 +31,7 @@ from titan_like.models.layers.cross_entropy import num_labels
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor
+from titan_like.parallel.compile_cache import CompileCache
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
@@ -61,8 +62,9 @@ class Trainer(TrainingState):
             self.console.print(f" {told}")
         if told := run.datasets["train"].described(config.training.micro_batch_size, self.dp_size):
             self.console.print(f" {told}")
-        if config.compile.enable:
-            self.console.print(" compiling the layers: about half a minute, unless torch has kept the result of a run")
+        self.compile_cache = CompileCache(config, run.model, run.device) if config.compile.enable else None
+        if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
+            self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
         self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if dist.get_rank() == 0 else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
@@ -232,6 +234,8 @@ class Trainer(TrainingState):
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
+        if self.compile_cache is not None and issued.step == self.start_step + 2:
+            self.compile_cache.note_done()
         return StepRecord(
             step=issued.step,
             loss=values.loss,

@@ -1,0 +1,43 @@
+"""Whether torch's compiler has work to do before the first step. It keeps its results on disk between starts."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+
+import torch
+
+from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
+from titan_like.torch_private import compiler_cache
+
+
+class CompileCache:
+    """Remembers which layers have been compiled on this machine, in an empty file next to the compiler's results."""
+
+    def __init__(self, config: JobConfig, model: TransformerConfig, device: torch.device) -> None:
+        """What is compiled depends on the shapes, on what is applied to a layer, on torch and on the device."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        training, parallelism = config.training, config.parallelism
+        shapes = training.seq_len, training.decoder_seq_len, training.micro_batch_size, training.dtype
+        split = parallelism.tensor_parallel_degree, parallelism.sequence_parallel
+        data = config.data.reset_attention_mask, config.data.prefix_lm
+        versions = torch.__version__, version("titan_like")
+        applied = config.activation_checkpoint, config.float8
+        known = (versions, name, model.model_dump_json(), shapes, split, data, applied)
+        self.folder = compiler_cache()
+        self._marker = self.folder / "titan_like" / hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
+
+    def describe_work(self) -> str | None:
+        """A line for the log if the layers have yet to be compiled."""
+        if self._marker.exists():
+            return None
+        return f"compiling the layers, once: about half a minute; {self.folder} keeps the result"
+
+    def note_done(self) -> None:
+        """Remember that the layers have been compiled. It does not matter if that fails."""
+        try:
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.touch()
+        except OSError:
+            pass
