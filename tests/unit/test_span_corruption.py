@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
-from titan_like.data.masks import Masks, masks_of, objective_of
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -34,7 +34,7 @@ MODEL = EncoderDecoder(num_layers=2, hidden_size=8, num_attention_heads=1, vocab
 
 def corruption(**settings: object) -> SpanCorruption:
     config = JobConfig.model_validate({"training": {"seq_len": settings.pop("seq_len", 256), **settings}})
-    found = objective_of(config, MODEL, ByteTokenizer())
+    found = masks_of(config, MODEL, ByteTokenizer()).objective
     assert isinstance(found, SpanCorruption)
     return found
 

@@ -315,7 +315,7 @@ def test_streams_are_blended_by_weights(folder):
     for index in range(150):  # the next sample of the same reader of one source
         reader, sample = index % 2, blend[index].tolist()
         expected = [source[2 * taken[reader, number] + reader].tolist() for number, source in enumerate(alone)]
-        chosen.append(blend._readers.locate(reader, index // 2)[0])
+        chosen.append(blend._readers.locate_in_order(index // 2, reader)[0])
         assert sample == expected[chosen[-1]]
         taken[reader, chosen[-1]] += 1
         counts = blend.drawn(index + 1).values()

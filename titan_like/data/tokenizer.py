@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
@@ -30,37 +30,6 @@ _NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and by
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer that data and generation use."""
-
-    vocab_size: int
-    eod_id: int  # the end-of-document token, which follows every document
-    first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
-    mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
-    pad_id: int | None  # fills the targets of an encoder-decoder, and begins the decoder's input; text never becomes it
-    sentinel_ids: list[int]  # tokens that stand for a span in span corruption, in the order of their use; often none
-    pair_ids: tuple[int, int, int] | None  # around a pair of sentences: [CLS], [SEP] and [PAD], which may equal [CLS]
-    special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [tokens], without added special tokens."""
-        ...
-
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of several texts, as `encode` gives them."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, without special tokens."""
-        ...
-
-    def word_joins(self) -> np.ndarray:
-        """bool [2, vocab]. A token continues the word of the one before it if the first row holds for the token and the
-        second for the one before it.
-        """
-        ...
-
-
 class ByteTokenizer:
     """Uses UTF-8 bytes as tokens 0 to 255 and 256 as the end of a document.
 
@@ -69,15 +38,13 @@ class ByteTokenizer:
     """
 
     vocab_size = 257
-    eod_id = 256
-    mask_id: int | None = 257
-    pad_id: int | None = 258
-    pair_ids: tuple[int, int, int] | None = (258, 259, 260)
-    special_ids = frozenset({256})
-
-    def __init__(self) -> None:
-        self.first_ids: list[int] = []
-        self.sentinel_ids = list(range(259, 359))
+    eod_id = 256  # the end-of-document token, which follows every document
+    first_ids: ClassVar[list[int]] = []  # which Hugging Face's put before every text, such as Llama's <s>
+    mask_id: int | None = 257  # hides another token in masked language modelling
+    pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
+    sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
+    pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
+    special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
         """One token per byte: int64 [bytes]."""
@@ -92,13 +59,15 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def word_joins(self) -> np.ndarray:
-        """A word is a run of ASCII letters, digits and underscores, and of bytes of other characters: bool [2, 257]."""
+        """bool [2, 257]. A token continues the word of the one before it if the first row holds for the token and the
+        second for the one before it. A word is a run of ASCII letters, digits and underscores, and of other bytes.
+        """
         joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
         return np.stack((joins, joins))
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library."""
+    """Wraps a tokenizer of the `tokenizers` library. Its attributes are those of `ByteTokenizer`."""
 
     def __init__(self, tokenizer: HFTokenizer, eod_id: int, spec: str, key: str = _KEY) -> None:
         """``spec`` is the value of the setting ``key``, which errors blame.
@@ -157,6 +126,9 @@ class HuggingFaceTokenizer:
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
@@ -257,11 +229,17 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
     Raises:
         ConfigError: the tokenizer has more tokens.
     """
-    if tokenizer.vocab_size > vocab_size:
-        problem = (
-            f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}; "
-            f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
-        )
+    check_ids(spec, f"it has {tokenizer.vocab_size} tokens", tokenizer.vocab_size - 1, vocab_size)
+
+
+def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
+    """Check that a model of ``vocab_size`` has the token ``largest`` of the tokenizer ``spec``; ``what`` names it.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if largest >= vocab_size:
+        problem = f"{what}, but the model's vocab_size is {vocab_size}; set model.overrides.vocab_size to {largest + 1}"
         raise ConfigError(_KEY, spec, problem)
 
 
