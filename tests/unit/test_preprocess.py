@@ -203,16 +203,16 @@ def test_an_interrupted_job_goes_on(
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(jsonl(texts))
     job = Job([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "byte")
-    tokenize, calls = preprocess._Tokenizing.__call__, []
+    tokenize, calls = preprocess._tokenize, []
 
-    def stops(self: preprocess._Tokenizing, piece: raw_text.Piece) -> preprocess.Result:
-        calls.append(piece)
+    def stops(*arguments: object) -> preprocess.Result:
+        calls.append(arguments)
         if len(calls) > pieces_before_the_crash:
             raise StoppedError
-        return tokenize(self, piece)
+        return tokenize(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(preprocess._Tokenizing, "__call__", stops)
+        patch.setattr(preprocess, "_tokenize", stops)
         tokenize_files(job, tmp_path / "out")
     assert not list(tmp_path.glob("out.[bi]*"))
     with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
@@ -342,7 +342,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--input", ""): "is empty; name a path",
         ("--tokenizer", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
-        ("--output", "x" * 256): f'"{"x" * 80}…" is longer than any file\'s name (255 bytes) or path; shorten it',
+        ("--output", "x" * 256): "is longer than any file's name (255 bytes) or path; shorten it",
         ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():
         with pytest.raises(ConfigError) as error:

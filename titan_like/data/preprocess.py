@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -238,14 +238,14 @@ def _tokenized(
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
     settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, dtype.str
     if num_workers == 0:
-        tokenize = _Tokenizing(*settings)
-        yield from ((number, piece, share, tokenize(piece)) for number, piece, share in _pieces(job, progress))
+        pieces = _pieces(job, progress)
+        yield from ((number, piece, share, _tokenize(piece, *settings)) for number, piece, share in pieces)
         return
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, settings) as pool:
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         try:
             for number, piece, share in _pieces(job, progress):
-                waiting.append((number, piece, share, pool.submit(_tokenize, piece)))
+                waiting.append((number, piece, share, pool.submit(_tokenize, piece, *settings)))
                 if len(waiting) > 2 * num_workers:
                     *place, future = waiting.popleft()
                     yield *place, future.result()  # type: ignore[misc]
@@ -272,38 +272,27 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
         start, record = 0, 1
 
 
-class _Tokenizing:
-    """Tokenizes pieces, in this process or in a worker."""
-
-    def __init__(self, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-        self._tokenizer, self._text_key = build_tokenizer(tokenizer, key), text_key
-        self._end = [self._tokenizer.eod_id] if ends_documents else []
-        self._dtype = np.dtype(dtype)
-
-    def __call__(self, piece: Piece) -> Result:
-        texts, bad = [], []
-        for record, text in texts_of(piece, self._text_key):
-            if isinstance(text, BadRecord):
-                bad.append((record, str(text)))
-            else:
-                texts.append(text)
-        end = np.array(self._end if piece.is_whole else [], self._dtype)
-        parts: list[np.ndarray] = []
-        for tokens in self._tokenizer.encode_all(texts):
-            parts += [tokens.astype(self._dtype), end]
-        lengths = [len(tokens) + len(end) for tokens in parts[::2]]
-        return np.concatenate(parts) if parts else np.empty(0, self._dtype), lengths, bad
+def _tokenize(piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> Result:
+    """Tokenize a piece, in this process or in a worker."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
+    built = build_tokenizer(tokenizer, key)  # which each process keeps
+    texts, bad = [], []
+    for record, text in texts_of(piece, text_key):
+        if isinstance(text, BadRecord):
+            bad.append((record, str(text)))
+        else:
+            texts.append(text)
+    end = np.array([built.eod_id] if ends_documents and piece.is_whole else [], dtype)
+    parts: list[np.ndarray] = []
+    for tokens in built.encode_all(texts):
+        parts += [tokens.astype(dtype), end]
+    lengths = [len(tokens) + len(end) for tokens in parts[::2]]
+    return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
 
 
-_worker: Any = None
-
-
-def _start_worker(*settings: Any) -> None:
-    global _worker
+def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = _Tokenizing(*settings)
 
 
 def _end_with_parent() -> None:
@@ -312,7 +301,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _tokenize(piece: Piece) -> Result:
-    return _worker(piece)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
@@ -259,21 +259,29 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return []
     if spec.startswith("gpt2:"):
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
-    return [_download(spec, key) if is_on_hub(spec) else Path(spec)]
+    if not is_on_hub(spec):
+        return [Path(spec)]
+    from huggingface_hub import hf_hub_download  # which the package tokenizers brings
+
+    fetch = partial(hf_hub_download, filename="tokenizer.json")
+    return [from_hub(spec, fetch, key, "no such file, nor can the Hugging Face hub give its tokenizer.json", _CHOICES)]
 
 
-def _download(name: str, key: str) -> Path:
-    """The tokenizer.json of a repository on the hub, in the hub's cache of this machine. One that is there is used."""
-    from huggingface_hub import HfApi, hf_hub_download  # which the package tokenizers brings
+def from_hub(name: str, fetch: Callable[..., str], key: str, problem: str, cure: str) -> Path:
+    """What ``fetch`` downloads of a repository to the hub's cache of this machine. What is there already is used.
+
+    Raises:
+        ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
 
     with suppress(Exception):
-        return Path(hf_hub_download(name, "tokenizer.json", local_files_only=True))
+        return Path(fetch(name, local_files_only=True))
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
-        return Path(hf_hub_download(name, "tokenizer.json"))
+        return Path(fetch(name))
     except Exception as error:  # of the network, or the hub's answer
-        problem = f"no such file, nor can the Hugging Face hub give its tokenizer.json ({first_line(error)})"
-        raise ConfigError(key, name, f"{problem}; {_CHOICES}") from None
+        raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
