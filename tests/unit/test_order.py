@@ -51,19 +51,6 @@ def consumed(loaders: list[BackgroundLoader], microbatches: int) -> list[list[in
     return torch.cat(found).tolist()
 
 
-def test_a_blend_resumed_on_8_6_4_and_1_ranks_gives_the_same_samples(paths: list[str]) -> None:
-    parts = [(8, 5), (6, 4), (4, 6), (1, 20)]  # ranks, and microbatches of each
-    wanted = consumed(loaders_of(paths, 0, 1), sum(ranks * count for ranks, count in parts))
-    found: list[list[int]] = []
-    for ranks, count in parts:
-        found += consumed(loaders_of(paths, len(found), ranks), count)
-    assert found == wanted
-    source = source_of(paths)
-    assert found == [source[index][0].tolist() for index in range(len(found))]
-    smallest = [window for window in found if window[0] >= 49 * 13]
-    assert len(smallest) > 3 * len({tuple(window) for window in smallest})  # it is in its fourth epoch
-
-
 def test_a_killed_process_ends_the_loader_and_the_next_one_goes_on_with_the_next_sample(paths: list[str]) -> None:
     wanted = consumed(loaders_of(paths, 0, 1), 60)
     others = multiprocessing.active_children()
