@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +42,8 @@ def _default(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (dict, list, tuple):
         return {dict: "table", list: "list", tuple: "list"}[get_origin(annotation)]
     choices = [a for a in get_args(annotation) if a is not type(None)]

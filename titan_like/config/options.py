@@ -55,10 +55,7 @@ path_option, tokenizer_option = partial(_option, expanded), partial(_option, exp
 def check_output_file(option: str, path: str | None, *sources: object) -> None:
     """Refuse a file that cannot be written, or that must not be overwritten, before any work is done.
 
-    Args:
-        option: the option that names the file.
-        path: the file; None if there is none.
-        sources: settings and options. Every text in them that names a file stands for one that is read.
+    ``sources`` are settings and options. Every text in them that names a file stands for one that is read.
 
     Raises:
         ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there

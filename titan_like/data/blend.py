@@ -32,9 +32,7 @@ class Share:
 def shares_of(paths: list[str], one_source_each: bool) -> list[Share]:
     """Weights and paths in turn, as in ``["0.7", "web", "0.3", "books"]``, as a list of sources.
 
-    Args:
-        paths: `data.paths`.
-        one_source_each: without weights, whether each path is a source of its own; else all are one.
+    Without weights each path is a source, if ``one_source_each``; else all are one.
 
     Raises:
         ConfigError: some weights are missing, or not positive numbers.

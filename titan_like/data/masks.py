@@ -146,12 +146,9 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
 
 
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-    """Where the prefix of each token's segment ends: int64 [seq].
+    """Where the prefix of each token's segment ends, in sample ``index`` of the run: int64 [seq].
 
-    Args:
-        first: where the segment of each token begins, int64 [seq]; the segments of a sample are its documents, or one.
-        seed: the run's.
-        index: number of the sample in the run.
+    ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one.
     """
     begins, sizes = torch.unique_consecutive(first, return_counts=True)
     ends = [

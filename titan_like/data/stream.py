@@ -44,16 +44,6 @@ def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int
     return processes * min(micro_batch_size, period) // period
 
 
-def described_readers(section: Data, micro_batch_size: int, num_ranks: int) -> str:
-    """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
-    times, processes = tokenized_times(section, micro_batch_size, num_ranks), num_ranks * max(1, section.num_workers)
-    text = f"streaming with {section.num_readers} readers"
-    if times == 1:
-        return text
-    cure = f"data.num_readers = {micro_batch_size * processes} would avoid it"
-    return f"{text}: each sample is tokenized {times} times; {cure}"
-
-
 class StreamSource(Source):
     """One split of a stream. A training split never ends; the length of another is unknown until it has been read."""
 
@@ -99,8 +89,15 @@ class StreamSource(Source):
         return self[position]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
-        """See `described_readers`."""
-        return described_readers(self.request.section, micro_batch_size, num_ranks)
+        """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
+        section = self.request.section
+        text, times = (
+            f"streaming with {section.num_readers} readers",
+            tokenized_times(section, micro_batch_size, num_ranks),
+        )
+        wanted = micro_batch_size * num_ranks * max(1, section.num_workers)
+        cure = f"each sample is tokenized {times} times; data.num_readers = {wanted} would avoid it"
+        return text if times == 1 else f"{text}: {cure}"
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq], without labels if its reader has come to the split's end."""
@@ -206,9 +203,9 @@ class BlendedStream(BlendedSource):
         source, within = self._readers.locate_in_order(number, reader)
         return self.sources[source][within * self._readers.num_readers + reader]
 
-    def described(self, micro_batch_size: int, num_ranks: int) -> str:
-        """See `described_readers`."""
-        return described_readers(self.request.section, micro_batch_size, num_ranks)
+    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
+        """As of a single stream, since all have the same readers."""
+        return self.sources[0].described(micro_batch_size, num_ranks)
 
     def drawn(self, num_samples: int) -> dict[str, float]:
         """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""

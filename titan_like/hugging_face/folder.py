@@ -40,9 +40,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model"]
 def local_folder(name: str, key: str) -> Path:
     """The folder that ``name`` stands for: a path, or org/name on the hub, which is downloaded to its cache once.
 
-    Args:
-        name: a path, or the name of a repository. A path that exists comes first.
-        key: the setting that errors blame.
+    A path that exists comes first. ``key`` is the setting that errors blame.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
@@ -99,11 +97,7 @@ class HuggingFaceFolder:
 
 
 def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
-    """Check a folder without reading its tensors.
-
-    Args:
-        path: the folder.
-        key: the setting that names it, for the error.
+    """Check a folder, which the setting ``key`` names, without reading its tensors.
 
     Raises:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
