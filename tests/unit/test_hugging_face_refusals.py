@@ -326,7 +326,6 @@ def encode(path: Path) -> None:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "not a file in its folder"),
-    "absolute path": (lambda p, m: place_at(p, str(m)), "not a file in its folder"),
     "encoding": (lambda p, m: encode(p), "names the encoding"),
     "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
     "no places": (lambda p, m: forget_places(p), "no stored tensors"),

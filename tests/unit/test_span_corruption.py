@@ -125,26 +125,6 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
         assert inputs[length.encoder :].tolist() == [PAD, *targets, *padding][:-1]
 
 
-def test_inputs_and_targets_reassemble_the_window() -> None:
-    objective = corruption()
-    for number in range(200):
-        before = window(number, objective.length.raw)
-        inputs, labels = objective.apply(before, 1, number)
-        encoder, targets = inputs[:256].tolist(), labels[256:].tolist()
-        assert len(encoder) == 256 and encoder[-1] == targets[-1] == END
-        spans: dict[int, list[int]] = {}
-        for token in targets[:-1]:
-            if token >= FIRST:
-                spans[token] = []
-            else:
-                spans[list(spans)[-1]].append(token)
-        whole = [part for token in encoder[:-1] for part in (spans[token] if token >= FIRST else [token])]
-        assert whole == before[0].tolist()
-        noise, count = span_counts(objective.length.raw, Data())
-        assert list(spans) == list(range(FIRST, FIRST + count)) and sum(map(len, spans.values())) == noise
-        assert all(spans.values()) and abs(noise / len(whole) - 0.15) < 0.5 / len(whole)
-
-
 def test_spans_are_distributed_as_t5_s() -> None:
     raw, noise, spans, samples = 40, 10, 4, 4000
     draw = random.Random(0)

@@ -182,7 +182,9 @@ class _Output:
 
 
 def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
-    progress, clock = output.progress, _Clock(job, output.progress)
+    progress, sizes = output.progress, [max(1, path.stat().st_size) for path in job.files]
+    began = told = time.monotonic()
+    tokens_before, done_before = progress.tokens, None
     for number, piece, share, result in _tokenized(job, progress, num_workers, output.dtype):
         tokens, lengths, bad = result
         path = job.files[number]
@@ -198,35 +200,16 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
         if lengths:
             output.add(tokens, lengths, piece.is_whole)
         progress.file, progress.end, progress.record = number, piece.end, piece.first_record + piece.num_records
-        line = clock.line(share)
-        if line is not None:
+        done = (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
+        done_before = done if done_before is None else done_before
+        now = time.monotonic()
+        if now - told >= _SECONDS_BETWEEN_REPORTS:
+            told, seconds, gained = now, now - began, done - done_before
+            rate = (progress.tokens - tokens_before) / seconds
+            left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
-            report(line)
-
-
-class _Clock:
-    """Speed, and the time that is left."""
-
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self._job, self._progress = job, progress
-        self._sizes = [max(1, path.stat().st_size) for path in job.files]
-        self._began = self._told = time.monotonic()
-        self._tokens_before = progress.tokens
-        self._share_before: float | None = None
-
-    def line(self, share_of_file: float) -> str | None:
-        """A report, if it is time for one."""
-        now, progress = time.monotonic(), self._progress
-        done = (sum(self._sizes[: progress.file]) + share_of_file * self._sizes[progress.file]) / sum(self._sizes)
-        self._share_before = done if self._share_before is None else self._share_before
-        if now - self._told < _SECONDS_BETWEEN_REPORTS:
-            return None
-        self._told, seconds = now, now - self._began
-        rate = (progress.tokens - self._tokens_before) / seconds
-        gained = done - self._share_before
-        left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
-        where = f"file {progress.file + 1} of {len(self._sizes)}"
-        return f"tokenizing: {done:.1%}, {where}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+            where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+            report(f"tokenizing: {done:.1%}, {where}")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad records, and why
