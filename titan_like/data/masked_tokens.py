@@ -92,12 +92,7 @@ def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> Ma
         raise ConfigError("data.tokenizer", section.tokenizer, problem)
     check_ids(section.tokenizer, f"its mask token is {tokenizer.mask_id}", tokenizer.mask_id, vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
-    return MaskedTokens(section, tokenizer.mask_id, ordinary, _joins(tokenizer, vocab_size, section))
-
-
-def _joins(tokenizer: Tokenizer, vocab_size: int, section: Data) -> np.ndarray | None:
-    if not section.mlm_whole_words:
-        return None
-    joins = np.zeros((2, vocab_size), dtype=bool)
-    joins[:, : tokenizer.vocab_size] = tokenizer.word_joins()
-    return joins
+    joins = None
+    if section.mlm_whole_words:
+        joins = np.pad(tokenizer.word_joins(), ((0, 0), (0, vocab_size - tokenizer.vocab_size)))
+    return MaskedTokens(section, tokenizer.mask_id, ordinary, joins)

@@ -49,11 +49,6 @@ class Masks:
     pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
 
     @property
-    def has_positions(self) -> bool:
-        """Whether samples have a row of positions."""
-        return self.section.reset_position_ids
-
-    @property
     def has_intervals(self) -> bool:
         """Whether samples have two rows that say which keys each query sees."""
         return self.section.reset_attention_mask or self.section.prefix_lm
@@ -65,7 +60,7 @@ class Masks:
         inputs, labels = made
         if self.pairs is not None:
             labels[0] = sample[1, 0]  # the class of the pair
-        if not (self.has_positions or self.has_intervals or section.eod_mask_loss):
+        if not (section.reset_position_ids or self.has_intervals or section.eod_mask_loss):
             return made
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
@@ -93,7 +88,7 @@ class Masks:
             types, seen = self.pair_tokens.types_and_visible(inputs)
             seen = seen.with_blocks() if batch.is_cuda else seen
             return ModelInputs(inputs, visible=seen, token_types=types), labels
-        positions = others.pop(0) if self.has_positions else None
+        positions = others.pop(0) if self.section.reset_position_ids else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
         if visible is not None and batch.is_cuda:
             visible = visible.with_blocks()

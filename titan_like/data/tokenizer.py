@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
         Raises:
             ConfigError: it cannot encode, or has an id that is too large.
         """
-        self._tokenizer, self._spec, self._key = tokenizer, spec, key
+        self.tokenizer, self._spec, self._key = tokenizer, spec, key
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > _MOST_TOKENS:
             raise ConfigError(
@@ -94,18 +94,18 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
         with self._in_use():
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+            return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
         with self._in_use():
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         with self._in_use():
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _in_use(self) -> AbstractContextManager[None]:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
@@ -118,8 +118,8 @@ class HuggingFaceTokenizer:
         digit or underscore continues a word after another.
         """
         joins = np.zeros((2, self.vocab_size), dtype=bool)
-        is_word_piece = isinstance(self._tokenizer.model, models.WordPiece)
-        for piece, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        is_word_piece = isinstance(self.tokenizer.model, models.WordPiece)
+        for piece, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
             if number in self.special_ids or not piece:
                 continue
             joins[:, number] = (
@@ -198,15 +198,6 @@ def build_tokenizer(spec: str, key: str = _KEY) -> Tokenizer:
 @lru_cache(maxsize=1)
 def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...]) -> Tokenizer:
     return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files), spec, key)
-
-
-def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
-    """Read a tokenizer of the `tokenizers` library; also returns the id of its end-of-document token.
-
-    Raises:
-        ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
-    """
-    return _read(spec, key, tokenizer_files(spec, key))
 
 
 def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]:

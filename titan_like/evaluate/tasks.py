@@ -214,14 +214,12 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
     """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over those of each of its subfolders.
 
     Raises:
-        TaskError: the folder is not of RACE, or the tokenizer has no tokens for pairs of sentences.
+        TaskError: the tokenizer has no tokens for pairs of sentences.
+        RaceError: the folder is not of RACE.
     """
     if tokenizer.pair_ids is None:
         raise TaskError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
-    try:
-        questions = read_questions(folder, tokenizer)
-    except RaceError as error:
-        raise TaskError(str(error)) from None
+    questions = read_questions(folder, tokenizer)
     around = PairTokens(*tokenizer.pair_ids)
     windows = [
         option_window(question.inputs(option, around, settings.seq_len), around)
@@ -318,7 +316,7 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
             tasks.append(_TASKS[name](label, path, tokenizer, settings))
         except OSError as error:
             raise ConfigError(key, spec, f"{path} cannot be read ({error.strerror})") from None
-        except TaskError as error:
+        except (TaskError, RaceError) as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
 
