@@ -139,8 +139,8 @@ class Blend:
         """The reader's places before a source's end, summed over the first ``k`` blocks of a period."""
         whole, part = divmod(end, PERIOD)
         raised = part if k == PERIOD else count_reversed(k, PERIOD - part)  # blocks in which the end is one place later
-        places, more = (-(-max(0, place - reader) // self.num_readers) for place in (whole, whole + 1))
-        return k * places + raised * (more - places)
+        places = -(-max(0, whole - reader) // self.num_readers)
+        return k * places + raised * (whole >= reader and (whole - reader) % self.num_readers == 0)
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
