@@ -1,22 +1,16 @@
 """Megatron-LM's .bin and .idx files, and blends of them."""
 
-import dataclasses
-import multiprocessing
 import os
-import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from titan_like.config import ConfigError
-from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data.indexed import DTYPES, FormatError, IndexedDataset, IndexedWriter, token_dtype
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.open_source import open_source
 from titan_like.data.source import IGNORED_LABEL, DataRequest
 
@@ -236,34 +230,3 @@ def test_weights_may_be_numbers_in_toml() -> None:
     assert Data(paths=[0.7, "/a", 3, "/b"]).paths == ["0.7", "/a", "3", "/b"]
     with pytest.raises(ValueError, match="valid string"):
         Data(paths=[True, "/a"])
-
-
-def test_a_killed_process_ends_the_loader_and_the_next_one_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    paths, start = [], 0
-    for name, weight, documents in (("a", "0.5", 40), ("b", "0.3", 9), ("c", "0.2", 3)):  # no two samples are alike
-        write(tmp_path / name, [[list(range(at, at + 13))] for at in range(start, start + 13 * documents, 13)])
-        paths, start = [*paths, weight, str(tmp_path / name)], start + 13 * documents
-    opened = dataclasses.replace(request(paths, split="1,0,0"), vocab_size=start)
-
-    def loader_from(first: int, workers: int) -> BackgroundLoader:
-        sampler = GlobalSampler(first, 2, 0, 1, last_sample=120)
-        return BackgroundLoader(open_source(opened), sampler, workers, torch.device("cpu"))
-
-    wanted, others = torch.cat(list(loader_from(0, 0))).tolist(), multiprocessing.active_children()
-    loader = loader_from(0, 2)
-    found = torch.cat([next(loader) for _ in range(3)]).tolist()
-    victim = min(set(multiprocessing.active_children()) - set(others), key=lambda process: process.pid or 0)
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    sentence = (
-        rf"^a data loader process \(pid {victim.pid}\) was killed by signal 9, .*resumes from the last checkpoint"
-    )
-    with pytest.raises(RunError, match=sentence) as raised:
-        while True:
-            found += next(loader).tolist()
-    assert raised.value.of_this_process
-    with pytest.raises(RunError, match=sentence):  # asked again, it fails again instead of waiting for ever
-        next(loader)
-    loader.close()
-    assert found == wanted[: len(found)]  # what came before the error is in order, without a gap
-    assert found + torch.cat(list(loader_from(len(found), 1))).tolist() == wanted
