@@ -66,12 +66,12 @@ def test_readers_take_each_source_s_samples_in_order(readers: int | None, weight
     assert [blend.counts(2 * length // num, reader) for reader in range(num)] == taken
 
 
-@pytest.mark.parametrize("readers", [None, 3, 64])
+@pytest.mark.parametrize("readers", [None, 3, 64, 4097])
 def test_counts_far_away_are_sums_of_what_is_near(readers: int | None) -> None:
     blend, num = Blend([0.6, 0.25, 0.15], 7, readers), readers or 1
     slots = -(-BLOCK // num)
     for block in (0, 1, 4094, 4095, 4096, 3 * 4096 + 17):
-        for reader in (0, num - 1):
+        for reader in (0, num - 1, int(0.6 * num)):  # the last may have the place at which a source ends
             start = block * slots
             counts = blend.counts(start, reader)
             for number in range(start, start + slots + 3):
