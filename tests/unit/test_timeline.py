@@ -53,16 +53,16 @@ def test_bubble_fraction_is_that_of_the_simulated_schedule(schedule, microbatche
     table = schedule_table(schedule, 4, virtual, microbatches)
     expected = bubble_fraction(simulate(table, stage_ranks(schedule, 4, virtual), unit_time), 4)
     found = figures(unit_step(schedule, microbatches=microbatches))
-    assert found.bubble == pytest.approx(expected)
-    assert found.bubble_simulated == pytest.approx(expected)
-    assert found.bubble_ideal == ideal_bubble(schedule, 4, virtual, microbatches)
+    assert found.bubble_fraction == pytest.approx(expected)
+    assert found.bubble_fraction_simulated == pytest.approx(expected)
+    assert found.bubble_fraction_ideal == ideal_bubble(schedule, 4, virtual, microbatches)
     assert found.exposed_communication == pytest.approx(0)
 
 
 def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
     quick, slow = figures(unit_step()), figures(unit_step(transfer=0.5))
-    assert slow.bubble > quick.bubble
-    assert slow.bubble_simulated == pytest.approx(quick.bubble)
+    assert slow.bubble_fraction > quick.bubble_fraction
+    assert slow.bubble_fraction_simulated == pytest.approx(quick.bubble_fraction)
     assert slow.exposed_communication > 0.01
 
 
