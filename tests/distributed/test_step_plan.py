@@ -115,26 +115,20 @@ CASES = [
     tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
 ]
 MORE_CASES = [
-    case("zero1 half", **zero(1, HALF)),
     case("zero2 half", "llama", **zero(2, HALF)),
-    case("zero3", **zero(3)),
     case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
-    case("zero3 recompute", **zero(3), **FULL),
     *(
         case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
         for stage, dtype in ((1, "float32"), (3, HALF))
     ),
     pipeline("zero0", **zero(0)),
-    pipeline("zero2 half", "llama", **zero(2, HALF)),
     pipeline("gpipe zero3", pipeline_schedule="gpipe", **zero(3)),
     pipeline("split zero0", **SPLIT, **zero(0)),
     pipeline("split 2 replicas zero2", **SPLIT, **zero(2), data_parallel_replicate_degree=2),
     pipeline("dualpipe zero1", virtual_stages_per_rank=2, pipeline_schedule="dualpipe_v", **zero(1)),
-    tensor("zero0", **zero(0)),
     tensor("zero3 half sequence", "llama", **SEQUENCE, **zero(3, HALF)),
     tensor("recompute sequence zero3", **SEQUENCE, **FULL, **zero(3)),
     tensor("recompute selective sequence", **SEQUENCE, activation_checkpoint__mode="selective"),
-    tensor("pp2 sequence zero0", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **zero(0)),
     tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
     tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
     case("zero3 half", "t5", **zero(3, HALF)),

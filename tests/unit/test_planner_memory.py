@@ -134,17 +134,8 @@ def test_chunks_in_flight_bound_those_of_the_trainer_s_tables(schedule, degree, 
 def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
     model = flavor("gpt", "gpt3_175b")
     s, b, h, a = 2048, 1, 12288, 96
-    work = Workload(
-        model,
-        s,
-        b,
-        64,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel and tensor > 1,
-        flash=False,
-        dropout=True,
-        dtype="float16",
-    )
+    work = Workload(model, s, b, 64, tensor=tensor, flash=False, dropout=True, dtype="float16")
+    work = work._replace(sequence_parallel=sequence_parallel and tensor > 1)
     outside = tensor if work.sequence_parallel else 1
     whole = s * b * h * (10 / outside + 24 / tensor + 5 * a * s / (h * tensor))  # equations 2 and 4
     assert layer_activations(work)[0][0] == pytest.approx(whole)
@@ -171,15 +162,9 @@ def random_ranks(count):
     generator = random.Random(11)
     pick = generator.choice
     while count:
-        model, tensor, degree, schedule, virtual = (
-            pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8]), pick(SCHEDULES), pick([1, 2, 3])
-        )  # fmt: skip
-        microbatches, zero, shard, compute = (
-            pick([1, 2, 4, 6, 8, 16, 24]),
-            pick(range(4)),
-            pick([1, 2, 24]),
-            pick([2, 4]),
-        )
+        model, tensor, degree = pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8])
+        schedule, virtual, microbatches = pick(SCHEDULES), pick([1, 2, 3]), pick([1, 2, 4, 6, 8, 16, 24])
+        zero, shard, compute = pick(range(4)), pick([1, 2, 24]), pick([2, 4])
         schedule = schedule if degree > 1 else "1f1b"
         stages = stages_per_rank(schedule, virtual)
         invalid = check_schedule(schedule, degree, virtual, microbatches) or degree * stages > model.num_layers

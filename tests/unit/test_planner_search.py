@@ -52,26 +52,9 @@ def everything(settings, gpus):
         for (schedule, virtual), sequence, (zero, replicas), (mode, every) in itertools.product(
             of_pipeline, (False, True), splits, recompute
         ):
-            values = dict(
-                zip(
-                    SEARCHED,
-                    (
-                        tensor,
-                        sequence,
-                        pipeline,
-                        schedule,
-                        virtual,
-                        replicas,
-                        data // replicas,
-                        zero,
-                        micro,
-                        mode,
-                        every,
-                    ),
-                    strict=True,
-                )
-            )
-            config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values.items())])
+            layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, micro, mode, every
+            values = zip(SEARCHED, layout, strict=True)
+            config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values)])
             try:
                 check_rules(config, model_config(config.model), resolve_layout(config.parallelism, gpus))
             except ConfigError:
