@@ -20,12 +20,11 @@ from titan_like.parallel.schedules.tables import (
     stages_per_rank,
 )
 from titan_like.parallel.split import StageLayers, balanced_layers, split_layers
-from titan_like.planner import training_state_fast
+from titan_like.planner import training_state
 from titan_like.planner.memory import in_flight, largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
-from titan_like.planner.training_state import Storage, peak_state
-from titan_like.planner.training_state_fast import rounds_of, trainer_states
+from titan_like.planner.training_state import Storage, peak_state, rounds_of, trainer_states
 from titan_like.planner.workload import BYTES, RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -191,14 +190,14 @@ def random_ranks(count):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_closed_form_of_two_kinds_of_layers_knows_their_units(monkeypatch, most, zero):
     monkeypatch.setattr(parallel_split, "LAYER_UNIT_BYTES", most)
-    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
+    trainer_states.cache_clear(), training_state._stages.cache_clear()
     model, shard = flavor("t5", "220m"), 16
     whole = StageLayers(range(model.num_layers), is_first=True, is_last=True)
     storage = Storage(zero, ParameterSplit(ShardOf(2), ShardOf(shard)), shard, compute=2)
     ranks = (RankStages((model.layer_counts,), True, True),)
     [found] = trainer_states(model, ranks, False, 3, True, storage)
     assert sum(found) == peak_state({0: stage_units(model, whole)}, schedule_table("1f1b", 1, 1, 4)[0], storage)
-    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
+    trainer_states.cache_clear(), training_state._stages.cache_clear()
 
 
 LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")

@@ -11,7 +11,7 @@ from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.auto import differences, why_slower
-from titan_like.planner.memory import fits, largest_memory
+from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
 from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, search
@@ -30,6 +30,10 @@ NONE_FIT_WHOLE = [
 
 def run(*settings):
     return load_config(["--training.steps=1", *settings])
+
+
+def fits(work, profile):
+    return largest_memory(work, profile) <= (1 - MEMORY_MARGIN) * profile.device.memory_bytes
 
 
 def setting(config, key):

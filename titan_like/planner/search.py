@@ -24,7 +24,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
 from titan_like.planner.activations import kept_of
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, usable_bytes
+from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
@@ -221,14 +221,12 @@ class BestFirst:
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
         """Whether a layout fits, by an estimate; if ``exact`` and that is too rough, by following every pass."""
-        used = largest_memory(work, self.profile, exact=False)
+        used = needed = largest_memory(work, self.profile, exact=False)
         if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
-            enough = fits(work, self.profile)
-        else:
-            enough = used <= self.usable
-        if not enough:
+            needed = largest_memory(work, self.profile)
+        if needed > self.usable:
             self._remember(work, used)
-        return enough
+        return needed <= self.usable
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
