@@ -22,7 +22,6 @@ from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -250,7 +249,7 @@ def plan_of(case: Case, rank: int) -> StepPlan:
     config = base_config(Path(os.devnull), case.settings)
     layout = resolve_layout(config.parallelism, RANKS)
     with case.layer_units():
-        return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
+        return plan_step(config, model_config(config.model), layout, rank)
 
 
 ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_CASES)]

@@ -24,7 +24,7 @@ from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import StageLayers, kinds_of_layers, layer_costs, layers_per_stage, split_layers
-from titan_like.planner.shapes import Coordinates, ParameterSplit, ShardOf, Unit, description, joined, stage_units
+from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, coordinates_of, description, joined, stage_units
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
 from titan_like.planner.workload import BYTES
 
@@ -67,8 +67,9 @@ class StepPlan:
     peak_state: int  # bytes of weights, gradients and optimizer state
 
 
-def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place: Coordinates) -> StepPlan:
-    """Plan one step of the process at ``place``, without building anything or communicating."""
+def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> StepPlan:
+    """Plan one step of a process, without building anything or communicating."""
+    place = coordinates_of(layout, rank)
     training, shape = config.training, pipeline_shape(config)
     ranks = shape.ranks
     microbatches = training.global_batch_size // (training.micro_batch_size * layout.data_parallel)
@@ -78,7 +79,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, place
         for index, rank in enumerate(ranks)
         if rank == place.pp
     ]
-    storage = storage_of(config, layout, place)
+    storage = storage_of(config, layout, rank)
     units = {stage.index: stage.units for stage in stages}
     table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
     actions = table[place.pp]
@@ -126,10 +127,10 @@ def steps_as_run(steps: Sequence[Step], splits_backward: bool) -> list[Step]:
     return found
 
 
-def storage_of(config: JobConfig, layout: Layout, place: Coordinates) -> Storage:
+def storage_of(config: JobConfig, layout: Layout, rank: int) -> Storage:
     """How a process keeps parameters, gradients and optimizer state."""
     training, zero_stage = config.training, config.parallelism.zero_stage
-    compute = BYTES[training.dtype]
+    compute, place = BYTES[training.dtype], coordinates_of(layout, rank)
     master = max(compute, BYTES["float32"])
     return Storage(
         zero_stage=zero_stage,
