@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measured_rows import Row
-from titan_like.planner.memory import memory
+from benchmarks.stack_memory import memory
 from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.simulator import simulated_step_time
 

@@ -37,15 +37,11 @@ from benchmarks.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, 
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.published_rows import published_rows
 from titan_like.config.errors import ConfigError
-from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, simulate
 from titan_like.parallel.schedules.tables import check_schedule, schedule_table, stage_ranks
-from titan_like.planner.dtypes import BYTES
-from titan_like.planner.memory import largest_memory, memory
+from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
-from titan_like.planner.training_state import state_bytes
-from titan_like.planner.workload import Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOSED_FORMS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2)]
@@ -162,13 +158,12 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
 def everything_else() -> dict[str, Any]:
     """Print everything that needs no rows, and return it for JSON."""
     left_out = print_left_out()
-    bubble, measured, state, speed = closed_forms(), simulated_steps(), trainer_state(), evaluations_per_second()
+    bubble, measured, speed = closed_forms(), simulated_steps(), evaluations_per_second()
     print(f"\npipeline: closed forms and simulated tables, equal stages and no messages: {bubble:.1e} apart at most")
     print(
         f"pipeline: simulated and measured steps of sleeping stages, {len(measured)} cases: median error "
         f"{_percent(statistics.median(measured)).strip()}, largest {_percent(max(measured)).strip()}"
     )
-    print(f"memory of our own trainer: parameters, gradients, optimizer: {state:.0f} bytes off the exact sums at most")
     tracked = memory_tracker()
     print(f"memory of our own trainer: activations within 1 %, a step's most within 5 % of torch's tracker: {tracked}")
     print(
@@ -179,7 +174,6 @@ def everything_else() -> dict[str, Any]:
         "left_out": left_out,
         "bubble_deviation": bubble,
         "simulated_step_errors": measured,
-        "trainer_state_deviation_bytes": state,
         "memory_tracker": tracked,
         "layouts_per_second": speed,
     }
@@ -238,20 +232,6 @@ def simulated_steps() -> list[float]:
         layout = (case["schedule"], found["ranks"], case["virtual_stages"], case["microbatches"])
         errors.append(abs(simulator_check.predicted(*layout, times, extra) / case["measured_s"] - 1))
     return errors
-
-
-def trainer_state() -> float:
-    """Largest difference in bytes between the planner's parameters, gradients and optimizer state of our trainer and
-    the sums that its tests check, over models, ZeRO stages and types."""
-    profile, largest = builtin_profiles()["fsdp_a100"].changed(trainer_state=True), 0.0
-    models = (("gpt", "gpt2_124m"), ("gpt", "7.5b"), ("llama", "llama3.1_8b"))
-    for (family, flavor), zero, dtype in product(models, range(4), ("float32", "bfloat16")):
-        model = config_class(family).model_validate(flavors(family)[flavor])
-        (rank,) = memory(Workload(model, 1024, 1, 32, shard=8, zero_stage=zero, dtype=dtype), profile).ranks
-        exact = state_bytes(model, zero, 8, compute_bytes=BYTES[dtype])
-        planned = rank.parameters + rank.gradients + rank.optimizer + rank.gathered
-        largest = max(largest, abs(planned - exact.peak), abs(rank.parameters + rank.optimizer - exact.between_steps))
-    return largest
 
 
 def memory_tracker() -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.stack_memory import memory
 from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.metrics.timeline_plot import draw
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.simulator import timeline
@@ -71,7 +71,7 @@ def tflops(work: Workload, profile: Profile) -> float:
 
 def fits(work: Workload, profile: Profile) -> bool:
     """Whether the fullest GPU has enough memory."""
-    return largest_memory(work, profile) <= profile.device.memory_bytes
+    return memory(work, profile).fits
 
 
 def microbatch_sizes() -> Curves:

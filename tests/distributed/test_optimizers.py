@@ -31,7 +31,6 @@ from tests.distributed.test_host_reads import CountReads, refuse
 from tests.distributed.test_zero_memory import CountCollectives
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.optim.shards import local
-from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import plan_step
 from titan_like.train.trainer import Trainer
 
@@ -206,7 +205,7 @@ def watch_steps(rank: int, folder: Path) -> dict[str, list[Any]]:
             moved = [key for key, value in bits(trainer).items() if value.numel() and torch.equal(value, after[key])]
             data.close()
             run = trainer.run
-            planned = plan_step(run.config, run.model, run.layout, coordinates_of(run.layout, rank)).state.optimizer
+            planned = plan_step(run.config, run.model, run.layout, rank).state.optimizer
             state = [value for key, value in before.items() if key.startswith("optimizer.") and value.ndim]
             held = sum(value.numel() * value.element_size() for value in state)
             traffic = trainer.optimizer.traffic()

@@ -17,12 +17,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.launch import Case, base_config, launch
+from tests.distributed.launch import Case, base_config, collect, runs_exhaustive_tests
 from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.shapes import coordinates_of
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -115,26 +114,20 @@ CASES = [
     tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
 ]
 MORE_CASES = [
-    case("zero1 half", **zero(1, HALF)),
     case("zero2 half", "llama", **zero(2, HALF)),
-    case("zero3", **zero(3)),
     case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
-    case("zero3 recompute", **zero(3), **FULL),
     *(
         case(f"2 replicas zero{stage} {dtype}", **zero(stage, dtype), data_parallel_replicate_degree=2)
         for stage, dtype in ((1, "float32"), (3, HALF))
     ),
     pipeline("zero0", **zero(0)),
-    pipeline("zero2 half", "llama", **zero(2, HALF)),
     pipeline("gpipe zero3", pipeline_schedule="gpipe", **zero(3)),
     pipeline("split zero0", **SPLIT, **zero(0)),
     pipeline("split 2 replicas zero2", **SPLIT, **zero(2), data_parallel_replicate_degree=2),
     pipeline("dualpipe zero1", virtual_stages_per_rank=2, pipeline_schedule="dualpipe_v", **zero(1)),
-    tensor("zero0", **zero(0)),
     tensor("zero3 half sequence", "llama", **SEQUENCE, **zero(3, HALF)),
     tensor("recompute sequence zero3", **SEQUENCE, **FULL, **zero(3)),
     tensor("recompute selective sequence", **SEQUENCE, activation_checkpoint__mode="selective"),
-    tensor("pp2 sequence zero0", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **zero(0)),
     tensor("pp2 split v sequence", "gpt", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
     tensor("zero3 half sequence", "bert", **SEQUENCE, **zero(3, HALF)),
     case("zero3 half", "t5", **zero(3, HALF)),
@@ -224,8 +217,8 @@ class WatchMemory:
                 yield group._partial_reduce_output.nbytes
 
 
-def measure(rank: int, folder: Path, cases: list[Case]) -> None:
-    torch.save({case.name: measure_case(folder, case) for case in cases}, folder / f"measured_{rank}.pt")
+def measure(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    return {case.name: measure_case(folder, case) for case in cases}
 
 
 def measure_case(folder: Path, case: Case) -> dict[str, Any]:
@@ -246,46 +239,24 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
 Measured = list[dict[str, dict[str, Any]]]  # by rank and case
 
 
-def measure_all(folder: Path, cases: list[Case]) -> Measured:
-    launch(measure, RANKS, folder, cases)
-    return [torch.load(folder / f"measured_{rank}.pt", weights_only=True) for rank in range(RANKS)]
-
-
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_all(tmp_path_factory.mktemp("plan"), CASES)
-
-
-@pytest.fixture(scope="module")
-def more_measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure_all(tmp_path_factory.mktemp("plan"), MORE_CASES)
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    cases = CASES + (MORE_CASES if runs_exhaustive_tests(request) else [])
+    return collect(measure, RANKS, tmp_path_factory.mktemp("plan"), cases)
 
 
 def plan_of(case: Case, rank: int) -> StepPlan:
     config = base_config(Path(os.devnull), case.settings)
     layout = resolve_layout(config.parallelism, RANKS)
     with case.layer_units():
-        return plan_step(config, model_config(config.model), layout, coordinates_of(layout, rank))
+        return plan_step(config, model_config(config.model), layout, rank)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE_CASES)]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_what_every_rank_sends(measured: Measured, case: Case) -> None:
-    assert_sends(measured, case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_every_rank_holds(measured: Measured, case: Case) -> None:
-    assert_holds(measured, case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
-def test_what_every_rank_sends_and_holds_in_more_layouts(more_measured: Measured, case: Case) -> None:
-    assert_sends(more_measured, case)
-    assert_holds(more_measured, case)
-
-
-def assert_sends(measured: Measured, case: Case) -> None:
     for rank in range(RANKS):
         calls: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
@@ -296,7 +267,8 @@ def assert_sends(measured: Measured, case: Case) -> None:
         assert dict(sizes) == measured[rank][case.name]["bytes"], rank
 
 
-def assert_holds(measured: Measured, case: Case) -> None:
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_what_every_rank_holds(measured: Measured, case: Case) -> None:
     for rank in range(RANKS):
         plan, found = plan_of(case, rank), measured[rank][case.name]
         assert plan.state.parameters + plan.state.optimizer == found["between"], rank

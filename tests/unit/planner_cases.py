@@ -1,9 +1,12 @@
-"""Random valid workloads for the planner's tests."""
+"""Random valid workloads for the planner's tests, and the training state of a model in one stage."""
 
 import random
 
 from titan_like.models.registry import config_class, flavors
-from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import Action, check_schedule, stages_per_rank
+from titan_like.parallel.split import StageLayers
+from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
+from titan_like.planner.training_state import Storage, peak_state, rank_state
 from titan_like.planner.workload import Workload
 
 
@@ -62,3 +65,13 @@ def random_workloads(count, seed):
         )
         found.append(work)
     return found
+
+
+def state_bytes(model, zero_stage, shard_degree, compute_bytes=4):
+    """Bytes on the first process that shards the model: between steps, and at most in one with two microbatches."""
+    units = stage_units(model, StageLayers(range(model.num_layers), is_first=True, is_last=True))
+    split = ParameterSplit(shard=ShardOf(shard_degree if zero_stage else 1))
+    storage = Storage(zero_stage, split, shard_degree, compute=compute_bytes)
+    state = rank_state(units, storage)
+    passes = [Action(kind, 0, microbatch) for microbatch in range(2) for kind in "FB"]
+    return state.parameters + state.optimizer + state.copies, peak_state({0: units}, passes, storage)

@@ -20,7 +20,7 @@ from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import flavors
 from titan_like.models.t5.config import T5Config
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
-from titan_like.planner.commands.duration import days_by_formula, duration
+from titan_like.planner.commands.duration import duration
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import default_profile, for_run, predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
@@ -99,17 +99,10 @@ def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():
         assert max(by_stack[model, 3]) > 2 * max(by_stack[model, 0])  # GPU seconds a batch
 
 
-@pytest.mark.parametrize(("name", "tokens", "gpus", "tflops", "days"), [
-    ("gpt3_175b", 300e9, 1024, 140, 34),
-    ("1t", 450e9, 3072, 163, 84),
-])  # fmt: skip
-def test_days_of_the_paper_s_examples(name, tokens, gpus, tflops, days):
-    model = flavor("gpt", name)
-    found = duration(model, 2048, tokens, gpus, tflops, ActivationCheckpoint(mode="full"), price_per_gpu_hour=2.0)
-    assert found.days_by_formula == pytest.approx(days, abs=0.5)
-    assert found.days_exact == pytest.approx(days, rel=0.03)
-    assert found.cost == pytest.approx(2 * 24 * gpus * found.days_exact)
-    assert found.days_by_formula == days_by_formula(model.num_parameters(), tokens, gpus, tflops)
+def test_days_of_the_paper_s_example():
+    found = duration(flavor("gpt", "gpt3_175b"), 2048, 300e9, 1024, 140, ActivationCheckpoint(mode="full"))
+    assert found.days_by_formula == pytest.approx(34, abs=0.5)
+    assert found.days_exact == pytest.approx(34, rel=0.03)
 
 
 def test_spearman_and_regret():
@@ -305,7 +298,6 @@ def test_command_reports_groups_and_writes_json(tmp_path, monkeypatch, capsys):
     assert result["bubble_deviation"] < 1e-12
     assert len(result["simulated_step_errors"]) == 32
     assert max(result["simulated_step_errors"]) < 0.02
-    assert result["trainer_state_deviation_bytes"] == 0
     assert set(result["left_out"]) == set(builtin_profiles())
     command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--points", "no.csv"]
     missing = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -18,6 +18,7 @@ from titan_like.planner.commands.capacity import (
 )
 from titan_like.planner.memory import largest_memory, memory
 from titan_like.planner.predict import default_profile, for_run, predict
+from titan_like.planner.search_space import Space
 from titan_like.planner.step_time import step_time
 from titan_like.train.environment import cluster_size
 
@@ -105,18 +106,19 @@ def brute_force(words):
 
 
 def test_layouts_are_valid_and_none_is_missing():
-    config, profile = run_of(*V100, *SMALL, "--activation_checkpoint.mode", "full")
+    words = (*V100, *SMALL, "--cluster.nodes", 6, "--activation_checkpoint.mode", "full")
+    config, profile = run_of(*words, "--training.micro_batch_size", 1)
     model = flavor("gpt", "gpt3_13b")  # 40 layers, 40 heads
-    fixed = frozenset({"activation_checkpoint.mode"})
-    found = list(valid_layouts(config, lambda _: model, 24, fixed, micro_batch_sizes=(1,)))
-    degrees = {(work.tensor, work.pipeline, work.shard) for _, work in found}
+    fixed = frozenset({"activation_checkpoint.mode", "training.micro_batch_size"})
+    found = list(valid_layouts(config, lambda _: model, 24, fixed))
+    degrees = {(work.tensor, work.pipeline, work.shard) for work in found}
     # Of the divisors of 24, heads and the batch of 48 allow these.
     expected = {(t, p, 24 // t // p) for t in (1, 2, 4, 8) for p in range(1, 25) if 24 % (t * p) == 0}
     assert degrees == expected
     assert len(found) == 4 * len(expected)
-    for run, work in found[::7]:
-        cluster = run.cluster.model_copy(update={"nodes": 6, "gpus_per_node": 4})
-        forecast = predict(run.model_copy(update={"cluster": cluster}))
+    space = Space(config, model, 24)
+    for work in found[::7]:
+        forecast = predict(space.configured(work))
         assert forecast.work == work._replace(model=forecast.work.model)
         assert largest_memory(work, profile) == pytest.approx(forecast.memory.largest)
 
@@ -161,16 +163,13 @@ def test_the_layout_named_is_the_fastest_that_fits():
     def of_width(width):
         return lambda tensor: gpt3_style(width, tensor, 50257, 128, 2048)
 
-    seconds = [
-        step_time(work, profile).total
-        for _, work in valid_layouts(config, of_width(width), 4)
-        if memory(work, profile).largest <= 0.9 * 32 * 2**30
-    ]
+    works = list(valid_layouts(config, of_width(width), 4))
+    seconds = [step_time(work, profile).total for work in works if memory(work, profile).largest <= 0.9 * 32 * 2**30]
     assert found.forecast.memory.fits
     assert found.forecast.time.total == min(seconds)
-    assert len(seconds) < len(list(valid_layouts(config, of_width(width), 4)))
+    assert len(seconds) < len(works)
     wider = valid_layouts(config, of_width(width + 128), 4)
-    assert not any(memory(work, profile).largest <= 0.9 * 32 * 2**30 for _, work in wider)
+    assert not any(memory(work, profile).largest <= 0.9 * 32 * 2**30 for work in wider)
 
 
 def test_more_nodes_hold_more(tmp_path):

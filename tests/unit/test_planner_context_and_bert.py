@@ -4,19 +4,16 @@ import pytest
 
 from benchmarks.accuracy import predict_row
 from benchmarks.measured_rows import row_from
+from benchmarks.stack_memory import layer_activations, memory
 from tests.unit.planner_cases import flavor
-from titan_like.models.gpt.config import GPTConfig
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import layer_activations, memory
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import microbatch_of, step_time
+from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
 H100 = builtin_profiles()["megatron_lm_h100"]
 # arXiv 2407.21783, Table 4: GPUs, context parallel, tokens of a sequence, sequences, data parallel, TFLOP/s per GPU.
 LLAMA_405B = [(8192, 1, 8192, 2048, 64, 430), (16384, 1, 8192, 2048, 128, 400), (16384, 16, 131072, 128, 8, 380)]
-# arXiv 1909.08053, Table 4: layers, hidden size, heads, parameters.
-BERT = [(24, 1024, 16, 336e6), (24, 2048, 32, 1.3e9), (48, 2560, 40, 3.9e9)]
 
 
 @pytest.mark.parametrize(("gpus", "context", "seq", "batch", "data", "tflops"), LLAMA_405B)
@@ -39,14 +36,14 @@ def test_processes_that_share_a_sequence_gather_keys_and_values(context):
     model, seq = flavor("llama", "llama3.1_8b"), 65536
     quiet = H100.changed(nvlink_latency=0.0, network_latency=0.0, tensor_exposed=1.0)
     work = Workload(model, seq, 1, 16, context=context, dtype="bfloat16")
-    cost = layer_cost(model, microbatch_of(work), quiet)
+    cost = layer_cost(work, quiet)
     both = 2 * seq * 8 * 128 * 2  # keys and values, 8 heads of 128 elements in two bytes
     link = 450e9 * quiet.nvlink_efficiency
     if context > 8:  # over two nodes, with all their cards
         link = min(link, 4e11 * quiet.network_efficiency)
     assert cost.forward_tensor == pytest.approx((context - 1) / context * both / link)
     assert cost.backward_tensor == pytest.approx(2 * cost.forward_tensor)  # again, and their gradients back
-    alone = layer_cost(model, microbatch_of(work._replace(context=1)), quiet)
+    alone = layer_cost(work._replace(context=1), quiet)
     assert cost.forward == pytest.approx(alone.forward / context, rel=0.02)
     assert layer_activations(work)[0][0] == pytest.approx(layer_activations(work._replace(context=1))[0][0] / context)
 
@@ -60,22 +57,14 @@ def test_sharing_sequences_saves_memory_and_costs_time():
     assert gpu_seconds == sorted(gpu_seconds)
 
 
-@pytest.mark.parametrize(("layers", "hidden", "heads", "parameters"), BERT)
-def test_bert_is_a_gpt_that_attends_to_both_sides(layers, hidden, heads, parameters):
-    model = GPTConfig(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=30522, max_seq_len=512,
-        num_kv_heads=heads, ffn_hidden_size=4 * hidden,
-    )  # fmt: skip
-    # What BERT has besides: two segments, the masked-token head's matrix, norm and biases, and the pooler.
-    head = 2 * hidden + 2 * (hidden * hidden + hidden) + 2 * hidden + model.padded_vocab_size
-    assert model.num_parameters() + head == pytest.approx(parameters, rel=0.02)
-    # The head's products, which are not counted: 2h² FLOPs a token beside 24h² of every layer and 2hV.
-    assert 2 * hidden**2 < 0.0034 * (layers * 24 * hidden**2 + 2 * hidden * model.padded_vocab_size)
-
+def test_attention_to_both_sides_computes_what_a_causal_mask_hides():
+    model = flavor("gpt", "1.7b")
     gpt = Workload(model, 512, 8, 1024, shard=64, dtype="bfloat16")
     bert = gpt._replace(causal=False)
-    left_out = 0.5 * 4 * 8 * 512**2 * hidden / (989.4e12 * H100.attention_efficiency)  # that a causal mask hides
-    costs = [layer_cost(model, microbatch_of(work), H100) for work in (gpt, bert)]
+    left_out = (
+        0.5 * 4 * 8 * 512**2 * model.hidden_size / (989.4e12 * H100.attention_efficiency)
+    )  # that a causal mask hides
+    costs = [layer_cost(work, H100) for work in (gpt, bert)]
     assert costs[1].forward - costs[0].forward == pytest.approx(left_out)
     assert costs[1].backward - costs[0].backward == pytest.approx(2.5 * left_out)
     selene = builtin_profiles()["selene_2021"]  # unfused attention computes the whole matrix

@@ -21,13 +21,15 @@ from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles
 
 ROWS = published_rows()
+OWN = {
+    "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100-80GB",
+    "gpus": "8", "tp": "2", "gbs": "64", "step_time_s": "1", "notes": "mine",
+}  # fmt: skip
 
 
 def test_heads_that_are_not_stated_are_about_128_wide_and_divide_all():
-    table = {
-        "model": "m", "layers": "80", "hidden": "13824", "seq": "2048", "vocab": "250880", "gpu": "A100-80GB",
-        "gpus": "320", "tp": "8", "pp": "10", "gbs": "2048", "step_time_s": "160", "notes": "bloom 02-20",
-    }  # fmt: skip
+    table = {name: text for name, text in OWN.items() if name != "heads"} | {"hidden": "13824", "tp": "8"}
+    table |= {"gpus": "320", "pp": "10", "gbs": "2048", "notes": "bloom 02-20"}
     assert row_from(table).work.model.num_attention_heads == 96  # 108 would not divide by 8
     failed = row_from(table | {"step_time_s": "", "notes": "bloom; OOM"})
     assert failed.out_of_memory
@@ -46,11 +48,9 @@ def test_study_is_the_first_word(notes, study):
 
 def test_rows_that_say_too_little_are_named(tmp_path):
     path = tmp_path / "points.csv"
-    columns = ["model", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "tp", "gbs", "step_time_s", "notes"]
-    columns.append("memory")  # it is mem_gib
-    good = dict(zip(columns, ["m", 24, 1024, 16, 1024, 50257, "A100-80GB", 8, 1, 64, 1.0, "foundry;", 9], strict=True))
+    good = OWN | {"notes": "foundry;", "memory": 9}  # it is mem_gib
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, list(good))
         writer.writeheader()
         bad = [{"layers": ""}, {"step_time_s": ""}, {"gbs": "many"}, {"step_time_s": "nan"}, {"layers": "-3"}]
         writer.writerows([good, *({**good, **change} for change in bad)])
@@ -84,10 +84,7 @@ def test_rows_that_say_too_little_are_named(tmp_path):
     ],
 )
 def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
-    good = {
-        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
-        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;",
-    }  # fmt: skip
+    good = OWN | {"tp": "1", "notes": "foundry;"}
     assert row_from(good).work.data_parallel == 8
     with pytest.raises(ValueError, match=re.escape(problem)):
         row_from(good | change)
@@ -97,17 +94,8 @@ def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
     ("words", "mode", "every"), [("None", "none", 1), (" FULL", "full", 1), ("selective-AC", "full", 2)]
 )
 def test_recomputation_is_read_whatever_its_case(words, mode, every):
-    table = {
-        "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100",
-        "gpus": "8", "tp": "1", "gbs": "64", "step_time_s": "1", "notes": "foundry;", "recompute": words,
-    }  # fmt: skip
+    table = OWN | {"notes": "foundry;", "recompute": words}
     assert (row_from(table).work.recompute, row_from(table).work.recompute_every) == (mode, every)
-
-
-OWN = {
-    "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100-80GB",
-    "gpus": "8", "tp": "2", "gbs": "64", "step_time_s": "1", "notes": "mine",
-}  # fmt: skip
 
 
 def test_a_line_of_a_user_s_file_is_a_run_of_this_trainer():
@@ -204,8 +192,6 @@ def test_runs_of_this_trainer_are_read_from_their_commands(tmp_path):
 
 
 def test_a_llama_with_an_mlp_four_times_as_wide_is_known_by_its_name():
-    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "8", "ffn": "8192", "seq": "2048"}
-    table = sizes | {"model": "Llama 3.2 1B", "vocab": "128256", "gpu": "H100", "gpus": "1", "tp": "1", "gbs": "4"}
-    table |= {"step_time_s": "1", "notes": "own"}
+    table = OWN | {"model": "Llama 3.2 1B", "kv_heads": "8", "ffn": "4096"}
     assert type(row_from(table).work.model) is LlamaConfig
     assert type(row_from(table | {"model": "GPT"}).work.model) is GPTConfig

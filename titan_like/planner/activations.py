@@ -33,10 +33,9 @@ from titan_like.models.layers.cross_entropy import BLOCK_BYTES, PRODUCT, num_chu
 from titan_like.models.parts import Core, layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS
-from titan_like.planner.dtypes import BYTES
 from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
-from titan_like.planner.workload import Counts, Workload
+from titan_like.planner.workload import BYTES, Counts, Workload
 
 
 class Kept(NamedTuple):

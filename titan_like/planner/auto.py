@@ -12,7 +12,7 @@ from titan_like.planner.layer_time import accumulation_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, Found, search
 from titan_like.planner.search_space import set_keys
-from titan_like.planner.step_time import microbatch_of, most_parameters
+from titan_like.planner.step_time import most_parameters
 from titan_like.planner.workload import Workload, pipeline_of
 from titan_like.train.environment import environment_number
 
@@ -85,7 +85,7 @@ def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to those of earlier microbatches."""
     counts = pipeline_of(work).counts
     parameters = most_parameters(work.model, counts)[0]
-    return work.microbatches * accumulation_time(parameters, microbatch_of(work), profile)
+    return work.microbatches * accumulation_time(parameters, work, profile)
 
 
 def _slower_products(best: Workload, work: Workload) -> str:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import Core
-from titan_like.planner.dtypes import NARROW, element_bytes, stored_dtype
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import LayerDescription, description
+from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_dtype
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
@@ -37,34 +36,6 @@ class Cost(NamedTuple):
     recomputed_tensor: float
     forward_host: float  # the host's time to launch the pass's operators
     backward_host: float  # including the repeated ones
-
-
-class Microbatch(NamedTuple):
-    """What the costs depend on besides the model and the profile."""
-
-    size: int
-    seq_len: int
-    tensor: int
-    context: int
-    sequence_parallel: bool
-    recompute: str
-    flash: bool
-    dropout: bool
-    dtype: str
-    compiled: bool = False
-    accumulates: bool = False  # whole gradients are added to those of earlier microbatches
-    causal: bool = True
-    decoder_seq_len: int = 0
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of the microbatch on one rank, without a decoder's. Context parallelism splits each sequence."""
-        return self.size * self.seq_len / self.context
-
-    @property
-    def stack_tokens(self) -> tuple[float, float]:
-        """The same, and the decoder's."""
-        return self.tokens, self.size * self.decoder_seq_len / self.context
 
 
 def gemm_time(rows: float, columns: float, depth: float, batch: float, dtype: str, profile: Profile) -> float:
@@ -99,72 +70,73 @@ def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profi
     return forward, inwards + weights
 
 
-def attention_times(model: TransformerConfig, mb: Microbatch, profile: Profile, core: Core) -> tuple[float, float]:
+def attention_times(work: Workload, profile: Profile, core: Core) -> tuple[float, float]:
     """Seconds of an attention core, from QKᵀ to PV: forward and backward.
 
     Fused attention (arXiv 2205.14135) is bound by computation, with five products in the backward pass and two in the
     forward pass. Unfused attention has two batched products forward and four backward, and reads and writes the matrix
     for softmax, dropout and mask.
     """
-    heads, width = model.num_attention_heads / mb.tensor, model.head_dim
-    lengths = mb.seq_len, mb.decoder_seq_len
-    rows, columns = lengths[core.queries] / mb.context, lengths[core.keys]
-    flops = 4 * mb.size * heads * rows * columns * width
-    if mb.flash:
-        is_causal = core.is_causal if mb.decoder_seq_len else mb.causal
+    heads, width = work.model.num_attention_heads / work.tensor, work.model.head_dim
+    lengths = work.seq_len, work.decoder_seq_len
+    rows, columns = lengths[core.queries] / work.context, lengths[core.keys]
+    flops = 4 * work.micro_batch_size * heads * rows * columns * width
+    if work.flash:
+        is_causal = core.is_causal if work.decoder_seq_len else work.causal
         half = 0.5 if profile.causal_half and is_causal else 1.0
-        peak = profile.device.peak_flops(stored_dtype(mb.dtype))
+        peak = profile.device.peak_flops(stored_dtype(work.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
         return forward, 2.5 * forward
-    batch = mb.size * heads
-    score = gemm_time(rows, columns, width, batch, stored_dtype(mb.dtype), profile)
-    value = gemm_time(rows, width, columns, batch, stored_dtype(mb.dtype), profile)
+    batch = work.micro_batch_size * heads
+    score = gemm_time(rows, columns, width, batch, stored_dtype(work.dtype), profile)
+    value = gemm_time(rows, width, columns, batch, stored_dtype(work.dtype), profile)
     matrix = batch * rows * columns  # elements
-    element = element_bytes(mb.dtype)
-    softmax = 2 * element if softmax_is_fused(model, mb, profile) else 8 * element
-    dropout = 2 * element + 1 if mb.dropout else 0
+    element = element_bytes(work.dtype)
+    softmax = 2 * element if softmax_is_fused(work, profile) else 8 * element
+    dropout = 2 * element + 1 if work.dropout else 0
     bandwidth = profile.memory_rate
     forward = score + value + (softmax + dropout) * matrix / bandwidth
     backward = 2 * (score + value) + (softmax + element + dropout) * matrix / bandwidth
     return forward, backward
 
 
-def softmax_is_fused(model: TransformerConfig, mb: Microbatch, profile: Profile) -> bool:
+def softmax_is_fused(work: Workload, profile: Profile) -> bool:
     """Whether scale, mask and softmax are one operator.
 
     Megatron-LM's fused operator takes four rows of attention matrices at once, so it needs a multiple of four samples ×
     heads.
     """
-    return profile.fused_softmax and mb.size * model.num_attention_heads // mb.tensor % 4 == 0
+    return profile.fused_softmax and work.micro_batch_size * work.model.num_attention_heads // work.tensor % 4 == 0
 
 
-def accumulation_time(parameters: float, mb: Microbatch, profile: Profile) -> float:
+def accumulation_time(parameters: float, work: Workload, profile: Profile) -> float:
     """Seconds to add a microbatch's gradients to the sum: read the new ones, read and write the sum."""
-    if not mb.accumulates or profile.fused_accumulation:
+    if not work.accumulates or profile.fused_accumulation:
         return 0.0
-    element = element_bytes(mb.dtype)
-    return parameters / mb.tensor * (element + 2 * profile.gradient_state) / profile.memory_rate
+    element = element_bytes(work.dtype)
+    return parameters / work.tensor * (element + 2 * profile.gradient_state) / profile.memory_rate
 
 
 @lru_cache(maxsize=65536)
-def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile, kind: int = 0) -> Cost:
+def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
     """Seconds of one transformer layer, of one kind, on one of the ranks that share it."""
-    t, dtype, parts, sizes = mb.tensor, mb.dtype, description(model).kinds[kind], model.parts.kinds[kind]
+    model, t, dtype = work.model, work.tensor, work.dtype
+    parts, sizes = description(model).kinds[kind], model.parts.kinds[kind]
     element = element_bytes(dtype)
     bandwidth = profile.memory_rate
-    mask = 1 if mb.dropout else 0
+    mask = 1 if work.dropout else 0
     # Bytes moved between products. Forward: norms (2 each), residual additions with bias and dropout (3 each),
     # activation functions, and copies of queries, keys, values and the heads' output. Backward: gradients in and out,
     # and the saved inputs.
     forward_bytes = backward_bytes = 0.0
-    for stack, tokens in enumerate(mb.stack_tokens):
-        outside = tokens * model.hidden_size / (t if mb.sequence_parallel else 1)  # elements of the residual stream
+    for stack, tokens in enumerate(work.stack_tokens):
+        outside = tokens * model.hidden_size / (t if work.sequence_parallel else 1)  # elements of the residual stream
         norms, regions = parts.norm_stacks.count(stack), sum(region.stack == stack for region in parts.regions)
         forward_bytes += outside * ((2 * norms + 3 * regions) * element + regions * mask)
         backward_bytes += outside * ((4 * norms + 3 * regions) * element + regions * mask)
     forward = backward = core_forward = core_backward = last_product = 0.0
     for region, attention in zip(parts.regions, parts.cores, strict=True):
-        tokens, others = mb.stack_tokens[region.stack], mb.stack_tokens[1 - region.stack]
+        tokens, others = work.stack_tokens[region.stack], work.stack_tokens[1 - region.stack]
         first = linear_times(tokens, region.inputs, region.columns / t, dtype, profile)
         last = linear_times(tokens, region.rows / t, region.outputs, dtype, profile)
         forward, backward, last_product = forward + first[0] + last[0], backward + first[1] + last[1], last[0]
@@ -174,7 +146,7 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile, kind:
             copied = 2 * element * others * region.memory / t
             forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
         if attention is not None:
-            core = attention_times(model, mb, profile, attention)
+            core = attention_times(work, profile, attention)
             core_forward, core_backward = core_forward + region.cores * core[0], core_backward + region.cores * core[1]
             copied = 2 * element * tokens * (region.columns + region.rows) / t
             forward_bytes, backward_bytes = forward_bytes + copied, backward_bytes + copied
@@ -182,41 +154,39 @@ def layer_cost(model: TransformerConfig, mb: Microbatch, profile: Profile, kind:
             inner = tokens / t * element
             forward_bytes += inner * (region.columns + region.rows)
             backward_bytes += inner * (region.columns + 3 * region.rows)
-    if mb.compiled:
+    if work.compiled:
         forward_bytes *= profile.compiled_traffic
         backward_bytes *= profile.compiled_traffic
     forward = forward + core_forward + forward_bytes / bandwidth
     backward = backward + core_backward + backward_bytes / bandwidth
-    backward += accumulation_time(sizes.parameters, mb, profile)
+    backward += accumulation_time(sizes.parameters, work, profile)
 
     recomputed = 0.0
-    if mb.recompute == "full":
+    if work.recompute == "full":
         recomputed = forward - (0 if profile.recompute_whole else last_product)
-    elif mb.recompute == "selective" and not mb.flash:
+    elif work.recompute == "selective" and not work.flash:
         recomputed = core_forward
-    forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(model, mb, profile, parts)
+    forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(work, profile, parts)
 
     # The host launches the layer's operators and its collectives.
     operators_forward, operators_backward = profile.host_operators
     messages = sum(parts.leaves) if t > 1 else 0
-    if not mb.flash and not softmax_is_fused(model, mb, profile):
+    if not work.flash and not softmax_is_fused(work, profile):
         operators_forward += _UNFUSED_SOFTMAX[0]
         operators_backward += _UNFUSED_SOFTMAX[1]
     host_forward = (operators_forward + messages) * profile.operator_time
     host_backward = (operators_backward + messages) * profile.operator_time
-    if t > 1 and not mb.compiled:
+    if t > 1 and not work.compiled:
         host_forward += profile.tensor_host_forward
         host_backward += profile.tensor_host_backward
-    if mb.recompute == "full":
+    if work.recompute == "full":
         host_backward += host_forward
     return Cost(
         forward, backward, recomputed, forward_tensor, backward_tensor, recomputed_tensor, host_forward, host_backward
     )
 
 
-def _layer_communication(
-    model: TransformerConfig, mb: Microbatch, profile: Profile, parts: LayerDescription
-) -> tuple[float, float, float]:
+def _layer_communication(work: Workload, profile: Profile, parts: LayerDescription) -> tuple[float, float, float]:
     """Seconds of exposed tensor- and context-parallel communication: forward, backward, repeated forward.
 
     Attention and the MLP each need one all-reduce of the hidden states per pass (arXiv 1909.08053, figure 4). Sequence
@@ -224,55 +194,55 @@ def _layer_communication(
     all-gather in the backward pass overlaps with the gradient of the input, so it is not counted. Context parallelism
     gathers keys and values.
     """
-    if mb.tensor == 1 and mb.context == 1:
+    if work.tensor == 1 and work.context == 1:
         return 0.0, 0.0, 0.0
-    element = element_bytes(mb.dtype)
+    model, element = work.model, element_bytes(work.dtype)
     forward = backward = recomputed = 0.0
-    if mb.tensor > 1:
+    if work.tensor > 1:
         sums = sum(parts.leaves)
-        for stack, tokens in enumerate(mb.stack_tokens):
+        for stack, tokens in enumerate(work.stack_tokens):
             if tokens:
-                one = profile.links.all_reduce(tokens * model.hidden_size * element, mb.tensor, 1)
+                one = profile.links.all_reduce(tokens * model.hidden_size * element, work.tensor, 1)
                 forward += parts.leaves[stack] * one
                 # Cross attention also takes the encoder's positions, whose gradients are summed.
                 backward += sum(region.memory > 0 and region.stack != stack for region in parts.regions) * one
         backward += forward
-        if mb.recompute == "full":
+        if work.recompute == "full":
             # Everything but the last sum. With sequence parallelism that is a reduce-scatter, half an all-reduce.
-            last = 0 if profile.recompute_whole else 0.5 if mb.sequence_parallel else 1
+            last = 0 if profile.recompute_whole else 0.5 if work.sequence_parallel else 1
             recomputed = forward * (1 - last / max(sums, 1))
-    if mb.context > 1:
-        whole = 2 * mb.size * mb.seq_len * model.num_kv_heads * model.head_dim / mb.tensor * element
-        ring = profile.links.all_gather(whole, mb.context, mb.tensor)
+    if work.context > 1:
+        whole = 2 * work.micro_batch_size * work.seq_len * model.num_kv_heads * model.head_dim / work.tensor * element
+        ring = profile.links.all_gather(whole, work.context, work.tensor)
         forward, backward, recomputed = forward + ring, backward + 2 * ring, recomputed + (ring if recomputed else 0)
     exposed = profile.tensor_exposed
     return forward * exposed, backward * exposed, recomputed * exposed
 
 
 @lru_cache(maxsize=65536)
-def ends_cost(model: TransformerConfig, mb: Microbatch, profile: Profile) -> tuple[Cost, Cost]:
+def ends_cost(work: Workload, profile: Profile) -> tuple[Cost, Cost]:
     """Costs of the embedding before the first layer, and of norm, logits and loss after the last.
 
     Each rank has V/t columns of logits. An unfused loss reads and writes them in float32 about five times forward and
     twice backward; a fused one reads and writes them as they are. The sums of a few numbers per token over the ranks
     are not counted.
     """
-    positions, hidden, t = sum(mb.stack_tokens), model.hidden_size, mb.tensor
-    tokens = mb.stack_tokens[1] if mb.decoder_seq_len else mb.tokens  # with logits
-    element = element_bytes(mb.dtype)
+    model, t, hidden = work.model, work.tensor, work.model.hidden_size
+    positions, tokens = work.positions, work.labelled
+    element = element_bytes(work.dtype)
     bandwidth = profile.memory_rate
-    product_type = stored_dtype(mb.dtype)
+    product_type = stored_dtype(work.dtype)
     vocabulary = -(-model.padded_vocab_size // t)
     vocabulary += -vocabulary % profile.device.tensor_element
     logits = linear_times(tokens, hidden, vocabulary, product_type, profile)
-    is_fused = profile.fused_loss and (mb.compiled or not profile.trainer_state)  # our trainer's is, once compiled
+    is_fused = profile.fused_loss and (work.compiled or not profile.trainer_state)  # our trainer's is, once compiled
     copies = 0 if is_fused else 4
     loss_forward = tokens * vocabulary * (element + 5 * copies) / bandwidth
     loss_backward = tokens * vocabulary * (element + (2 * copies or element)) / bandwidth
     before, around = positions * hidden * element, tokens * hidden * element
     reduce, sums = (profile.links.all_reduce(size, t, 1) * profile.tensor_exposed for size in (around, before))
     host = 10 * profile.operator_time
-    table = accumulation_time(model.padded_vocab_size * hidden, mb, profile)  # the gradient of a table is dense
+    table = accumulation_time(model.padded_vocab_size * hidden, work, profile)  # the gradient of a table is dense
     entry = Cost(3 * before / bandwidth, 4 * before / bandwidth + table, 0, sums, 0, 0, host, host)
     head = Cost(
         logits[0] + loss_forward + 2 * around / bandwidth,

@@ -1,9 +1,8 @@
 """Bytes of memory on one GPU of every pipeline rank, by what takes them.
 
-For our own trainer, parameters, gradients and optimizer state come from `training_state`, which is exact, and
-activations from `activations`. For other stacks, states follow from their bytes per parameter, and activations from
-arXiv 2205.05198, equations 1 to 6, extended to grouped-query attention, gated MLPs and fused attention.
-`titan_like.parallel.schedules.tables` says how many microbatches' activations each schedule holds at once.
+Parameters, gradients and optimizer state come from `training_state`, which is exact, and activations from
+`activations`. `titan_like.parallel.schedules.tables` says how many microbatches' activations each schedule holds at
+once.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_like.metrics.devices import Device
-from titan_like.models.config import TransformerConfig
-from titan_like.models.parts import LayerParts
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.activations import Moment, full_moments, kept_of
-from titan_like.planner.dtypes import element_bytes
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import LayerDescription, ParameterSplit, ShardOf, description, units_of_counts
-from titan_like.planner.training_state import Storage, rank_state
-from titan_like.planner.training_state_fast import Sharing, exact_state, rounds_of, trainer_states
-from titan_like.planner.workload import Counts, RankStages, Workload, many_of, pipeline_of, ranks_from, with_count
+from titan_like.planner.shapes import ParameterSplit, ShardOf
+from titan_like.planner.training_state import Storage, exact_state, rounds_of, trainer_states
+from titan_like.planner.workload import RankStages, Workload, element_bytes, pipeline_of
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
 
@@ -64,15 +59,6 @@ def memory(work: Workload, profile: Profile) -> Memory:
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
-def fits(work: Workload, profile: Profile) -> bool:
-    """Whether every rank leaves the margin free, so that a search may choose the layout.
-
-    It stops at the first rank that is too full, which for most layouts is the first one it looks at.
-    """
-    usable = usable_bytes(profile.device)
-    return all(rank.total <= usable for rank in rank_memories(work, profile))
-
-
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:
     """The largest total of `memory`, found without computing every rank.
 
@@ -100,22 +86,20 @@ def rank_memories(
     """Memory of some pipeline ranks, by default of those that may be fullest; ``exact`` as in `largest_memory`."""
     if ranks is None and exact and work.schedule in SPLIT_BACKWARD:
         ranks = range(work.pipeline)  # any rank may be the fullest
-    held = _held(work.sharded_alike(0), profile, ranks)
-    if profile.trainer_state:
-        states = _trainer_states(work, held, exact)
-    else:
-        layers, both = pipeline_of(work).layers, zip(held.ranks, held.here, strict=True)
-        states = (_other_state(work, profile, layers[rank], here) for rank, here in both)
-    for (parameters, all_gradients, optimizer, gathered), moments in zip(states, held.moments, strict=True):
-        share, activations, logits = (
-            moments[0]
-            if len(moments) == 1
-            else max(moments, key=lambda one: all_gradients * one.gradients + one.activations + one.logits)
+    held = _held(work.sharded_alike(0), profile.device, ranks)
+    for (parameters, all_gradients, optimizer, gathered), moments in zip(
+        _states(work, held, exact), held.moments, strict=True
+    ):
+        share, activations, logits = max(
+            moments, key=lambda one: all_gradients * one.gradients + one.activations + one.logits
         )
-        gradients = all_gradients * share
-        overhead = profile.overhead_bytes + profile.fragmentation * (activations + logits + gathered)
-        total = parameters + gradients + optimizer + gathered + activations + logits + overhead
-        yield RankMemory(parameters, gradients, optimizer, gathered, activations, logits, overhead, total)
+        yield with_overhead(profile, parameters, all_gradients * share, optimizer, gathered, activations, logits)
+
+
+def with_overhead(profile: Profile, *parts: float) -> RankMemory:
+    """A rank's memory from its parts, parameters to logits, with the software's overhead and the total."""
+    overhead = profile.overhead_bytes + profile.fragmentation * sum(parts[3:])
+    return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
 class _Held(NamedTuple):
@@ -127,55 +111,18 @@ class _Held(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _held(work: Workload, profile: Profile, ranks: Sequence[int] | None) -> _Held:
-    pipeline, m = pipeline_of(work), work.microbatches
+def _held(work: Workload, device: Device, ranks: Sequence[int] | None) -> _Held:
+    pipeline, one, moments = pipeline_of(work), kept_of(work, device), []
     if ranks is None:
-        ranks, start = pipeline.largest, _first_with_gradients(work)
-        if 0 < start < work.pipeline:
-            ranks = *ranks, *ranks_from(work, start)
-    here, moments = tuple([pipeline.here[rank] for rank in ranks]), []
-    if profile.trainer_state:
-        one, of_layers = kept_of(work, profile.device), []
-    else:
-        one, of_layers = None, layer_activations(work)
-    for rank, (stages, *ends) in zip(ranks, here, strict=True):
-        chunks, layers = in_flight(work.schedule, work.pipeline, len(stages), m, rank), pipeline.layers[rank]
-        if one is not None:
-            moments.append(full_moments(work, one, layers, chunks, len(stages), ends))
-        else:
-            microbatches = chunks / len(stages)
-            found = _activations(work, of_layers, layers, microbatches, ends, profile.logit_state)
-            moments.append([Moment(1, *found)])
-    return _Held(ranks, here, moments)
-
-
-def _activations(
-    work: Workload,
-    of_layers: list[tuple[float, float]],
-    layers: Counts,
-    held: float,
-    ends: Sequence[bool],
-    logit_state: float,
-) -> tuple[float, float]:
-    """Bytes of activations and of logits for other stacks.
-
-    Args:
-        work: the run.
-        of_layers: the result of `layer_activations`.
-        layers: layers on the rank, by kind.
-        held: microbatches whose activations all the rank's layers hold.
-        ends: whether the rank has the first stage, and whether it has the last.
-        logit_state: bytes per logit at the loss, apart from the logit itself.
-    """
-    activations = 0.0
-    for (chunk, _), count in zip(of_layers, layers, strict=True):
-        activations += held * chunk * count
-    activations += max(working * (count > 0) for (_, working), count in zip(of_layers, layers, strict=True))
-    element = element_bytes(work.dtype)
-    if ends[0]:
-        activations += held * work.positions * work.model.hidden_size * element
-    logits = work.labelled * work.model.padded_vocab_size / work.tensor * (logit_state + element) if ends[1] else 0.0
-    return activations, logits
+        start = _first_with_gradients(work)
+        # The first rank with each combination of stages among those that already have gradients.
+        later = reversed(range(start, work.pipeline) if start > 0 else ())
+        ranks = *pipeline.largest, *{pipeline.here[rank].layers: rank for rank in later}.values()
+    for rank in ranks:
+        stages, *ends = pipeline.here[rank]
+        chunks = in_flight(work.schedule, work.pipeline, len(stages), work.microbatches, rank)
+        moments.append(full_moments(work, one, pipeline.layers[rank], chunks, len(stages), ends))
+    return _Held(ranks, tuple(pipeline.here[rank] for rank in ranks), moments)
 
 
 def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank: int) -> int:
@@ -190,97 +137,17 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
     return min(everything, stages * pipeline + (schedule == "dualpipe_v"))
 
 
-def layer_kept(work: Workload, profile: Profile) -> float:
-    """Bytes that one layer, of the smallest kind, keeps of one microbatch; a rank holds `in_flight` of them."""
-    if profile.trainer_state:
-        return min(kept_of(work, profile.device).layers)
-    return min(kept for kept, _ in layer_activations(work))
-
-
-def layer_activations(work: Workload) -> list[tuple[float, float]]:
-    """Bytes that one layer of each kind keeps of a microbatch until its backward pass, and that it needs to run.
-
-    arXiv 2205.05198, per token, with e bytes an element:
-
-    - residual stream, divided by t with sequence parallelism: inputs and outputs of two norms 4eh, dropout masks 2h;
-    - divided by t: queries, keys, values and the heads' output e(2h + 2kv), and 2f elements of an MLP (gated: 3f);
-    - the unfused attention matrix, divided by t: the softmax, and with dropout its mask and result, 5as for e = 2.
-    """
-    kinds = zip(description(work.model).kinds, work.model.parts.kinds, strict=True)
-    return [_layer_activations(work, kind, parts) for kind, parts in kinds]
-
-
-def _layer_activations(work: Workload, kind: LayerDescription, parts: LayerParts) -> tuple[float, float]:
-    model, t, e, hidden = work.model, work.tensor, element_bytes(work.dtype), work.model.hidden_size
-    outside, lengths = t if work.sequence_parallel else 1, (work.seq_len, work.decoder_seq_len)
-    whole = cores = 0.0
-    for stack, tokens in enumerate(work.stack_tokens):
-        if not tokens:
-            continue
-        regions = [region for region in kind.regions if region.stack == stack]
-        norms = kind.norm_stacks.count(stack)
-        stream = (2 * norms * e * hidden + (len(regions) * hidden if work.dropout else 0)) / outside
-        inside = 0.0  # per region, the results of its first products and the inputs of its last
-        for region in regions:
-            # A compiler recomputes what depends on several results, such as the product inside a gated MLP.
-            is_made_again = work.compiled and not region.cores and region.columns > region.rows
-            inside += e * (region.columns + (0 if is_made_again else region.rows)) / t
-        heads, core = model.num_attention_heads / t, 0.0
-        for keys in [lengths[core.keys] for core in parts.cores if core.queries == stack]:
-            core += 4 * heads if work.flash else heads * keys * (e + (e + 1 if work.dropout else 0))
-        whole += tokens * (stream + inside + core)
-        whole += work.stack_tokens[1 - stack] * sum(region.memory for region in regions) * e / t
-        cores += tokens * core
-    if work.recompute == "none":
-        return whole, 0.0
-    if work.recompute == "selective":
-        return (whole, 0.0) if work.flash else (whole - cores, cores)
-    kept = work.positions * e * hidden / outside
-    return kept + (whole - kept) * (1 - 1 / work.recompute_every), whole
-
-
-State = tuple[float, float, float, float]
-"""Bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
-
-
-def _trainer_states(work: Workload, held: _Held, exact: bool) -> Iterable[State]:
-    """The state of our own trainer on each rank."""
-    m, shard, split = work.microbatches, work.shard if work.zero_stage else 1, work.schedule in SPLIT_BACKWARD
-    several, element = work.data_parallel > 1, element_bytes(work.dtype)
-    sharing = Sharing(work.tensor, shard, several, work.zero_stage if several else 0, element, work.optimizer)
+def _states(work: Workload, held: _Held, exact: bool) -> Iterable[tuple[int, int, int, int]]:
+    """Of each rank, bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
+    m, several, split = work.microbatches, work.data_parallel > 1, work.schedule in SPLIT_BACKWARD
+    shards = ParameterSplit(ShardOf(work.tensor), ShardOf(work.shard if work.zero_stage else 1))
+    zero, element = work.zero_stage if several else 0, element_bytes(work.dtype)
+    # All degrees above 1 share cached results.
+    storage = Storage(zero, shards, 1 + several, compute=element, optimizer=work.optimizer)
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)
         ranks = zip(held.here, held.ranks, strict=True)
-        return (exact_state(work.model, here, *shape, rank, few, sharing) for here, rank in ranks)
+        return (exact_state(work.model, here, *shape, rank, few, storage) for here, rank in ranks)
     turns = split, rounds_of(work.schedule, work.pipeline, m), m > 1
-    return trainer_states(work.model, held.here, *turns, sharing)
-
-
-def _other_state(work: Workload, profile: Profile, layers: Counts, here: RankStages) -> State:
-    """The state of another stack, from its bytes per parameter."""
-    count = rank_parameters(work.model, layers, here.first, here.last, work.tensor)
-    zero, shard = work.zero_stage, work.shard * work.context  # ranks that share a sequence also share the shards
-    weights = profile.weight_state * count
-    gradients = profile.gradient_state * count
-    # Two layers exist unsharded at a time: their gradients before the reduce-scatter, with ZeRO 3 also their weights.
-    whole = min(2 * work.model.layer_parameters / work.tensor, count) * (1 - 1 / shard)
-    gathered = whole * ((zero == 3) * profile.weight_state + (zero >= 2) * profile.gradient_state)
-    gathered += profile.buffer_state * count if zero < 3 else 0.0
-    return (
-        weights / shard if zero == 3 else weights,
-        gradients / shard if zero >= 2 else gradients,
-        profile.optimizer_state * count / (shard if zero else 1),
-        gathered,
-    )
-
-
-@lru_cache(maxsize=4096)
-def rank_parameters(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool, tensor: int) -> int:
-    """The exact number of parameters on one GPU before ZeRO. All layers of a kind have the same number."""
-    if (kind := many_of(counts)) is not None:
-        two, one = (rank_parameters(model, with_count(counts, kind, few), is_first, is_last, tensor) for few in (2, 1))
-        return two + (counts[kind] - 2) * (two - one)
-    split = ParameterSplit(tensor=ShardOf(tensor))
-    units = units_of_counts(model, counts, is_first, is_last)
-    return rank_state(units, Storage(0, split)).num_parameters
+    return trainer_states(work.model, held.here, *turns, storage)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import JobConfig
+from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.flops import Throughput, ThroughputMeter
@@ -16,12 +16,11 @@ from titan_like.optim.state_size import optimizer_state, update_work
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.parallel.split import layers_per_stage
-from titan_like.planner.dtypes import BYTES
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile, builtin_profiles, is_builtin, load_profile
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime, host_and_device_seconds
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import check_rules
 
@@ -41,7 +40,6 @@ class Forecast:
 
     work: Workload
     profile: Profile
-    num_gpus: int
     time: StepTime
     memory: Memory
     host_seconds: float  # to launch a step's operators
@@ -59,7 +57,7 @@ class Forecast:
         """The forecast for JSON."""
         return {
             "profile": self.profile.name,
-            "gpus": self.num_gpus,
+            "gpus": self.work.num_gpus,
             "step_seconds": self.time._asdict(),
             "step_seconds_low": self.seconds_low,
             "step_seconds_high": self.seconds_high,
@@ -95,7 +93,7 @@ def predict_layout(
         ConfigError: the device lacks the data type, or the profile knows nothing of links between processes.
     """
     work = workload_of(config, model, layout)
-    return forecast(work, checked_profile(config, layout.num_processes, profile, device), config)
+    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
 
 
 def checked_profile(config: JobConfig, num_processes: int, profile: Profile, device: Device) -> Profile:
@@ -133,18 +131,17 @@ def profile_and_device(config: JobConfig, profile: Profile | None) -> tuple[Prof
 _LARGEST_BAND = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
 
 
-def forecast(work: Workload, profile: Profile, config: JobConfig) -> Forecast:
+def forecast(work: Workload, profile: Profile) -> Forecast:
     """Predict a run's step, with rates and an error band."""
     time, device = simulated_step_time(work, profile), profile.device
     peak = None if device.is_cpu else device.peak_flops(work.dtype) / 1e12
-    lengths, recompute = (work.seq_len, work.decoder_seq_len), config.activation_checkpoint
-    meter = ThroughputMeter(work.model, lengths[0], recompute, work.num_gpus, peak, lengths[1])
+    recompute = ActivationCheckpoint(mode=work.recompute, every_n_layers=work.recompute_every)
+    meter = ThroughputMeter(work.model, work.seq_len, recompute, work.num_gpus, peak, work.decoder_seq_len)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
     band = profile.error_p90
     return Forecast(
         work,
         profile,
-        work.num_gpus,
         time,
         memory(work, profile),
         *host_and_device_seconds(work, profile),

@@ -14,8 +14,8 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.parts import Lengths, layers_of, new_one_of_each, one_of_each
 from titan_like.models.transformer import replace_forward
-from titan_like.planner.dtypes import BYTES
 from titan_like.planner.shapes import description
+from titan_like.planner.workload import BYTES
 
 _TOKENS = 2  # with a single token, copies of transposed tensors would be views
 

@@ -249,10 +249,11 @@ def stage_units(model: TransformerConfig, split: StageLayers) -> list[Unit]:
     return _units(model, {number: kinds[number] for number in split.layers}, split.is_first, split.is_last)
 
 
-def units_of_counts(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool) -> list[Unit]:
-    """`stage_units` of a stage with ``counts`` layers of each kind."""
-    kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    return _units(model, dict(enumerate(kinds)), is_first, is_last)
+def units_of_counts(model: TransformerConfig, counts: Counts, is_first: bool, is_last: bool) -> list[tuple[Unit, int]]:
+    """`stage_units` of a stage with ``counts`` layers of each kind: each unit once, with how often it occurs."""
+    times = {f"layers.{kind}": count for kind, count in enumerate(counts) if count}
+    units = _units(model, {kind: kind for kind, count in enumerate(counts) if count}, is_first, is_last)
+    return [(unit, times.get(unit.name, 1)) for unit in units]
 
 
 def _units(model: TransformerConfig, kinds: Mapping[int, int], is_first: bool, is_last: bool) -> list[Unit]:
@@ -289,10 +290,6 @@ class ShardOf:
         largest = -(-length // self.size)
         return largest if self.index == 0 else min(largest, max(0, length - self.index * largest))
 
-    def largest_of(self, length: int) -> int:
-        """The length of the first process's part, which is the largest."""
-        return -(-length // self.size)
-
 
 @dataclass(frozen=True)
 class ParameterSplit:
@@ -316,7 +313,7 @@ class ParameterSplit:
     def padded(self, parameter: ParameterShape) -> int:
         """Elements of each process's shard in a collective, where every shard is padded to the size of the first."""
         rows, *columns = self.before_sharding(parameter)
-        return self.shard.largest_of(rows) * prod(columns)
+        return -(-rows // self.shard.size) * prod(columns)
 
 
 def joined(units: Sequence[Unit], split: ParameterSplit, element: int) -> list[Unit]:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules.tables import Action, schedule_table, stage_ranks
-from titan_like.planner.layer_time import Cost, ends_cost, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (
+    NOTHING,
     StepTime,
     exposed,
     gather_and_scatter,
-    host_and_device,
+    load_of,
+    loads,
     message_time,
-    microbatch_of,
     microbatch_overhead,
     passes,
     sharding,
@@ -72,36 +72,18 @@ def _passes_of(
     products take equally long. The trainer does not split compiled layers. A third of `microbatch_overhead`, which the
     rank's stages share, belongs to the forward pass.
     """
-    # (cost, how many, how many of them recomputed) for the layers and for the ends of the model that the stage holds.
-    mb, of_layers = microbatch_of(work), work.model.parts.kinds
-    entry, head = ends_cost(work.model, mb, profile)
-    parts: list[tuple[Cost, float, float]] = [
-        (layer_cost(work.model, mb, profile, kind), layers, layers / work.recompute_every)
-        for kind, layers in enumerate(counts)
-        if layers
-    ]
-    parameters = sum(layers * kind.parameters for layers, kind in zip(counts, of_layers, strict=True))
-    if is_first:
-        parts.append((entry, 1, 1))
-        parameters += work.model.parts.entry
-    if is_last:
-        parts.append((head, 1, 1))
-        parameters += work.model.parts.head
-    forward = sum(n * cost.forward for cost, n, _ in parts)
-    products = sum(n * cost.backward for cost, n, _ in parts)
-    repeated = sum(recomputed * cost.recomputed for cost, _, recomputed in parts)
-    tensor_forward = sum(n * cost.forward_tensor for cost, n, _ in parts)
-    tensor_backward = sum(
-        n * cost.backward_tensor + recomputed * cost.recomputed_tensor for cost, n, recomputed in parts
-    )
-    host_forward = sum(n * cost.forward_host for cost, n, _ in parts)
-    host_backward = sum(n * cost.backward_host for cost, n, _ in parts)
+    model = work.model
+    layers, entry, head, both_ends, _ = loads(work.one_microbatch(), work.recompute_every, profile)
+    ends = (both_ends if is_last else entry) if is_first else head if is_last else NOTHING
+    load = load_of(counts, layers, ends)
+    parameters = sum(number * kind.parameters for number, kind in zip(counts, model.parts.kinds, strict=True))
+    parameters += is_first * model.parts.entry + is_last * model.parts.head
 
     # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages
-    first = host_and_device(host_forward, forward + tensor_forward, profile) + besides / 3
-    second = host_and_device(host_backward, products + repeated + tensor_backward, profile) + 2 * besides / 3
-    weights = 0.0 if work.compiled else products / 2
+    forward, backward = load.seconds(profile)
+    first, second = forward + besides / 3, backward + 2 * besides / 3
+    weights = 0.0 if work.compiled else load.weights
     message = message_time(work, profile) * profile.message_exposed if back + on else 0.0
     sent, returned = on * message, back * message
     gathered = scattered = 0.0
@@ -114,9 +96,9 @@ def _passes_of(
         B=second + returned + scattered,
         I=second - weights + returned + scattered,
         W=weights,
-        compute=forward + products,
-        recompute=repeated,
-        tensor=tensor_forward + tensor_backward,
+        compute=load.compute,
+        recompute=load.recomputed,
+        tensor=load.tensor,
         messages=sent + returned,
         gathered=gathered + scattered,
     )

@@ -16,11 +16,10 @@ from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_WORK, newton_schulz_products
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
-from titan_like.planner.dtypes import element_bytes
-from titan_like.planner.layer_time import Cost, Microbatch, ends_cost, gemm_time, layer_cost
+from titan_like.planner.layer_time import Cost, ends_cost, gemm_time, layer_cost
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import description
-from titan_like.planner.workload import Counts, RankLayers, Workload, pipeline_of
+from titan_like.planner.workload import Counts, RankLayers, Workload, element_bytes, pipeline_of
 
 
 class StepTime(NamedTuple):
@@ -76,11 +75,7 @@ class Sharding(NamedTuple):
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Estimate one step by closed forms."""
-    return sharded_step_time(work, profile, passes(work, profile))
-
-
-def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
-    """`step_time` for passes that are known."""
+    found = passes(work, profile)
     gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
@@ -94,14 +89,14 @@ def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTi
 
 def passes(work: Workload, profile: Profile) -> Passes:
     """The forward and backward passes of a step, without what data parallelism adds."""
-    return _passes(work.sharded_alike(0 if gradients_are_whole(work) else 2), profile)
+    return _passes(work.sharded_alike(0 if work.gradients_are_whole else 2), profile)
 
 
 @lru_cache(maxsize=4096)
 def _passes(work: Workload, profile: Profile) -> Passes:
     counts = pipeline_of(work).counts
     m, p, split = work.microbatches, work.pipeline, work.schedule in SPLIT_BACKWARD
-    rank = _slowest_rank(counts, work.model, p, microbatch_of(work), work.recompute_every, split, profile)
+    rank = _slowest_rank(counts, p, work.one_microbatch(), work.recompute_every, split, profile)
     overhead = microbatch_overhead(work, profile)
     waits = rank.forward + rank.backward - rank.compute - rank.recomputed - rank.tensor + overhead
     bubble = messages = repeats = link = 0.0
@@ -173,30 +168,6 @@ def microbatch_overhead(work: Workload, profile: Profile) -> float:
     return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
 
 
-def microbatch_of(work: Workload) -> Microbatch:
-    """What the layers' costs depend on."""
-    return Microbatch(
-        work.micro_batch_size,
-        work.seq_len,
-        work.tensor,
-        work.context,
-        work.sequence_parallel,
-        work.recompute,
-        work.flash,
-        work.dropout,
-        work.dtype,
-        work.compiled,
-        work.microbatches > 1 and gradients_are_whole(work),  # else there is nothing to add to, or only a shard
-        work.causal,
-        work.decoder_seq_len,
-    )
-
-
-def gradients_are_whole(work: Workload) -> bool:
-    """Whether a rank accumulates all gradients of its layers: below ZeRO 2, or with a single shard."""
-    return work.zero_stage < 2 or work.shard * work.context == 1
-
-
 def host_and_device(host: float, device: float, profile: Profile) -> float:
     """Seconds of a pass whose operators the host launches while the device works off its queue.
 
@@ -221,7 +192,7 @@ def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, fl
     return work.microbatches * rank.host, work.microbatches * device + sharding(work, profile, found).update
 
 
-class _Load(NamedTuple):
+class Load(NamedTuple):
     """One microbatch's passes on a rank, in seconds of the device and of the host, summed over what the rank holds."""
 
     forward: float  # with exposed communication
@@ -248,10 +219,10 @@ class _Load(NamedTuple):
         return self.seconds(profile)[1] * weights / (inputs + weights)
 
 
-def _load(cost: Cost, recompute_every: int) -> _Load:
+def _load(cost: Cost, recompute_every: int) -> Load:
     """The load of an end of the model, or of the mean layer if only some layers are recomputed."""
     recomputed, recomputed_tensor = cost.recomputed / recompute_every, cost.recomputed_tensor / recompute_every
-    return _Load(
+    return Load(
         cost.forward + cost.forward_tensor,
         cost.backward + cost.backward_tensor + recomputed + recomputed_tensor,
         cost.backward / 2,
@@ -264,57 +235,50 @@ def _load(cost: Cost, recompute_every: int) -> _Load:
 
 
 _LayerLoads = tuple[tuple[float, ...], ...]
-"""Each field of `_Load`, of a layer of each kind."""
+"""Each field of `Load`, of a layer of each kind."""
 
 
 @lru_cache(maxsize=65536)
-def _loads(
-    model: TransformerConfig, mb: Microbatch, recompute_every: int, profile: Profile
-) -> tuple[_LayerLoads, _Load, _Load, _Load, _Load]:
+def loads(one: Workload, recompute_every: int, profile: Profile) -> tuple[_LayerLoads, Load, Load, Load, Load]:
     """The loads of layers, of the model's entry, of its head, of both ends together, and of the whole model."""
-    kinds = range(len(model.layer_counts))
-    loads = [_load(layer_cost(model, mb, profile, kind), recompute_every) for kind in kinds]
-    layers = tuple(zip(*loads, strict=True))
-    entry, head = [_load(end, 1) for end in ends_cost(model, mb, profile)]
-    both_ends = _Load(*map(add, entry, head))
-    return layers, entry, head, both_ends, _sum(model.layer_counts, layers, both_ends)
+    counts = one.model.layer_counts
+    kinds = [_load(layer_cost(one, profile, kind), recompute_every) for kind in range(len(counts))]
+    layers = tuple(zip(*kinds, strict=True))
+    entry, head = [_load(end, 1) for end in ends_cost(one, profile)]
+    both_ends = Load(*map(add, entry, head))
+    return layers, entry, head, both_ends, load_of(counts, layers, both_ends)
 
 
-def _sum(counts: Counts, layers: _LayerLoads, ends: _Load) -> _Load:
-    return _Load(*[sum(map(mul, counts, kinds)) + end for kinds, end in zip(layers, ends, strict=True)])
+def load_of(counts: Counts, layers: _LayerLoads, ends: Load) -> Load:
+    """The load of some layers of each kind and of what the ends of the model add."""
+    return Load(*[sum(map(mul, counts, kinds)) + end for kinds, end in zip(layers, ends, strict=True)])
 
 
-_NOTHING = _Load(*[0.0] * len(_Load._fields))
+NOTHING = Load(*[0.0] * len(Load._fields))
 
 
 @lru_cache(maxsize=4096)
 def _slowest_rank(
-    counts: RankLayers,
-    model: TransformerConfig,
-    pipeline: int,
-    mb: Microbatch,
-    recompute_every: int,
-    split: bool,
-    profile: Profile,
+    counts: RankLayers, pipeline: int, one: Workload, recompute_every: int, split: bool, profile: Profile
 ) -> _Rank:
     """One microbatch on the rank whose passes take longest: the one with the most layers, or an end of the model."""
-    layers, entry, head, both_ends, whole = _loads(model, mb, recompute_every, profile)
+    layers, entry, head, both_ends, whole = loads(one, recompute_every, profile)
     apart = [(counts.first, entry), (counts.last, head)]
     choices = [(counts.first, both_ends)] if counts.ends_together else apart
-    choices += [(here, _NOTHING) for here in counts.largest if here not in (counts.first, counts.last)]
+    choices += [(here, NOTHING) for here in counts.largest if here not in (counts.first, counts.last)]
     most = -1.0
     for here, ends in choices:
-        load = _sum(here, layers, ends)
+        load = load_of(here, layers, ends)
         forward, backward = load.seconds(profile)
         if forward + backward > most:
             most, slowest, passes = forward + backward, load, (forward, backward)
     others = others_forward = weights = 0.0
     if pipeline > 1:
         ranks = pipeline - 1
-        mean = _Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
+        mean = Load(*[(of_all - of_one) / ranks for of_all, of_one in zip(whole, slowest, strict=True)])
         others_forward, others = mean.seconds(profile)
         others += others_forward
-        if split and not mb.compiled:  # the trainer does not split compiled layers
+        if split and not one.compiled:  # the trainer does not split compiled layers
             weights = mean.deferrable(profile)
     host = slowest.host_forward + slowest.host_backward
     return _Rank(slowest.compute, slowest.recomputed, slowest.tensor, *passes, others, others_forward, weights, host)

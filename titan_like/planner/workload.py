@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
+
+NARROW = ("float8", "float4")  # only a layer's matrix products with weights run in these; the rest is bfloat16
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an element
+
+
+def stored_dtype(dtype: str) -> str:
+    """The type of activations, weights and gradients in a run that computes its products in ``dtype``."""
+    return "bfloat16" if dtype in NARROW else dtype
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one activation in a run that computes its products in ``dtype``."""
+    return BYTES[stored_dtype(dtype)]
+
 
 Counts = tuple[int, ...]
 """Numbers of layers of each kind, as `TransformerConfig.layer_counts`."""
@@ -27,7 +41,7 @@ class Workload(NamedTuple):
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
-    recompute: str = "none"  # none, full or selective (only the attention core)
+    recompute: Literal["none", "full", "selective"] = "none"  # selective: only the attention core
     recompute_every: int = 1
     flash: bool = True
     dtype: str = "bfloat16"
@@ -67,6 +81,22 @@ class Workload(NamedTuple):
     def data_parallel(self) -> int:
         """Processes that see different samples."""
         return self.replicate * self.shard
+
+    @property
+    def gradients_are_whole(self) -> bool:
+        """Whether a rank accumulates all gradients of its layers: below ZeRO 2, or with a single shard."""
+        return self.zero_stage < 2 or self.shard * self.context == 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients are added to those of earlier microbatches."""
+        return self.microbatches > 1 and self.gradients_are_whole
+
+    def one_microbatch(self) -> Workload:
+        """What the times of a layer depend on. Layouts that agree in it share cached results."""
+        batch = self.micro_batch_size * (1 + self.accumulates)
+        alone = self._replace(global_batch_size=batch, replicate=1, shard=1, zero_stage=0, recompute_every=1)
+        return alone._replace(pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=None)
 
     def sharded_alike(self, zero_stage: int) -> Workload:
         """The run with all data-parallel processes in one ZeRO group. Layouts that agree in it share cached results."""
@@ -119,8 +149,8 @@ class PipelineRanks(NamedTuple):
 
 
 def pipeline_of(work: Workload) -> PipelineRanks:
-    """How the ranks of a run's pipeline share its layers."""
-    return _pipeline(*_stage_key(work))
+    """How the ranks of a run's pipeline share its layers. Layouts with the same stages share one cached result."""
+    return _pipeline(work.stage_layers, work.model.layer_counts, work.schedule, work.pipeline, work.virtual_stages)
 
 
 @cache
@@ -163,33 +193,10 @@ def _kinds_of_stages(stages: tuple[int, ...], layer_counts: Counts) -> Iterator[
 def _largest(layers: tuple[Counts, ...]) -> tuple[Counts, ...]:
     """The distinct entries that no other entry matches or exceeds in every kind."""
     distinct = set(layers)
-    if len(layers[0]) == 1:
-        return (max(distinct),)
     found = [
         one for one in distinct if not any(other != one and all(map(int.__ge__, other, one)) for other in distinct)
     ]
     return tuple(sorted(found))
-
-
-def ranks_from(work: Workload, start: int) -> tuple[int, ...]:
-    """The first rank with each combination of stages, among the pipeline ranks from ``start`` on."""
-    return _ranks_from(*_stage_key(work), start)
-
-
-def _stage_key(work: Workload) -> tuple[tuple[int, ...] | None, Counts, str, int, int]:
-    """Everything that the stages of a pipeline depend on. Layouts that agree in it share one cached result."""
-    return work.stage_layers, work.model.layer_counts, work.schedule, work.pipeline, work.virtual_stages
-
-
-@cache
-def _ranks_from(
-    stage_layers: tuple[int, ...] | None, layer_counts: Counts, schedule: str, pipeline: int, virtual: int, start: int
-) -> tuple[int, ...]:
-    here = _pipeline(stage_layers, layer_counts, schedule, pipeline, virtual).here
-    first: dict[tuple[Counts, ...], int] = {}
-    for rank in range(start, pipeline):
-        first.setdefault(here[rank].layers, rank)
-    return tuple(first.values())
 
 
 def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -197,13 +204,3 @@ def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     base, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
     return tuple(base + (first <= stage < first + more) for stage in range(num_stages))
-
-
-def many_of(counts: Counts) -> int | None:
-    """The first kind with more than two layers, if any. From one layer on, a stage's size is linear in their number."""
-    return next((kind for kind, count in enumerate(counts) if count > 2), None)
-
-
-def with_count(counts: Counts, kind: int, count: int) -> Counts:
-    """Another number of layers of one kind."""
-    return (*counts[:kind], count, *counts[kind + 1 :])

@@ -10,15 +10,14 @@ Pipelines run 1f1b, which holds the fewest activations. Tensor parallelism alway
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
 from typing import Any
 
 from titan_like.config import ConfigError, load_config
-from titan_like.config.load import edit, parse_overrides, setting
+from titan_like.config.load import edit, parse_overrides
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_samples
 from titan_like.models.config import TransformerConfig
@@ -28,12 +27,12 @@ from titan_like.parallel.layout import Layout
 from titan_like.planner.commands.duration import SECONDS_PER_DAY
 from titan_like.planner.commands.outcome import Outcome, Progress, above_zero, add_profile, chosen_profile, per_gpu
 from titan_like.planner.memory import largest_memory, usable_bytes
-from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device, workload_of
+from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_and_device
 from titan_like.planner.profile import Profile
-from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, divisors
+from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space, divisors
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import check_rules, check_sequence
+from titan_like.train.rules import check_sequence
 
 # (width, layers): GPT-3's models, then PTD-P's.
 _FAMILY = (
@@ -51,6 +50,15 @@ CHOSEN = (
     "training.micro_batch_size",
     "activation_checkpoint.mode",
 )
+
+_LEAST_MEMORY = {"parallelism.zero_stage": 3, "training.micro_batch_size": 1}
+_PLAIN = {
+    "parallelism.pipeline_schedule": "1f1b",
+    "parallelism.virtual_stages_per_rank": 1,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "activation_checkpoint.every_n_layers": 1,
+}
 
 _SHOWN = ("tensor", "pipeline", "shard", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
 
@@ -157,13 +165,8 @@ def largest_model(
 ) -> Capacity | None:
     """The GPT-3-style model with the most parameters that fits on the nodes; None if not even the smallest fits.
 
-    Args:
-        config: the run, for its sequence length, batch, precision and nodes.
-        profile: the stack's constants for the run.
-        table: the model whose vocabulary is used.
-        nodes: the number of nodes.
-        fixed: keys of `CHOSEN` that stay as the run has them.
-        show: called with lines of progress.
+    The run gives sequence length, batch and precision, and ``table`` the vocabulary. Keys of `CHOSEN` in ``fixed`` stay
+    as the run has them. ``show`` is called with lines of progress.
 
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.
@@ -232,66 +235,36 @@ def fits(
     Raises:
         ConfigError: no layout is valid.
     """
-    usable = usable_bytes(profile.device)
-    found = valid_layouts(config, model_for, gpus, fixed, zero_stages=[3], micro_batch_sizes=[1])
-    return any(largest_memory(work, profile) <= usable for _, work in found)
+    least = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
+    works = valid_layouts(edit(config, least), model_for, gpus, fixed | least.keys())
+    return any(largest_memory(work, profile) <= usable_bytes(profile.device) for work in works)
 
 
 def valid_layouts(
-    config: JobConfig,
-    model_for: ModelFor,
-    gpus: int,
-    fixed: frozenset[str] = frozenset(),
-    zero_stages: Sequence[int] = (0, 1, 2, 3),
-    micro_batch_sizes: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16),
-) -> Iterator[tuple[JobConfig, Workload]]:
-    """Every layout on ``gpus`` GPUs that the trainer's rules accept, as a configuration and as a `Workload`.
+    config: JobConfig, model_for: ModelFor, gpus: int, fixed: frozenset[str] = frozenset()
+) -> Iterator[Workload]:
+    """Every layout on ``gpus`` GPUs that the trainer's rules accept. Smaller microbatches come first.
 
     Raises:
         ConfigError: the first refusal, if the rules accept no layout.
     """
-    # What each key of `CHOSEN` may be, in that order.
-    free = (divisors(gpus), divisors(gpus), zero_stages, micro_batch_sizes, ("full", "selective", "none"))
-    choices: list[Sequence[Any]] = [
-        [setting(config, key)] if key in fixed else values for key, values in zip(CHOSEN, free, strict=True)
-    ]
-    tensor_degrees, pipeline_degrees, zero_stages, micro_batch_sizes, modes = choices
+    pipeline = config.parallelism.pipeline_parallel_degree if CHOSEN[1] in fixed else 1
     refusal, accepted = None, False
-    for tensor, pipeline in itertools.product(tensor_degrees, pipeline_degrees):
+    for tensor in [config.parallelism.tensor_parallel_degree] if CHOSEN[0] in fixed else divisors(gpus):
         model = model_for(tensor)
         if model is None or gpus % (tensor * pipeline):
             continue
-        layout = Layout(pipeline, 1, gpus // tensor // pipeline, 1, tensor)
-        for mode, size in itertools.product(modes, micro_batch_sizes):
-            run = _with_layout(config, layout, mode, size)
-            try:
-                check_rules(run, model, layout)
-            except ConfigError as error:
-                refusal = refusal or error
-                continue
-            work, accepted = workload_of(run, model, layout), True
-            for zero in zero_stages:
-                yield edit(run, {"parallelism.zero_stage": zero}), work._replace(zero_stage=zero)
+        sequence = tensor > 1 and config.training.seq_len % tensor == 0
+        settings = _PLAIN | {CHOSEN[0]: tensor, "parallelism.sequence_parallel": sequence}
+        space = Space(edit(config, settings), model, gpus, fixed | settings.keys())
+        try:
+            for group in space.groups():
+                accepted = True
+                yield from (space.member(group, "1f1b", 1, *split) for split in space.splits(group))
+        except ConfigError as error:
+            refusal = refusal or error
     if refusal is not None and not accepted:
         raise refusal
-
-
-def _with_layout(config: JobConfig, layout: Layout, mode: str, micro_batch_size: int) -> JobConfig:
-    parallelism = {
-        "tensor_parallel_degree": layout.tensor,
-        "sequence_parallel": layout.tensor > 1 and config.training.seq_len % layout.tensor == 0,
-        "pipeline_parallel_degree": layout.pipeline,
-        "pipeline_schedule": "1f1b",
-        "virtual_stages_per_rank": 1,
-        "pipeline_layers": None,
-        "context_parallel_degree": 1,
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": layout.shard,
-    }
-    values = {f"parallelism.{name}": value for name, value in parallelism.items()}
-    values |= {"training.micro_batch_size": micro_batch_size}
-    values |= {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": 1}
-    return edit(config, values)
 
 
 def _fastest(
@@ -299,21 +272,16 @@ def _fastest(
 ) -> Capacity:
     """The layout with the shortest step among those in which the model fits."""
     profile = profile.changed(one_node=nodes == 1)
-    best: tuple[float, JobConfig, Workload] | None = None
+    found: list[tuple[float, Workload]] = []
     too_large: set[tuple[object, ...]] = set()  # layouts whose larger microbatches need not be tried
-    for run, work in valid_layouts(config, model_for, gpus, fixed):
+    for work in valid_layouts(config, model_for, gpus, fixed):
         place = (work.tensor, work.pipeline, work.zero_stage, work.recompute)
-        if place in too_large:
-            continue
-        if largest_memory(work, profile) > usable_bytes(profile.device):
+        if place not in too_large and largest_memory(work, profile) <= usable_bytes(profile.device):
+            found.append((simulated_step_time(work, profile).total, work))
+        else:
             too_large.add(place)
-            continue
-        seconds = simulated_step_time(work, profile).total
-        if best is None or seconds < best[0]:
-            best = seconds, run, work
-    assert best is not None, "fits() found a layout"
-    _, run, work = best
-    return Capacity(nodes, forecast(work, profile, run))
+    best = min(found, key=lambda one: (one[0], one[1].zero_stage))[1]  # `fits` found one
+    return Capacity(nodes, forecast(best, profile))
 
 
 def profile_of(config: JobConfig, profile: Profile | None) -> Profile:

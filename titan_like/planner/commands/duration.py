@@ -61,12 +61,12 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         tokens = total_samples(training) * training.seq_len
     encoder, decoder = sample_length(config, model)[1:]
     per_token = hardware_flops_per_token(model, encoder, recompute, decoder)
-    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.num_gpus / 1e12
-    took = duration(model, encoder, tokens, forecast.num_gpus, rate, recompute, options.price, decoder)
+    rate = options.tflops or forecast.rates.tokens_per_second * per_token / forecast.work.num_gpus / 1e12
+    took = duration(model, encoder, tokens, forecast.work.num_gpus, rate, recompute, options.price, decoder)
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{model.num_parameters() / 1e9:.4g} billion parameters, {tokens / 1e9:.4g} billion tokens, "
-        f"{gpus(forecast.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
+        f"{gpus(forecast.work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
         f"  every operation counted    {took.days_exact:8.1f} days, {took.gpu_hours:,.0f} GPU hours",
         f"  8TP/(nX), arXiv 2104.04473 {took.days_by_formula:8.1f} days",
     ]
@@ -81,15 +81,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 class Duration:
     """Days of a run, by the paper's formula and by counting every operation."""
 
-    days_by_formula: float
+    days_by_formula: float  # arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU and recomputation
     days_exact: float
     gpu_hours: float  # from days_exact
     cost: float | None  # in the currency of the price
-
-
-def days_by_formula(parameters: float, tokens: float, gpus: int, tflops: float) -> float:
-    """arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU including recomputation."""
-    return 8 * tokens * parameters / (gpus * tflops * 1e12) / SECONDS_PER_DAY
 
 
 def duration(
@@ -106,7 +101,7 @@ def duration(
     seconds = tokens * hardware_flops_per_token(model, seq_len, recompute, decoder_seq_len) / (gpus * tflops * 1e12)
     hours = seconds / 3600 * gpus
     return Duration(
-        days_by_formula(model.num_parameters(), tokens, gpus, tflops),
+        8 * tokens * model.num_parameters() / (gpus * tflops * 1e12) / SECONDS_PER_DAY,
         seconds / SECONDS_PER_DAY,
         hours,
         None if price_per_gpu_hour is None else hours * price_per_gpu_hour,

@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +33,10 @@ from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.planner.commands.outcome import Outcome, check_toml
-from titan_like.planner.layer_time import Microbatch, layer_cost, linear_times
+from titan_like.planner.layer_time import layer_cost, linear_times
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.planner.workload import Workload
 from titan_like.train.environment import environment_number
 from titan_like.train.host_memory import keep_freed_memory
 from titan_like.train.job import process_group
@@ -70,19 +72,15 @@ _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the profile")
+    parser.add_argument(
+        "--out", type=path_option, required=True, metavar="FILE.toml", help="where to write the profile"
+    )
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Measure this machine and write the profile.
-
-    Raises:
-        ConfigError: there is no file to write to.
-    """
+    """Measure this machine and write the profile."""
     if settings:
         raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
-    if options.out is None:
-        raise ConfigError("--out", None, "say where to write the profile")
     check_toml(options.out)
     began = time.perf_counter()
     is_first = environment_number("RANK", 0) == 0
@@ -95,13 +93,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     with process_group(device):
-        found = measure(device, Path(options.out).stem, show)
+        profile, lines = measure(device, Path(options.out).stem, show)
         dist.barrier()
     if not is_first:
         return Outcome("", {})
-    lines = [*found.lines, f"wrote {options.out}"]
-    toml = f"# Written by plan.py microbenchmark.\n{profile_to_toml(found.profile)}"
-    return Outcome("\n".join(lines), {"microbenchmark": found.lines}, files={Path(options.out): toml})
+    toml = f"# Written by plan.py microbenchmark.\n{profile_to_toml(profile)}"
+    text = "\n".join([*lines, f"wrote {options.out}"])
+    return Outcome(text, {"microbenchmark": lines}, files={Path(options.out): toml})
 
 
 class Links(NamedTuple):
@@ -111,13 +109,6 @@ class Links(NamedTuple):
     all_gather: float
     message: float
     latency: float  # per hop of a ring
-
-
-class Measured(NamedTuple):
-    """A profile of this machine, and its figures in words."""
-
-    profile: Profile
-    lines: list[str]
 
 
 class Machine:
@@ -184,25 +175,23 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
 
-def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Measured:
-    """Measure this machine. Every process of the default group calls it.
+def measure(device: torch.device, name: str, show: Callable[[str], None]) -> tuple[Profile, list[str]]:
+    """A profile of this machine with this name, and its figures in words. Every process of the default group calls it.
 
-    Args:
-        device: this process's device.
-        name: name of the profile.
-        show: called with lines of progress.
+    ``show`` is called with lines of progress.
     """
     machine = Machine(device, show)
     more: dict[str, float] = {}
     if machine.is_cpu:  # first, because the largest resident set never shrinks
         resident = machine.mean(peak_memory_bytes(device))
         more = {"overhead_bytes": resident + _FIRST_STEPS, "fragmentation": _FRAGMENTATION}
-    dtypes = ["float32"] if machine.is_cpu else ["float32", *_half_types(device)]
-    main = dtypes[-1]
+    main = "float32"
+    if not machine.is_cpu:
+        main = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     show("memory")
     bandwidth = _memory_bandwidth(machine)
     show("matrix products")
-    times = {dtype: _product_times(machine, dtype) for dtype in dtypes}
+    times = {dtype: _product_times(machine, dtype) for dtype in dict.fromkeys(("float32", main))}
     peaks = {dtype: max(6 * math.prod(shape) / t for shape, t in found.items()) for dtype, found in times.items()}
     if "bfloat16" in peaks:
         peaks["float16"] = peaks["bfloat16"]
@@ -218,11 +207,17 @@ def measure(device: torch.device, name: str, show: Callable[[str], None]) -> Mea
     show("operators between products")
     profile = profile.changed(memory_efficiency=_memory_efficiency(machine, main, profile))
     profile = profile.changed(**more)
-    return Measured(profile, _described(profile, links, main))
+    return profile, _described(profile, links, main)
 
 
-def _half_types(device: torch.device) -> list[str]:
-    return ["bfloat16"] if torch.cuda.get_device_capability(device) >= (8, 0) else ["float16"]
+def _both_passes(
+    machine: Machine, dtype: str, function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]
+) -> Callable[[], object]:
+    """A run of a function and of its backward pass, on random inputs of these shapes."""
+    options = {"device": machine.device, "dtype": getattr(torch, dtype)}
+    inputs = [torch.randn(shape, requires_grad=True, **options) for shape in shapes]
+    gradient = torch.randn_like(function(*inputs))
+    return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
 
 def _memory_bandwidth(machine: Machine) -> float:
@@ -235,16 +230,9 @@ def _memory_bandwidth(machine: Machine) -> float:
 def _product_times(machine: Machine, dtype: str) -> dict[tuple[int, int, int], float]:
     """Seconds of a linear layer's three products, by shape."""
     found = {}
-    for shape in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
-        tokens, inputs, outputs = shape
-        options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
-        x, weight = torch.randn(tokens, inputs, **options), torch.randn(outputs, inputs, **options)
-        gradient = torch.randn(tokens, outputs, device=machine.device, dtype=x.dtype)
-
-        def run(x: torch.Tensor = x, weight: torch.Tensor = weight, gradient: torch.Tensor = gradient) -> None:
-            torch.autograd.grad(F.linear(x, weight), (x, weight), gradient)
-
-        found[shape] = machine.seconds(run)
+    for tokens, inputs, outputs in _PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU:
+        run = _both_passes(machine, dtype, F.linear, (tokens, inputs), (outputs, inputs))
+        found[tokens, inputs, outputs] = machine.seconds(run)
     return found
 
 
@@ -264,14 +252,8 @@ def _with_products(profile: Profile, times: dict[tuple[int, int, int], float], d
 def _attention_efficiency(machine: Machine, dtype: str, peak: float) -> float:
     """Efficiency of causal fused attention, forward and backward: 3.5 times half of 4·s²·h FLOPs per sample."""
     samples, seq_len, hidden, heads = (_LAYERS_CPU if machine.is_cpu else _LAYERS_GPU)[0]
-    shape = samples, heads, seq_len, hidden // heads
-    options = {"device": machine.device, "dtype": getattr(torch, dtype), "requires_grad": True}
-    q, k, v = (torch.randn(shape, **options) for _ in range(3))
-    gradient = torch.randn(shape, device=machine.device, dtype=q.dtype)
-
-    def run() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
-
+    attention = partial(F.scaled_dot_product_attention, is_causal=True)
+    run = _both_passes(machine, dtype, attention, *[(samples, heads, seq_len, hidden // heads)] * 3)
     flops = 3.5 * 0.5 * 4 * samples * seq_len**2 * hidden
     return min(1.0, flops / machine.seconds(run) / peak)
 
@@ -304,28 +286,23 @@ def _memory_efficiency(machine: Machine, dtype: str, profile: Profile) -> float:
     found = []
     for samples, seq_len, hidden, heads in _LAYERS_CPU if machine.is_cpu else _LAYERS_GPU:
         model = _one_layer(seq_len, hidden, heads)
-        mb = Microbatch(samples, seq_len, 1, 1, False, "none", True, False, dtype)
-        whole = layer_cost(model, mb, profile.changed(memory_efficiency=1.0))
-        bare = layer_cost(model, mb, profile.changed(memory_efficiency=1e9))
-        options = {"device": machine.device, "dtype": getattr(torch, dtype)}
-        x = torch.randn(samples * seq_len, hidden, requires_grad=True, **options)
-        inner = torch.randn(samples * seq_len, model.ffn_hidden_size, requires_grad=True, **options)
-        scale, gradient = torch.ones(hidden, requires_grad=True, **options), torch.randn_like(x)
-        inner_gradient = torch.randn_like(inner)
-
-        def norm(x: torch.Tensor = x, scale: torch.Tensor = scale, gradient: torch.Tensor = gradient) -> object:
-            return torch.autograd.grad(F.layer_norm(x, scale.shape, scale, scale), (x, scale), gradient)
-
-        def gelu(inner: torch.Tensor = inner, gradient: torch.Tensor = inner_gradient) -> object:
-            return torch.autograd.grad(F.gelu(inner, approximate="tanh"), inner, gradient)
-
-        def add(gradient: torch.Tensor = gradient) -> object:
-            return gradient + gradient
-
+        work = Workload(model, seq_len, samples, samples, dtype=dtype)
+        whole = layer_cost(work, profile.changed(memory_efficiency=1.0))
+        bare = layer_cost(work, profile.changed(memory_efficiency=1e9))
+        tokens = samples * seq_len
+        norm = _both_passes(machine, dtype, _norm, (tokens, hidden), (hidden,))
+        gelu = _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, model.ffn_hidden_size))
+        x = torch.ones(tokens, hidden, device=machine.device, dtype=getattr(torch, dtype))
         # Two norms, two residual sums forward, and two sums of their gradients.
-        seconds = 2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, add)
+        seconds = (
+            2 * _repeated(machine, norm) + _repeated(machine, gelu) + 4 * _repeated(machine, partial(torch.add, x, x))
+        )
         found.append((whole.forward + whole.backward - bare.forward - bare.backward) / seconds)
     return min(1.0, statistics.geometric_mean(found))  # caches may beat the memory that updates go through
+
+
+def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, scale.shape, scale, scale)
 
 
 def _repeated(machine: Machine, run: Callable[[], object], times: int = 4) -> float:
@@ -339,37 +316,25 @@ def _links(machine: Machine) -> Links:
     largest = _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU
     tokens, inputs, outputs = (_PRODUCTS_CPU if machine.is_cpu else _PRODUCTS_GPU)[-1]
     x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
+    part, few = (torch.ones(nbytes // 4, device=machine.device) for nbytes in (largest // n, _SMALLEST))
+    whole, into = (torch.ones(part.numel() * n, device=machine.device) for _ in range(2))
 
-    def product() -> torch.Tensor:
-        return x @ weight
-
-    def reduced(nbytes: int) -> float:
-        tensor = torch.ones(nbytes // 4, device=machine.device)
-        return machine.seconds_between(lambda: dist.all_reduce(tensor), product)
-
-    def gathered(nbytes: int) -> float:
-        part = torch.ones(nbytes // 4 // n, device=machine.device)
-        whole = torch.empty(part.numel() * n, device=machine.device)
-        with warnings.catch_warnings():  # deprecated in later versions
+    def seconds(run: Callable[[], object]) -> float:
+        with warnings.catch_warnings():  # all_gather_into_tensor is deprecated in later versions
             warnings.simplefilter("ignore", FutureWarning)
-            return machine.seconds_between(lambda: dist.all_gather_into_tensor(whole, part), product)
+            return machine.seconds_between(run, lambda: x @ weight)
 
-    def sent(nbytes: int) -> float:
-        tensor, into = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
-
-        def run() -> None:
-            sends = dist.P2POp(dist.isend, tensor, (rank + 1) % n), dist.P2POp(dist.irecv, into, (rank - 1) % n)
-            for work in dist.batch_isend_irecv(list(sends)):
-                work.wait()
-
-        return machine.seconds_between(run, product)
+    def exchange() -> None:
+        sends = dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, into, (rank - 1) % n)
+        for work in dist.batch_isend_irecv(list(sends)):
+            work.wait()
 
     # A ring all-reduce has 2(n-1) hops, an all-gather n-1. What the largest size takes beyond them is bandwidth.
-    latency = reduced(_SMALLEST) / (2 * (n - 1))
+    latency = seconds(lambda: dist.all_reduce(few)) / (2 * (n - 1))
     ring = (n - 1) / n * largest
-    reducing = max(reduced(largest) / 2 - (n - 1) * latency, 1e-9)
-    gathering = max(gathered(largest) - (n - 1) * latency, 1e-9)
-    sending = max(sent(largest) - latency, 1e-9)
+    reducing = max(seconds(lambda: dist.all_reduce(whole)) / 2 - (n - 1) * latency, 1e-9)
+    gathering = max(seconds(lambda: dist.all_gather_into_tensor(whole, part)) - (n - 1) * latency, 1e-9)
+    sending = max(seconds(exchange) - latency, 1e-9)
     return Links(ring / reducing, ring / gathering, largest / sending, latency)
 
 

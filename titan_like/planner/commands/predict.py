@@ -32,7 +32,7 @@ def describe(forecast: Forecast) -> str:
         if name != "total" and seconds:
             lines.append(f"  {name:12s} {seconds:10.4f} s  {100 * seconds / time.total:5.1f} %")
     lines.append(
-        f"rates      {rates.tokens_per_second:,.0f} tokens/s on {gpus(forecast.num_gpus)}, "
+        f"rates      {rates.tokens_per_second:,.0f} tokens/s on {gpus(forecast.work.num_gpus)}, "
         f"{per_gpu(rates.tflops_per_device)} each"
     )
     if rates.hfu is not None and rates.mfu_model is not None and rates.mfu_causal is not None:

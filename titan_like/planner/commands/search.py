@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 def summary(found: Found) -> list[str]:
     """The best layout, its prediction, and how many layouts it is the best of."""
     best, counts = found.best, found.counts
-    ahead = forecast(best.work, found.profile, found.config)
+    ahead = forecast(best.work, found.profile)
     tflops = f", {per_gpu(ahead.rates.tflops_per_device)} per GPU"
     return [
         described(best.work),
