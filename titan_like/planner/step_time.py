@@ -75,7 +75,11 @@ class Sharding(NamedTuple):
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Estimate one step by closed forms."""
-    found = passes(work, profile)
+    return sharded_step_time(work, profile, passes(work, profile))
+
+
+def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
+    """`step_time` for passes that are known."""
     gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
