@@ -103,9 +103,9 @@ def bare_seconds(path: Path, tokenizer: str, processes: int) -> float:
 
 
 def _bare_loop(path: Path, name: str, number: int, processes: int, barrier: Any) -> None:
-    from titan_like.data.tokenizer import read_tokenizer
+    from titan_like.data.tokenizer import build_tokenizer
 
-    tokenizer, _ = read_tokenizer(name)
+    tokenizer = build_tokenizer(name).tokenizer
     batches, size = [[]], 0  # type: list[list[str]], int
     with open(path, encoding="utf-8") as file:
         for line in file:

@@ -130,8 +130,8 @@ def summary(timelines: list[StepTimeline]) -> dict[str, Any]:
         for event in timeline.passes:
             passes.setdefault(event.action.kind, []).append(1000 * (event.end - event.start))
     return {
-        "bubble": round(statistics.median(f.bubble for f in found), 4),
-        "bubble_ideal": round(found[0].bubble_ideal, 4),
+        "bubble": round(statistics.median(f.bubble_fraction for f in found), 4),
+        "bubble_ideal": round(found[0].bubble_fraction_ideal, 4),
         "exposed_communication": round(statistics.median(f.exposed_communication for f in found), 4),
         "pass_ms": {kind: round(statistics.mean(values), 2) for kind, values in sorted(passes.items())},
     }

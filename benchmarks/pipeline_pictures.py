@@ -43,7 +43,7 @@ def picture(schedule: str, virtual: int, step: StepTimeline, folder: Path) -> No
     per_stage = RANK_TIMES / stages_per_rank(schedule, virtual)
     theory = simulated(schedule, DEGREE, virtual, MICROBATCHES, per_stage.of)
     panels = [
-        (f"{schedule}, {name}: bubble {figures(shown).bubble:.3f}", shown)
+        (f"{schedule}, {name}: bubble {figures(shown).bubble_fraction:.3f}", shown)
         for name, shown in (("measured", step), ("theory", theory))
     ]
     draw(panels, folder / f"{schedule}.png")

@@ -55,24 +55,11 @@ SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; befor
 float8_product = torch.ops.aten._scaled_mm.default
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by ``factor``, a scalar tensor of their dtype."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors to others of the same shapes, which may have another dtype."""
-    torch._foreach_copy_(targets, sources)
-
-
-def add_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Add tensors to others of the same shapes in place, in the dtype of the latter."""
-    torch._foreach_add_(targets, sources)
-
-
-def views_of(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive parts of ``flat``, [elements of all tensors], as tensors of these shapes."""
-    return list(torch._utils._unflatten_dense_tensors(flat, tensors))
+# On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
+# to tensors, in the dtype of these; the Euclidean norm of each.
+multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
+add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
+views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
 
 
 def fused_adamw_(
@@ -98,11 +85,6 @@ def fused_adamw_(
     )  # fmt: skip
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
-
-
-def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm of each tensor, as scalar tensors."""
-    return list(torch._foreach_norm(tensors))
 
 
 def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:

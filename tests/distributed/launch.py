@@ -136,16 +136,38 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, Res
     return {name: Result(**values) for name, values in collect(train_cases, world_size, folder, cases)[0].items()}
 
 
+def train_layouts(layouts: Mapping[str, tuple[int, Case, Case]], folder: Path) -> dict[str, Result]:
+    """Train each case on its number of ranks, and the case with which it is compared on one; results by case name."""
+    references = {reference.name: reference for _, _, reference in layouts.values()}
+    found = run_cases(list(references.values()), 1, folder)
+    for ranks in sorted({ranks for ranks, *_ in layouts.values()}):
+        found |= run_cases([case for size, case, _ in layouts.values() if size == ranks], ranks, folder)
+    return found
+
+
+def assert_same(
+    result: Result, expected: Result, tolerance: float, weights: float | None = None, heads: int = 4
+) -> None:
+    """Losses, norms, gradients and weights are the same, the weights to a tolerance of their own if there is one."""
+    assert result.losses == pytest.approx(expected.losses, rel=min(tolerance, 1e-6))
+    assert result.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+    assert worst(result.gradients, expected.gradients) <= (tolerance, "")
+    found, wanted = (without_key_biases(one.weights, heads) for one in (result, expected))
+    assert worst(found, wanted) <= (weights or tolerance, "")
+
+
+def without_key_biases(weights: Mapping[str, torch.Tensor], heads: int = 4) -> dict[str, torch.Tensor]:
+    """Weights, but of a fused bias, ordered [head, (query, key, value), head_dim], no keys (see `test_parity`)."""
+    return {
+        name: weight.view(heads, 3, -1)[:, [0, 2]] if name.endswith("qkv.bias") else weight
+        for name, weight in weights.items()
+    }
+
+
 def train_cases(rank: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
     """Train all cases in this process group; on rank 0, the fields of each `Result`."""
     results = {case.name: vars(train_case(case, folder)) for case in cases}
     return results if rank == 0 else {}
-
-
-def read_results(world_size: int, folder: Path) -> dict[str, Result]:
-    """The results that were saved on that many processes."""
-    stored = torch.load(folder / f"results_{world_size}.pt", weights_only=True)
-    return {name: Result(**values) for name, values in stored.items()}
 
 
 def runs_exhaustive_tests(request: pytest.FixtureRequest) -> bool:

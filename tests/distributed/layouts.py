@@ -21,6 +21,27 @@ SCHEDULES = {  # virtual stages per rank, for the debug model's 4 layers on 2 pi
 }
 
 
+def pipeline(stages: int = 2, schedule: str = "1f1b", virtual: int | None = None) -> dict[str, Any]:
+    """Settings of a pipeline; ``virtual``: stages per rank, if they are not those of `SCHEDULES`."""
+    return {
+        "parallelism.pipeline_parallel_degree": stages,
+        "parallelism.pipeline_schedule": schedule,
+        "parallelism.virtual_stages_per_rank": virtual or SCHEDULES[schedule],
+    }
+
+
+def tensor(size: int = 2, sequence_parallel: bool = False) -> dict[str, Any]:
+    return {"parallelism.tensor_parallel_degree": size, "parallelism.sequence_parallel": sequence_parallel}
+
+
+def zero(stage: int, replicas: int = 1) -> dict[str, Any]:
+    return {"parallelism.zero_stage": stage, "parallelism.data_parallel_replicate_degree": replicas}
+
+
+def recompute(mode: str, every: int = 1) -> dict[str, Any]:
+    return {"activation_checkpoint.mode": mode, "activation_checkpoint.every_n_layers": every}
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """One choice on every axis."""
@@ -45,23 +66,18 @@ class ParallelLayout:
         return (1 if self.schedule == "none" else 2) * int(self.tensor[0]) * int(self.data[0])
 
     def settings(self) -> dict[str, Any]:
-        pipeline: dict[str, Any] = {}
-        if self.schedule != "none":
-            pipeline = {
-                "parallelism.pipeline_parallel_degree": 2,
-                "parallelism.pipeline_schedule": self.schedule,
-                "parallelism.virtual_stages_per_rank": SCHEDULES[self.schedule],
+        stages = {} if self.schedule == "none" else pipeline(2, self.schedule)
+        splits = stages | tensor(int(self.tensor[0]), self.tensor.endswith("sp"))
+        return (
+            splits
+            | zero(self.zero_stage, 2 if self.data == "2 replicas" else 1)
+            | recompute(self.recompute)
+            | {
+                "model.family": self.family,
+                "training.micro_batch_size": GLOBAL_BATCH // self.microbatches // int(self.data[0]),
+                "training.global_batch_size": GLOBAL_BATCH,
             }
-        return pipeline | {
-            "model.family": self.family,
-            "parallelism.tensor_parallel_degree": int(self.tensor[0]),
-            "parallelism.sequence_parallel": self.tensor.endswith("sp"),
-            "parallelism.zero_stage": self.zero_stage,
-            "parallelism.data_parallel_replicate_degree": 2 if self.data == "2 replicas" else 1,
-            "activation_checkpoint.mode": self.recompute,
-            "training.micro_batch_size": GLOBAL_BATCH // self.microbatches // int(self.data[0]),
-            "training.global_batch_size": GLOBAL_BATCH,
-        }
+        )
 
 
 def full_product() -> list[ParallelLayout]:

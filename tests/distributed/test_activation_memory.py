@@ -89,18 +89,12 @@ PASSES = [
     sliced("t5 all-gather", "all_gather"),
 ]
 MORE_PASSES = [
-    case("gpt"),
     case("gpt grouped queries", shape={"num_kv_heads": 2}),
-    case("llama bfloat16", dtype="bfloat16"),
-    case("llama full", "full"),
     split("gpt sequence parallel"),
     split("llama sequence parallel", dtype="bfloat16"),
     split("llama tensor parallel, selective", "selective", sequence_parallel=False),
-    case("bert"),
     split("bert sequence parallel"),
-    case("t5 bfloat16", dtype="bfloat16"),
     case("t5 full", "full"),
-    case("t5 selective", "selective"),
     case("t5 selective, relu", "selective", shape={"mlp": "relu"}),
     case("t5 dropout", shape={"dropout": 0.1}),
     split("t5 tensor parallel", sequence_parallel=False),

@@ -1,4 +1,4 @@
-"""Growing batches, shards of unequal size, and validation."""
+"""Growing batches, and validation."""
 
 from __future__ import annotations
 
@@ -31,32 +31,6 @@ RAMP = TINY | {"training.micro_batch_size": 1, "training.batch_size_rampup": [4,
 RAMP_SIZES, RAMP_CONSUMED = [4, 4, 8, 12, 16, 16], [4, 8, 16, 28, 44, 60]
 RAMP_STAGES = (0, 3)
 
-# Over 4 ranks, 30 rows are 8, 8, 8, 6; 5 rows are 2, 2, 1 and none; 257 and 33 rows are uneven too.
-ODD_GPT = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 3, "ffn_hidden_size": 5, "max_seq_len": 33}
-ODD_LLAMA = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 3, "num_kv_heads": 1, "ffn_hidden_size": 6}
-LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
-UNEVEN = {
-    f"{family} {optimizer} | zero{stage} x {replicas} replicas": {
-        "model.family": family,
-        "model.overrides": shape | {"vocab_multiple": 1},
-        "optimizer.name": optimizer,
-        "optimizer.lr": LEARNING_RATE[optimizer],
-        "parallelism.zero_stage": stage,
-        "parallelism.data_parallel_replicate_degree": replicas,
-        "training.seq_len": 32,
-        "training.micro_batch_size": 2,
-        "training.steps": 2,
-    }
-    for family, shape, optimizer, stage, replicas in (
-        ("gpt", ODD_GPT, "sgd", 2, 1),
-        ("gpt", ODD_GPT, "sgd", 3, 2),
-        ("gpt", ODD_GPT, "adamw", 3, 1),
-        ("llama", ODD_LLAMA, "sgd", 1, 1),
-    )
-}
-ONE_PROCESS = {"parallelism.zero_stage": 0, "parallelism.data_parallel_replicate_degree": 1}
-UNEVEN_ALONE = {name.split(" | ")[0]: settings | ONE_PROCESS for name, settings in UNEVEN.items()}
-
 VALIDATED = {
     f"zero{stage}, {steps} batches": TINY | {"parallelism.zero_stage": stage, "evaluation.steps": steps}
     for stage, steps in ((0, 100), (3, 2))
@@ -88,8 +62,6 @@ def train_everything(rank: int, folder: Path, world_size: int) -> dict[Any, Any]
         for stage in RAMP_STAGES:
             results[f"ramp zero{stage}"] = train(folder, RAMP | {"parallelism.zero_stage": stage})
     else:
-        for name, settings in (UNEVEN_ALONE if world_size == 1 else UNEVEN).items():
-            results[name] = train(folder, settings)
         for name, settings in VALIDATED.items():
             micro_batch = {"training.steps": 2, "training.micro_batch_size": 16 if world_size == 1 else 2}
             for validates in (False, True):
@@ -138,20 +110,6 @@ def test_ramp_up_trains_on_the_right_batches(folder: Path, results: dict[int, An
         for name, parameter in model.named_parameters():
             assert relative(run["gradients"][step][name], parameter.grad) < 1e-5, (step, name)
         first += size
-
-
-@pytest.mark.parametrize("name", UNEVEN)
-def test_unequal_shards_train_as_one_process(folder: Path, results: dict[int, Any], name: str) -> None:
-    run, alone = results[4][name], results[1][name.split(" | ")[0]]
-    initial = plain_model(base_config(folder, UNEVEN[name])).state_dict()
-    assert run["weights"][0].keys() == alone["weights"][0].keys() == initial.keys()
-    for key, value in initial.items():
-        assert torch.equal(run["weights"][0][key], value), key
-        assert torch.equal(alone["weights"][0][key], value), key
-        assert relative(run["gradients"][0][key], alone["gradients"][0][key]) < 1e-5, key
-        # AdamW divides small gradients by their own size, rounding errors with them.
-        assert relative(run["weights"][-1][key], alone["weights"][-1][key]) < (1e-5 if "sgd" in name else 1e-4), key
-        assert not torch.equal(run["weights"][-1][key], value), key
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

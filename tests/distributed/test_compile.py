@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 
 from tests.distributed.launch import Case, Result, launch, relative, run_cases, trainer_of
+from tests.distributed.layouts import pipeline, recompute, tensor, zero
 
 SMALL = {
     "model.overrides": {"num_layers": 2},
@@ -20,34 +21,24 @@ SMALL = {
 EAGER = Case("eager", SMALL)
 
 
-def compiled(mode: str, stage: int) -> Case:
-    settings = {"compile.enable": True, "activation_checkpoint.mode": mode, "parallelism.zero_stage": stage}
-    return Case(f"recompute {mode}, zero{stage}", SMALL | settings)
-
-
-PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
-TENSOR = {"parallelism.tensor_parallel_degree": 2}
-SEQUENCE = TENSOR | {"parallelism.sequence_parallel": True}
-
-
-def compiled_on_two(name: str, layout: dict[str, object], mode: str) -> Case:
-    settings = layout | {"compile.enable": True, "activation_checkpoint.mode": mode}
-    return Case(f"{name}, recompute {mode}", SMALL | settings)
+def compiled(name: str, layout: dict[str, object], mode: str) -> Case:
+    return Case(f"{name}, recompute {mode}", SMALL | layout | {"compile.enable": True} | recompute(mode))
 
 
 CASES = {  # by number of ranks
-    1: [compiled("selective", 0)],
+    1: [compiled("zero 0", zero(0), "selective")],
     2: [
-        compiled("none", 3),
-        compiled_on_two("pipeline", PIPELINE, "none"),
-        compiled_on_two("sequence", SEQUENCE, "full"),
+        compiled("zero 3", zero(3), "none"),
+        compiled("pipeline", pipeline(), "none"),
+        compiled("sequence", tensor(2, True), "full"),
     ],
 }
 MORE_CASES = {
-    1: [compiled(mode, 0) for mode in ("none", "full")],
+    1: [compiled("zero 0", zero(0), mode) for mode in ("none", "full")],
     2: [
-        compiled("full", 3),
-        *(compiled_on_two(*case, "none") for case in (("tensor", TENSOR), ("sequence", SEQUENCE))),
+        compiled("zero 3", zero(3), "full"),
+        compiled("tensor", tensor(), "none"),
+        compiled("sequence", tensor(2, True), "none"),
     ],
 }
 COMPILER = shutil.which("g++") or shutil.which("clang++")

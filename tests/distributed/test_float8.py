@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import Case, Result, base_config, launch, read_results, run_cases, train_case, worst
+from tests.distributed.launch import Case, Result, base_config, collect, launch, run_cases, train_case, worst
 from titan_like.config.errors import ConfigError
 from titan_like.parallel.data import sharded_modules
 from titan_like.parallel.float8 import Float8Gathers
@@ -44,7 +44,7 @@ def gathers_in_float8(case: Case, folder: Path) -> set[str]:
     return {name for name, shard in shards.items() if hasattr(shard, "fsdp_pre_all_gather")}
 
 
-def on_several_ranks(rank: int, folder: Path) -> None:
+def on_several_ranks(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     results: dict[str, Result] = {}
     for case in (*STAGES, RECOMPUTED):
         with patch.object(Float8Gathers, "cast", autospec=True, side_effect=Float8Gathers.cast) as cast:
@@ -58,20 +58,14 @@ def on_several_ranks(rank: int, folder: Path) -> None:
     }
     for change in ({"parallelism.zero_stage": 0}, {"float8.recipe": "rowwise"}, {"float8.enable": False}):
         assert not gathers_in_float8(Case("", STAGES[3].settings | change), folder)
-    if rank == 0:
-        torch.save({name: vars(result) for name, result in results.items()}, folder / f"results_{_ranks()}.pt")
-
-
-def _ranks() -> int:
-    return torch.distributed.get_world_size()
+    return {name: vars(result) for name, result in results.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])  # 3 ranks have shards of unlike sizes
 def test_weights_gathered_in_float8_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
     base_config(tmp_path, {})
     one = run_cases([ONE], 1, tmp_path)["one process"]
-    launch(on_several_ranks, ranks, tmp_path)
-    results = read_results(ranks, tmp_path)
+    results = {name: Result(**values) for name, values in collect(on_several_ranks, ranks, tmp_path)[0].items()}
     for name, result in results.items():
         # Scales are the same, and so are all products; only sums over microbatches may be added in another order.
         assert worst(result.gradients, one.gradients)[0] < 1e-6, name

@@ -118,14 +118,6 @@ def test_a_spike_changes_nothing_and_is_counted(folder: Path) -> None:
     assert rates[BAD_STEP] == pytest.approx(rates[BAD_STEP - 1])  # the schedule does not count the step
 
 
-def test_gradients_that_are_no_numbers_change_nothing_either(folder: Path) -> None:
-    extra: dict[str, Any] = {"health__loss_spike_factor": 0.0, "checkpoint__enable": False}
-    outcome = train(folder, "nan", {BATCH * (BAD_STEP - 1): math.nan}, **extra)[0]
-    digests = outcome["digests"]
-    assert digests[BAD_STEP] == digests[BAD_STEP - 1] != digests[BAD_STEP + 1]
-    assert [record["step"] for record in records(folder / "nan") if record["nan"]] == [BAD_STEP]
-
-
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
 def test_going_back_leaves_out_the_samples_since_the_checkpoint(folder: Path, background: bool) -> None:
     name = f"rewind {background}"

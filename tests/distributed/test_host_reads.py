@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import collect, trainer_of
+from tests.distributed.layouts import pipeline, tensor, zero
 from titan_like.metrics.record import StepRecord
 
 QUIET = {
@@ -21,15 +22,12 @@ QUIET = {
     "model.overrides": {"num_layers": 2, "hidden_size": 32},
 }
 LAYOUTS = {
-    "zero 0": {"parallelism.zero_stage": 0},
-    "zero 3": {"parallelism.zero_stage": 3},
-    "tensor, sequence": {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True},
-    "pipeline": {"parallelism.pipeline_parallel_degree": 2},
-    "pipeline, tied, zero bubble": {
-        "parallelism.pipeline_parallel_degree": 2,
-        "parallelism.pipeline_schedule": "zbv_zero_bubble",
-        "model.overrides": {"num_layers": 4, "hidden_size": 32},
-    },
+    "zero 0": zero(0),
+    "zero 3": zero(3),
+    "tensor, sequence": tensor(2, True),
+    "pipeline": pipeline(),
+    "pipeline, tied, zero bubble": pipeline(2, "zbv_zero_bubble")
+    | {"model.overrides": {"num_layers": 4, "hidden_size": 32}},
     "float16": {"training.dtype": "float16", "training.micro_batch_size": 4},
     "spikes": {"health.loss_spike_factor": 6.0, "health.loss_spike_window": 4},
 }

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.launch import all_stages, base_config, by_name, launch, runs_exhaustive_tests, trainer_of
+from tests.distributed.layouts import pipeline, tensor, zero
 from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.saver import Saver
@@ -30,27 +31,20 @@ MODELS = {
     "gpt": gpt_config(**SIZES, hidden_size=30, num_attention_heads=2),  # tied; shards over 4 ranks are uneven
     "llama": llama_config(**SIZES),
 }
-PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
-TENSOR = {"parallelism.tensor_parallel_degree": 2}
+BFLOAT16 = {"training.dtype": "bfloat16"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"1 rank": {}},
     2: {
-        "zero 3": {"parallelism.zero_stage": 3},
-        "tensor": TENSOR,
-        "zero 0 in bfloat16": {"training.dtype": "bfloat16"},
-        "both ends of a V": PIPELINE | {"parallelism.pipeline_schedule": "zbv_zero_bubble"},  # a tied table twice
+        "zero 3": zero(3),
+        "tensor": tensor(),
+        "zero 0 in bfloat16": BFLOAT16,
+        "both ends of a V": pipeline(2, "zbv_zero_bubble"),  # a tied table twice
     },
     4: {
-        "2 stages of tensor 2": PIPELINE | TENSOR,
-        "tensor 2 of zero 3": TENSOR | {"parallelism.zero_stage": 3, "parallelism.sequence_parallel": True},
-        "2 replicas of zero 3": {"parallelism.zero_stage": 3, "parallelism.data_parallel_replicate_degree": 2},
-        "interleaved stages of zero 1 in bfloat16": PIPELINE
-        | {
-            "parallelism.pipeline_schedule": "interleaved_1f1b",
-            "parallelism.virtual_stages_per_rank": 2,
-            "parallelism.zero_stage": 1,
-            "training.dtype": "bfloat16",
-        },
+        "2 stages of tensor 2": pipeline() | tensor(),
+        "tensor 2 of zero 3": tensor(2, True) | zero(3),
+        "2 replicas of zero 3": zero(3, 2),
+        "interleaved stages of zero 1 in bfloat16": pipeline(2, "interleaved_1f1b") | zero(1) | BFLOAT16,
     },
 }
 NORMAL = {  # each layout with one of the models; both where training follows

@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.launch import (
-    Case,
-    collect,
-    full,
-    relative,
-    train_case,
-    trainer_of,
-)
+from tests.distributed.launch import Case, collect, full, relative, train_case, trainer_of
+from tests.distributed.layouts import pipeline, tensor, zero
 from titan_like.config.errors import RunError
 from titan_like.train.trainer import Trainer
 
@@ -33,27 +27,26 @@ EXACT = Case("float32", TINY)
 EXACT_OF_FOUR = Case("float32 of four layers", TINY | {"model.overrides": FOUR_LAYERS})
 
 
-def half(dtype: str, zero: int, reduce_dtype: str = "float32") -> Case:
-    settings = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype, "parallelism.zero_stage": zero}
-    return Case(f"{dtype} zero{zero} summed in {reduce_dtype}", TINY | settings)
+def half(dtype: str, stage: int, reduce_dtype: str = "float32") -> Case:
+    settings = {"training.dtype": dtype, "training.reduce_dtype": reduce_dtype} | zero(stage)
+    return Case(f"{dtype} zero{stage} summed in {reduce_dtype}", TINY | settings)
 
 
-PIPELINE = {"parallelism.pipeline_parallel_degree": 2}
-SEQUENCE = {"parallelism.tensor_parallel_degree": 2, "parallelism.sequence_parallel": True}
-V_SHAPED = PIPELINE | {"parallelism.pipeline_schedule": "zbv_zero_bubble", "model.overrides": FOUR_LAYERS}
+PIPELINE, SEQUENCE = pipeline(), tensor(2, True)
+V_SHAPED = pipeline(2, "zbv_zero_bubble") | {"model.overrides": FOUR_LAYERS}
 ONE_MICROBATCH = {"training.micro_batch_size": 8}
 
 
-def split(dtype: str, name: str, zero: int, layout: dict[str, Any]) -> Case:
-    return Case(f"{dtype} {name} zero{zero}", TINY | layout | {"training.dtype": dtype, "parallelism.zero_stage": zero})
+def split(dtype: str, name: str, stage: int, layout: dict[str, Any]) -> Case:
+    return Case(f"{dtype} {name} zero{stage}", TINY | layout | {"training.dtype": dtype} | zero(stage))
 
 
 HALF = {  # by number of ranks
     1: [half("float16", 0), half("bfloat16", 0), half("bfloat16", 3, "bfloat16")],
     2: [
-        *(half("float16", zero) for zero in (0, 2)),
-        *(half("bfloat16", zero) for zero in (1, 3)),
-        *(half("bfloat16", zero, "bfloat16") for zero in (0, 3)),
+        *(half("float16", stage) for stage in (0, 2)),
+        *(half("bfloat16", stage) for stage in (1, 3)),
+        *(half("bfloat16", stage, "bfloat16") for stage in (0, 3)),
     ],
 }
 CASES = {
@@ -72,11 +65,11 @@ WARMUP = {"training.steps": STEPS, "lr_scheduler.warmup_steps": STEPS}
 HALF_WARMUP = TINY | WARMUP | {"training.dtype": "float16"}
 SCALED = {
     1: {"zero0": HALF_WARMUP},
-    2: {"zero3": HALF_WARMUP | {"parallelism.zero_stage": 3}, "pipeline": HALF_WARMUP | PIPELINE},
+    2: {"zero3": HALF_WARMUP | zero(3), "pipeline": HALF_WARMUP | PIPELINE},
 }
 ABSURD_SCALE = 2.0**30
 POISONED = {
-    ranks: {f"zero{zero}": TINY | WARMUP | {"parallelism.zero_stage": zero} for zero in stages}
+    ranks: {f"zero{stage}": TINY | WARMUP | zero(stage) for stage in stages}
     for ranks, stages in ((1, [0]), (2, [0, 3]))
 }
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import build, digest
-from tests.distributed.launch import base_config, collect, launch
+from tests.distributed.launch import base_config, collect
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, complete_steps
 from titan_like.config.errors import RunError
@@ -177,15 +177,3 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
     (outcome,) = collect(train_where_a_save_fails, 1, folder, dump, settings, 5)
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
-
-
-def test_other_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
-    base_config(tmp_path, {})
-    text, dump = tmp_path / "text.txt", tmp_path / "run"
-    launch(crash_worker.train, 1, tmp_path, dump, {})
-    before = text.read_text()
-    for changed, is_refused in ((before[::-1], True), (before, False)):
-        text.write_text(changed)
-        ((outcome,),) = collect(crash_worker.resume_each, 1, tmp_path, [dump], {"training.steps": 4})
-        refusal = f"the checkpoint of step 3 in {dump}/checkpoint was trained on other data than [data] now gives;"
-        assert outcome.get("error", "").startswith(refusal) == is_refused, outcome

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import Case, Result, run_cases, runs_exhaustive_tests, worst
+from tests.distributed.launch import Case, Result, assert_same, runs_exhaustive_tests, train_layouts
+from tests.distributed.layouts import pipeline, recompute, tensor, zero
 
 TOLERANCE = 1e-10
 TWO_LAYERS = 1_400_000  # bytes of an encoder's and a decoder's, which then share a unit of communication
@@ -34,26 +35,6 @@ def shape(encoder: int, decoder: int, **more: Any) -> dict[str, Any]:
     return {"model.overrides": fields | more}
 
 
-def pipeline(stages: int, schedule: str = "1f1b", virtual: int = 1) -> dict[str, Any]:
-    return {
-        "parallelism.pipeline_parallel_degree": stages,
-        "parallelism.pipeline_schedule": schedule,
-        "parallelism.virtual_stages_per_rank": virtual,
-    }
-
-
-def tensor(size: int, sequence_parallel: bool = False) -> dict[str, Any]:
-    return {"parallelism.tensor_parallel_degree": size, "parallelism.sequence_parallel": sequence_parallel}
-
-
-def zero(stage: int) -> dict[str, Any]:
-    return {"parallelism.zero_stage": stage}
-
-
-def recompute(mode: str) -> dict[str, Any]:
-    return {"activation_checkpoint.mode": mode}
-
-
 RELU_TIED = {"mlp": "relu", "tied_embeddings": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, shape(2, 2) | zero(0)),
@@ -63,9 +44,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 stages, the first ends in the decoder": (2, shape(1, 4) | pipeline(2)),
     "2 stages, the last begins in the encoder, relu and tied": (2, shape(4, 1, **RELU_TIED) | pipeline(2)),
     "2 stages, 1 and 4 layers": (2, shape(3, 2) | pipeline(2) | {"parallelism.pipeline_layers": [1, 4]}),
-    "2 × 2 stages, interleaved": (2, shape(3, 3) | pipeline(2, "interleaved_1f1b", 2)),
+    "2 × 2 stages, interleaved": (2, shape(3, 3) | pipeline(2, "interleaved_1f1b")),
     "tensor 4, sequence, relu and tied": (4, shape(2, 2, **RELU_TIED) | tensor(4, True)),
-    "2 × 2 stages, zbv, zero 3": (4, shape(3, 3) | pipeline(2, "zbv_zero_bubble", 2) | zero(3)),
+    "2 × 2 stages, zbv, zero 3": (4, shape(3, 3) | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "2 stages, tensor 2, sequence, recompute full": (
         4,
         shape(3, 3) | pipeline(2) | tensor(2, True) | recompute("full"),
@@ -79,7 +60,7 @@ ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 stages, zero 2": (4, shape(2, 3) | pipeline(2) | zero(2)),
     "2 × 2 stages, tensor 2, sequence, zero 3, relu and tied": (
         8,
-        shape(3, 3, **RELU_TIED) | pipeline(2, "interleaved_1f1b", 2) | tensor(2, True) | zero(3),
+        shape(3, 3, **RELU_TIED) | pipeline(2, "interleaved_1f1b") | tensor(2, True) | zero(3),
     ),
 }  # fmt: skip
 
@@ -92,23 +73,18 @@ def reference(settings: dict[str, Any]) -> Case:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    folder, layouts = tmp_path_factory.mktemp("t5"), ALL_LAYOUTS if runs_exhaustive_tests(request) else LAYOUTS
-    references = {case.name: case for case in (reference(settings) for _, settings in layouts.values())}
-    found = run_cases(list(references.values()), 1, folder)
-    for ranks in sorted({size for size, _ in layouts.values()}):
-        here = {name: settings for name, (size, settings) in layouts.items() if size == ranks}
-        cases = [Case(name, COMMON | settings, TWO_LAYERS) for name, settings in here.items()]
-        found |= run_cases(cases, ranks, folder)
-    return found
+    layouts = ALL_LAYOUTS if runs_exhaustive_tests(request) else LAYOUTS
+    cases = {
+        name: (ranks, Case(name, COMMON | settings, TWO_LAYERS), reference(settings))
+        for name, (ranks, settings) in layouts.items()
+    }
+    return train_layouts(cases, tmp_path_factory.mktemp("t5"))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in LAYOUTS)) for name in ALL_LAYOUTS]
 )
 def test_same_training_as_one_process(results: dict[str, Result], name: str) -> None:
-    result, expected = results[name], results[reference(ALL_LAYOUTS[name][1]).name]
-    assert result.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
-    assert worst(result.gradients, expected.gradients) <= (TOLERANCE, "")
-    assert worst(result.weights, expected.weights) <= (TOLERANCE, "")
-    assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    expected = results[reference(ALL_LAYOUTS[name][1]).name]
+    assert_same(results[name], expected, TOLERANCE)
     assert all(gradient.any() for gradient in expected.gradients.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.launch import collect
 from tests.losses import summed_loss
 from titan_like.config.schema import Model
+from titan_like.models.gpt import sharding
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor import apply_tensor_parallel, family_plan, full_logits
+from titan_like.parallel.tensor import apply_tensor_parallel, full_logits
 
 
 class CountCollectives(TorchDispatchMode):
@@ -37,16 +39,18 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(
-    family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, plan: Any = None, **overrides: Any
-) -> Transformer:
+def build(family: str, mesh: DeviceMesh | None, sequence_parallel: bool = False, **overrides: Any) -> Transformer:
     with torch.device("meta"):
         model = build_model(model_config(Model(family=family, overrides=overrides)), family)
     if mesh is not None:
-        apply_tensor_parallel(model, mesh, sequence_parallel, plan)
+        apply_tensor_parallel(model, mesh, sequence_parallel)
     model.to_empty(device="cpu")
     model.init_weights(3)
     return model
+
+
+def with_plan(plan: dict[str, Any]) -> Any:
+    return patch.object(sharding, "TENSOR_PARALLEL_PLAN", plan)
 
 
 def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,11 +63,10 @@ def tokens_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 def measure(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {"collectives": {}, "errors": {}, "loss": {}}
+    found: dict[str, Any] = {"collectives": {}, "errors": {}}
     tokens, labels = tokens_and_labels()
     for family in ("gpt", "llama", "bert"):
         whole = build(family, None)
-        expected = summed_loss(whole, tokens, labels)
         for sequence_parallel in (False, True):
             model = build(family, mesh, sequence_parallel)
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -75,10 +78,8 @@ def measure(rank: int) -> dict[str, Any]:
                 with CountCollectives() as backward:
                     loss.backward()
                 counts.append((dict(forward.counts), dict(backward.counts)))
-                if layers == 4:
-                    found["loss"][f"{family} {sequence_parallel}"] = abs(loss.item() / expected.item() - 1)
-                    for name, parameter in model.named_parameters():
-                        assert parameter.grad.placements == parameter.placements, name
+                for name, parameter in model.named_parameters() if layers == 4 else ():
+                    assert parameter.grad.placements == parameter.placements, name
             # What one layer adds.
             found["collectives"][f"{family} {sequence_parallel}"] = [
                 {kind: counts[0][i][kind] - counts[1][i].get(kind, 0) for kind in counts[0][i]} for i in (0, 1)
@@ -98,8 +99,8 @@ def measure(rank: int) -> dict[str, Any]:
     }.items():
         with torch.device("meta"):
             model = build_model(model_config(Model()), "gpt")
-        with pytest.raises(ValueError) as refused:
-            apply_tensor_parallel(model, mesh, False, change(family_plan(model)))
+        with with_plan(change(sharding.TENSOR_PARALLEL_PLAN)), pytest.raises(ValueError) as refused:
+            apply_tensor_parallel(model, mesh, False)
         found["errors"][name] = str(refused.value)
     return found
 
@@ -108,10 +109,11 @@ def largest_difference_with_torch_s_styles(mesh: DeviceMesh) -> float:
     """Of any gradient, relative to its norm, between our styles and a plan that has torch's for the MLPs."""
     tokens, labels = tokens_and_labels()
     ours = build("gpt", mesh)
-    plan: dict[str, Any] = dict(family_plan(ours))
+    plan: dict[str, Any] = dict(sharding.TENSOR_PARALLEL_PLAN)
     del plan["layers.*.mlp"]
     plan |= {"layers.*.mlp.fc1": ColwiseParallel(), "layers.*.mlp.fc2": RowwiseParallel()}
-    mixed = build("gpt", mesh, plan=plan)
+    with with_plan(plan):
+        mixed = build("gpt", mesh)
     assert not hasattr(mixed.layers["0"].mlp.fc1, "tensor_style")  # it is torch's
     for model in (ours, mixed):
         summed_loss(model, tokens, labels).backward()
@@ -151,11 +153,6 @@ def test_collectives_of_one_layer_are_the_papers(found: list[dict[str, Any]], fa
     assert [sum(part.values()) for part in plain] == [2, 2], os.linesep.join(map(str, plain))
     assert [sum(part.values()) for part in sequence] == [4, 4], os.linesep.join(map(str, sequence))
     assert all("reduce" in kind for part in plain for kind, count in part.items() if count)
-
-
-def test_loss_is_the_whole_models(found: list[dict[str, Any]]) -> None:
-    assert max(found[0]["loss"].values()) < 1e-6
-    assert found[0]["loss"] == found[1]["loss"]
 
 
 def test_attention_dropout_differs_between_ranks_and_residual_dropout_does_not(found: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from tests.distributed.launch import base_config, by_name, collect
+from tests.distributed.layouts import pipeline
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.apply import build_pipeline
@@ -26,17 +27,9 @@ def gradients_of(pipeline):
 def compare(rank, folder):
     found = {}
     for name, (kind, virtual_stages) in SCHEDULES.items():
-        config = base_config(
-            folder,
-            {
-                "training.dtype": "float64",
-                "parallelism.pipeline_parallel_degree": RANKS,
-                "parallelism.pipeline_schedule": name,
-                "parallelism.virtual_stages_per_rank": virtual_stages,
-            },
-        )
+        config = base_config(folder, {"training.dtype": "float64"} | pipeline(RANKS, name, virtual_stages))
         mesh = build_mesh(resolve_layout(config.parallelism, RANKS), "cpu")
-        pipeline = build_pipeline(config, model_config(config.model), mesh, torch.device("cpu"))
+        ours = build_pipeline(config, model_config(config.model), mesh, torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
         batches = torch.randint(0, 256, (MICROBATCHES, 2, 4, 64), generator=generator)  # tokens and labels
         ones = torch.ones(1, dtype=torch.float64)
@@ -45,21 +38,21 @@ def compare(rank, folder):
         def loss(losses, _microbatch):
             return losses.sum()
 
-        pipeline.forward_backward(inputs, loss)
-        expected = gradients_of(pipeline)
+        ours.forward_backward(inputs, loss)
+        expected = gradients_of(ours)
 
         single = virtual_stages == 1
-        stages = pipeline.stages[0] if single else pipeline.stages
+        stages = ours.stages[0] if single else ours.stages
         schedule = kind(stages, MICROBATCHES, loss_fn=loss_of_last_stage, scale_grads=False)
-        for stage in pipeline.stages:
+        for stage in ours.stages:
             stage.begin(inputs, loss)
         losses = []
-        is_last = any(stage.is_last for stage in pipeline.stages)
+        is_last = any(stage.is_last for stage in ours.stages)
         target = torch.arange(MICROBATCHES) if is_last else None
         schedule.step(target=target, losses=losses, return_outputs=False)
-        for stage in pipeline.stages:
+        for stage in ours.stages:
             stage.end()
-        gradients = gradients_of(pipeline)
+        gradients = gradients_of(ours)
         assert gradients.keys() == expected.keys()
         found[name] = {
             "worst": max(((gradients[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected),

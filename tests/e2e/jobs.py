@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +18,12 @@ from typing import Any, Self
 from tests.e2e.scripts import REPO, Script
 
 
-class Job(ABC):
-    """Processes that write to ``log``; a context manager that leaves nothing running."""
+class Job:
+    """Processes that write to ``log``; a context manager that leaves nothing running.
+
+    `is_over`, `kill`, which is as when their machine is lost, `workers`, process ids by rank, and `wait`, which returns
+    the exit code, are those of the kinds of jobs.
+    """
 
     log: Path
 
@@ -29,23 +32,6 @@ class Job(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether all processes have ended."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End all processes at once, as when their machine is lost."""
-
-    @abstractmethod
-    def workers(self) -> dict[int, int]:
-        """Process ids by rank."""
-
-    @abstractmethod
-    def wait(self, seconds: float = 240) -> int:
-        """The exit code."""
 
     @property
     def output(self) -> str:
@@ -154,6 +140,18 @@ def train_on(processes: int, log: Path, arguments: list[str], **options: Any) ->
     with ForkedJob(log, "train.py", arguments, processes, **options) as job:
         assert job.wait() == 0, job.output
     return job.output
+
+
+def short(steps: int, batch: int = 8, micro_batch: int = 2, warmup: int = 2) -> list[str]:
+    """Settings of a run of few tokens that does not validate."""
+    return [
+        "--training.seq_len=32",
+        f"--training.micro_batch_size={micro_batch}",
+        f"--training.global_batch_size={batch}",
+        f"--training.steps={steps}",
+        f"--lr_scheduler.warmup_steps={warmup}",
+        "--evaluation.interval=0",
+    ]
 
 
 def free_port() -> int:

@@ -18,7 +18,6 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
 from titan_like.config.paths import file_problem
 from titan_like.data.packed import corpus_files
-from titan_like.planner.profile import load_profile
 from titan_like.train.job import meeting_place
 from titan_like.train.setup import out_of_memory_names
 
@@ -74,11 +73,6 @@ def test_unreadable_files_are_named(monkeypatch, capfd, folder):
 DATA = {  # name of the file, its content, words
     "brackets": ("a.jsonl", '{"text": "a"}\n{"text": ' + 100_000 * "[", ["a.jsonl:2", "nested too deeply"]),
     "digits": ("a.jsonl", '{"text": "a", "n": ' + 5000 * "1" + "}", ["a.jsonl:1", "too many digits"]),
-    "array": (
-        "a.json",
-        '\ufeff [{"text": "a"}]',
-        ["a.json", "holds JSON, not text", "as .jsonl", "name the file .txt"],
-    ),
 }
 
 
@@ -89,16 +83,9 @@ def test_bad_documents(monkeypatch, capfd, folder, case):
     check_refusal(run_here(monkeypatch, capfd, arguments(folder, [STEPS, f"--data.paths={folder}/{name}"])), words)
 
 
-def test_profile_with_thousands_of_brackets(tmp_path):
-    (tmp_path / "mine.toml").write_text("device = " + 5000 * "[")
-    with pytest.raises(ConfigError, match=r'cluster.profile = ".*mine.toml": brackets are nested too deeply'):
-        load_profile(f"{tmp_path}/mine.toml", "cluster.profile")
-
-
 RUN_FILES = {
     "brackets": (100_000 * "[", "run.json is not JSON: maximum recursion"),
     "digits": ('{"step": ' + 5000 * "1" + "}", "run.json is not JSON: Exceeds the limit"),
-    "no JSON": ("step 5", "run.json is not JSON"),
 }
 
 
@@ -285,9 +272,7 @@ SIZES = {  # settings, words
         ["model.overrides.hidden_size", "less than or equal to 1048576"],
     ),
     "digits of an unused flavor": (["--model.flavors.z.x=0x" + 5000 * "f"], ["flavors.z.x", "64 bits"]),
-    "levels of an unused flavor": ([f"--model.flavors.z={20 * '['}{20 * ']'}"], ["flavors.z", "at most 16 levels"]),
     "forged line": (["--model.overrides.a\nerror: fake\x1b=3"], [r"a\nerror: fake\x1b = 3", "unknown field"]),
-    "unlimited rate": (["--optimizer.lr=1e308"], ["optimizer.lr = 1e+308", "less than or equal to 1000000"]),
     "variable without a name": (["--job.dump_folder=${}/x"], ["${}/x", "names no environment variable"]),
     "digits": (["--model.overrides.hidden_size=0x" + 5000 * "f"], ["hidden_size", "thousands of digits", "64 bits"]),
     "rows": (

@@ -88,12 +88,3 @@ def test_its_own_refusal_is_one_sentence(folder: Path) -> None:
     done = train(folder, "refused", "--training.seq_len=8")
     assert done.returncode == 2
     assert done.stderr == "error: training.seq_len = 8: a sum takes 9 tokens; use at least that\n"
-
-
-def test_an_unknown_name_is_told_with_those_that_there_are(folder: Path) -> None:
-    done = train(folder, "refused", "--data.dataset=summs")
-    assert done.returncode == 2
-    sentence = (
-        'data.dataset = "summs": unknown name; did you mean sums? there are hf, indexed, race, stdlib, sums, text'
-    )
-    assert done.stderr == f"error: {sentence}\n"

@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, steps, train_on
+from tests.e2e.jobs import REPO, TorchrunJob, free_port, kill, records, short, steps, train_on
 
 LAST = 24
 SETTINGS = [
     f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
-    "--training.seq_len=32",
-    "--training.micro_batch_size=1",
-    "--training.global_batch_size=4",
-    f"--training.steps={LAST}",
-    "--lr_scheduler.warmup_steps=2",
+    *short(LAST, batch=4, micro_batch=1),
     "--optimizer.lr=0.0005",
     "--lr_scheduler.decay=constant",
     "--checkpoint.enable=true",
     "--checkpoint.interval=5",
-    "--evaluation.interval=0",
     "--parallelism.zero_stage=3",
 ]
 

@@ -14,19 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.jobs import free_port, steps
+from tests.e2e.jobs import free_port, short, steps
 
 REPO = Path(__file__).parents[2]
 STEPS = 40
-SETTINGS = [
-    "--training.seq_len=32",
-    "--training.micro_batch_size=2",
-    "--training.global_batch_size=8",
-    f"--training.steps={STEPS}",
-    "--lr_scheduler.warmup_steps=2",
-    "--evaluation.interval=0",
-    "--checkpoint.interval=100000",
-]
+SETTINGS = [*short(STEPS), "--checkpoint.interval=100000"]
 
 
 @pytest.fixture

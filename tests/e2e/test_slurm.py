@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import free_port, steps
+from tests.e2e.jobs import free_port, short, steps
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -162,16 +162,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 STEPS = 80
-SETTINGS = [
-    "--training.seq_len=32",
-    "--training.micro_batch_size=2",
-    "--training.global_batch_size=8",
-    f"--training.steps={STEPS}",
-    "--lr_scheduler.warmup_steps=2",
-    "--metrics.log_interval=100",
-    "--evaluation.interval=0",
-    "--checkpoint.interval=100000",
-]
+SETTINGS = [*short(STEPS), "--metrics.log_interval=100", "--checkpoint.interval=100000"]
 
 lacks = missing_program()
 pytestmark = pytest.mark.skipif(lacks is not None, reason=f"Slurm is not installed: no {lacks}")
@@ -267,17 +258,6 @@ def test_a_failing_run_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_dies_is_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
-    training.wait_for_step(12)
-    environments = {process: Path(f"/proc/{process}/environ").read_bytes() for process in cluster.processes()}
-    os.kill(next(process for process, text in environments.items() if b"\0RANK=1\0" in text), signal.SIGKILL)
-    assert training.wait_for_state("COMPLETED")["Restarts"] == "0"
-    assert training.steps() == list(range(1, STEPS + 1))
-    assert len(re.findall(rf"^resumed from {tmp_path}/checkpoint/step-[1-7]0$", training.output(), re.MULTILINE)) == 1
-
-
-@pytest.mark.exhaustive
 def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path, settings=[*SETTINGS, "--checkpoint.interval=10"])
     training.wait_for_step(12)
@@ -286,16 +266,3 @@ def test_a_job_whose_node_fails_is_requeued(cluster: SlurmCluster, tmp_path: Pat
     )  # back by itself, as it is well
     assert training.wait_for_state("COMPLETED")["Restarts"] == "1"
     assert training.steps() == list(range(1, STEPS + 1))
-
-
-@pytest.mark.exhaustive
-def test_the_time_limit_itself(cluster: SlurmCluster, tmp_path: Path) -> None:
-    endless = [*SETTINGS, "--training.steps=100000"]
-    training = Training(cluster, tmp_path, "--time=1", "--signal=B:USR1@10", settings=endless)
-    wait_until(lambda: cluster.job(training.number)["Restarts"] == "1", 90)
-    warned = training.steps()[-1]
-    assert f" stopped by SIGUSR1 after step {warned}\n" in training.output()
-    training.wait_for_step(warned + 5)
-    assert f"resumed from {tmp_path}/checkpoint/step-{warned}\n" in training.output()
-    cluster.call("scancel", training.number)
-    assert training.wait_for_state("CANCELLED")["Restarts"] == "1"

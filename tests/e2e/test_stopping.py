@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, steps
+from tests.e2e.jobs import REPO, ForkedJob, TorchrunJob, kill, short, steps
 from tests.e2e.scripts import Script
 from titan_like.checkpoint.step_folders import complete_steps
 
@@ -26,15 +26,10 @@ def settings(dump: Path, last: int = ENDLESS) -> list[str]:
     return [
         f"--job.config_file={REPO / 'train_configs/debug_gpt.toml'}",
         f"--job.dump_folder={dump}",
-        "--training.seq_len=32",
-        "--training.micro_batch_size=1",
-        "--training.global_batch_size=6",
-        f"--training.steps={last}",
-        "--lr_scheduler.warmup_steps=0",
+        *short(last, batch=6, micro_batch=1, warmup=0),
         "--lr_scheduler.decay=constant",
         "--checkpoint.enable=true",
         "--checkpoint.interval=100000",
-        "--evaluation.interval=0",
         "--metrics.log_interval=100000",
     ]
 
@@ -214,7 +209,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
         if how != "is stopped":
             assert job.wait() != 0
     (line,) = {line for line in job.output.splitlines() if line.startswith("error: rank 1")}
-    assert re.search(r"after step \d+, at titan_like/\S+\.py:\d+ in \w+", line), line
+    assert re.search(r"after step \d+, at titan_like/\S+\.py:\d+ in \S+", line), line
     assert re.search(r"\(host \S+, process \d+\)", line), line
     if how == "sleeps":
         assert line.startswith("error: rank 1 has hung for") and line.endswith("; the other 2 wait for it")

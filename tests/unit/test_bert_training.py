@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.hugging_face_cases import bert_config, random_model
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
@@ -74,44 +72,3 @@ def test_30_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, head: str
     assert expected[0][0] > 5 and expected[-1][0] < expected[0][0] - 1
     for one, other in zip(losses, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-7)  # which is how metrics.jsonl may round
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["sentence_order", "next_sentence"])
-def test_it_learns_how_two_sentences_are_related(tmp_path: Path, objective: str) -> None:
-    """Words come in an order, and each document has words of one kind."""
-    text = tmp_path / "documents.jsonl"
-    documents = [" ".join(f"{'ab'[number % 2]}{word}" for word in range(20)) for number in range(400)]
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    words = ["</s>", "<s>", "<mask>", *(f"{kind}{word}" for kind in "ab" for word in range(20))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {
-        "model.family": "bert",
-        "model.overrides.sentence_head": "pair",
-        "model.overrides.num_layers": 2,
-        "model.overrides.hidden_size": 64,
-        "model.overrides.init_std": 0.1,
-        "model.overrides.vocab_size": len(words),
-        "data.dataset": "text",
-        "data.paths": f'["{text}"]',
-        "data.split": "90,10,0",
-        "data.tokenizer": tmp_path / "tokenizer.json",
-        "data.sentence_objective": objective,
-        "training.seq_len": 24,
-        "training.micro_batch_size": 32,
-        "training.global_batch_size": 32,
-        "training.steps": 60,
-        "optimizer.lr": 3e-3,
-        "lr_scheduler.warmup_steps": 5,
-        "evaluation.interval": 60,
-        "job.dump_folder": tmp_path / "out",
-    }
-    run = prepared(settings)
-    run_job(run)
-    lines = logged(run.config)
-    print(lines[-1])
-    assert lines[0]["sentence_loss"] > 0.6 and lines[-1]["validation_lm_loss"] < lines[0]["lm_loss"] - 1
-    # Of other samples half have words of the same kind: at best, a quarter of the pairs are as likely either way.
-    assert lines[-1]["validation_sentence_loss"] < (0.2 if objective == "sentence_order" else 0.6)

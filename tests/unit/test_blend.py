@@ -44,30 +44,56 @@ def test_each_source_s_samples_come_once_each(weights: list[float], first: int) 
         assert sorted(numbers) == list(range(before, after))
 
 
-def test_counts_within_a_block_are_those_of_its_samples() -> None:
-    blend = Blend([0.7, 0.2, 0.1], seed=5)
-    taken = [0, 0, 0]
-    for index in range(2 * BLOCK):
-        if index % 777 == 0:
-            assert blend.counts(index) == taken
-            assert Blend([0.7, 0.2, 0.1], seed=5).counts(index) == taken
-        taken[blend.locate(index)[0]] += 1
+@pytest.mark.parametrize(
+    "readers", [None, 1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 100)), 6, 4096, 5000]
+)
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [5, 1, 1, 0.001]])
+def test_readers_take_each_source_s_samples_in_order(readers: int | None, weights: list[float]) -> None:
+    blend, num = Blend(weights, 0, readers), readers or 1
+    length = -(-BLOCK // num) * num
+    taken: list[list[int]] = [[0] * len(weights) for _ in range(num)]
+    for block in range(2):
+        counts = [0] * len(weights)
+        for index in range(block * length, (block + 1) * length):
+            number, reader = divmod(index, num)
+            source, within = blend.locate_in_order(number, reader)
+            assert within == taken[reader][source]
+            assert readers or source == blend.locate(index)[0]
+            taken[reader][source] += 1
+            counts[source] += 1
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - length * weight / sum(weights)) < 1.001
+    assert [blend.counts(2 * length // num, reader) for reader in range(num)] == taken
 
 
-def test_in_order_each_source_s_samples_ascend() -> None:
-    blend, taken = Blend([0.7, 0.2, 0.1], seed=5), [0, 0, 0]
-    for index in range(BLOCK + 100):
-        source, number = blend.locate_in_order(index)
-        assert (source, number) == (blend.locate(index)[0], taken[source])
-        taken[source] += 1
+@pytest.mark.parametrize("readers", [None, 3, 64, 4097])
+def test_counts_far_away_are_sums_of_what_is_near(readers: int | None) -> None:
+    blend, num = Blend([0.6, 0.25, 0.15], 7, readers), readers or 1
+    slots = -(-BLOCK // num)
+    for block in (0, 1, 4094, 4095, 4096, 3 * 4096 + 17):
+        for reader in (0, num - 1, int(0.6 * num)):  # the last may have the place at which a source ends
+            start = block * slots
+            counts = blend.counts(start, reader)
+            for number in range(start, start + slots + 3):
+                source, within = blend.locate_in_order(number, reader)
+                assert within == counts[source]
+                counts[source] += 1
+            assert blend.counts(start + slots + 3, reader) == counts
+    whole = [0, 0, 0]
+    for reader in range(num):
+        whole = [a + b for a, b in zip(whole, blend.counts(4096 * slots, reader), strict=True)]
+    length = slots * num * 4096
+    assert all(abs(count - length * share) <= 1 for count, share in zip(whole, (0.6, 0.25, 0.15), strict=True))
 
 
-def test_sources_alternate_in_a_random_order() -> None:
+@pytest.mark.parametrize("readers", [None, 8])
+def test_sources_alternate_in_a_random_order(readers: int | None) -> None:
     """Of two equal sources, runs of one source are as long as those of a fair coin: two samples on average."""
-    sources = [Blend([1, 1], seed=0).locate(index)[0] for index in range(BLOCK)]
-    changes = sum(a != b for a, b in pairwise(sources))
+    blends, num = [Blend([1, 1], seed, readers) for seed in (0, 1)], readers or 1
+    one, two = ([blend.locate_in_order(i // num, i % num)[0] for i in range(BLOCK)] for blend in blends)
+    changes = sum(a != b for a, b in pairwise(one))
     assert abs(changes - BLOCK / 2) < 5 * (BLOCK / 4) ** 0.5
-    assert sources != [Blend([1, 1], seed=1).locate(index)[0] for index in range(BLOCK)]
+    assert one != two
 
 
 def test_a_weight_that_would_never_be_drawn_is_refused() -> None:

@@ -111,8 +111,6 @@ def test_override_of_one_model_field_keeps_the_toml_s_others(tmp_path):
         (["--checkpoint.enable=1"], ["checkpoint.enable = 1", "write true"]),
         (["training.steps=5"], ["command line", '"training.steps=5"', "two dashes; write --training.steps=5"]),
         (["--job.seed=1", "-training.steps", "5"], ['"-training.steps"', "write --training.steps VALUE"]),
-        (["--job.seed=1", "training.stepz=5"], ['"training.stepz=5"', "two dashes"]),
-        (["--job.config_file", "training.steps=5"], ['"training.steps=5"', "write --training.steps=5"]),
         (
             ["--job.seed=18446744073709551616"],
             ["job.seed = 18446744073709551616", "less than or equal to 9223372036854"],

@@ -200,10 +200,10 @@ def test_page() -> None:
 
 
 def run_here(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *settings: str, dry: bool = True
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *settings: str
 ) -> tuple[Any, str, str]:
-    arguments = ["--training.steps=5", *(["--job.dry_run=true"] if dry else []), *settings]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    dry = [] if "--job.dry_run=false" in settings else ["--job.dry_run=true"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps=5", *dry, *settings])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(REPO / "train.py"), run_name="__main__")
     return ended.value.code, *capfd.readouterr()
@@ -238,6 +238,10 @@ REFUSALS = {
         ["--json", "/nowhere/plan.json"],
         '--json = "/nowhere/plan.json": not a file in a folder that you may write to; name one',
     ),
+    "JSON of a real run": (
+        ["--job.dry_run=false", "--json", "plan.json"],
+        '--json = "plan.json": only a dry run writes it; add --job.dry_run true or leave it out',
+    ),
 }
 
 
@@ -245,14 +249,6 @@ REFUSALS = {
 def test_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str) -> None:
     settings, sentence = REFUSALS[case]
     assert run_here(monkeypatch, capfd, *settings) == (2, "", f"error: {sentence}\n")
-
-
-def test_json_without_a_dry_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run_here(monkeypatch, capfd, "--json", "plan.json", dry=False)
-    assert (code, err) == (
-        2,
-        'error: --json = "plan.json": only a dry run writes it; add --job.dry_run true or leave it out\n',
-    )
 
 
 def test_json_does_not_overwrite_the_settings(

@@ -21,8 +21,6 @@ from titan_like.train.rules import resolve_for_inference, resolve_settings
 from titan_like.train.setup import select_device
 from titan_like.verify.shrink import resolve, shrink, small_filter
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
 
 def config(**fields: Any) -> JobConfig:
     tree = {"model": {"overrides": {"num_layers": 2}}, "training": {"steps": 1}, "float8": {"enable": True} | fields}
@@ -44,36 +42,13 @@ def float8_linear(recipe: str, dtype: torch.dtype, emulates: bool = True) -> nn.
     return model
 
 
-def kept(matrix: torch.Tensor, dim: int, recipe: str, kind: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """What float8 keeps of a matrix in a product that sums over ``dim``."""
-    largest = matrix.abs().amax(dim, keepdim=True) if recipe == "rowwise" else matrix.abs().max()
-    scale = (torch.finfo(kind).max / largest.double()).float()
-    if recipe == "rowwise":
-        scale = 2 ** torch.floor(torch.log2(scale))
-    return (matrix * scale).to(kind).to(matrix.dtype) / scale
+def kept(matrix: torch.Tensor) -> torch.Tensor:
+    """What float8 keeps of a matrix with one scale."""
+    scale = (torch.finfo(torch.float8_e4m3fn).max / matrix.abs().max().double()).float()
+    return (matrix * scale).to(torch.float8_e4m3fn).to(matrix.dtype) / scale
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_all_three_products_multiply_what_float8_keeps(recipe: str) -> None:
-    module = float8_linear(recipe, torch.float32)
-    x = torch.randn(2, 10, 64, requires_grad=True)
-    gradient = torch.randn(2, 10, 48)
-    module(x).backward(gradient)
-    rows, outer, weight = x.detach().flatten(0, 1), gradient.flatten(0, 1), module.weight.detach()
-    kind = torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
-    output = kept(rows, 1, recipe) @ kept(weight, 1, recipe).t() + module.bias
-    of_x = kept(outer, 1, recipe, kind) @ kept(weight, 0, recipe)
-    of_weight = kept(outer, 0, recipe, kind).t() @ kept(rows, 0, recipe)
-    torch.testing.assert_close(module(x).flatten(0, 1), output, rtol=1e-6, atol=1e-5)
-    assert x.grad is not None and module.weight.grad is not None and module.bias.grad is not None
-    torch.testing.assert_close(x.grad.flatten(0, 1), of_x, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(module.weight.grad, of_weight, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(module.bias.grad, outer.sum(0), rtol=1e-6, atol=1e-5)
-    exact = nn.functional.linear(rows, weight, module.bias)
-    assert 0.01 < ((output - exact).norm() / exact.norm()).item() < 0.1
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_torchao_s_own_module_computes_the_same_bits(recipe: str, dtype: torch.dtype) -> None:
     module = float8_linear(recipe, dtype)
@@ -108,7 +83,7 @@ def test_torch_s_kernel_computes_what_is_emulated(recipe: str) -> None:
 def test_float64_is_emulated_in_float64() -> None:
     module = float8_linear("tensorwise", torch.float64)
     x = torch.randn(4, 64, dtype=torch.float64)
-    expected = kept(x, 1, "") @ kept(module.weight, 1, "").t() + module.bias
+    expected = kept(x) @ kept(module.weight).t() + module.bias
     assert (module(x) - expected).abs().max() < 1e-14
 
 

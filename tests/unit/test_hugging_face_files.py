@@ -291,7 +291,7 @@ def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
     capsys.readouterr()
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "without")
     told = capsys.readouterr().out
-    assert "# The folder has no tokenizer.json. Set tokenizer" in told and "tokenizer =" not in told
+    assert "# The folder has no tokenizer.json. Set data.tokenizer" in told and "tokenizer =" not in told
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     (tmp_path / "hf" / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "<|endoftext|>"])}))
     (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")

@@ -20,23 +20,6 @@ def test_a_path_is_itself_and_comes_first(tmp_path: Path, monkeypatch: pytest.Mo
         assert local_folder(path, "--input") == Path(path)
 
 
-def test_a_name_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, asked = [], []
-
-    def download(name: str, local_files_only: bool = False, **_: object) -> str:
-        asked.append((name, local_files_only))
-        if local_files_only and not there:
-            raise FileNotFoundError
-        there.append(name)
-        return str(tmp_path)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    assert local_folder("org/name", "--input") == local_folder("org/name", "--input") == tmp_path
-    assert asked == [("org/name", True), ("org/name", False), ("org/name", True)]
-
-
 def test_no_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("Name or service not known\nmore")

@@ -248,20 +248,10 @@ def write_header(file: Path, header: Any, data: bytes, length: int | None = None
 
 LIES: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, bytes] | tuple[Any, bytes, int]]] = {
     "offsets behind the end": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [0, 10**9]}}, d),
-    "offsets that overlap": lambda h, d: (h | {"other": h[TABLE]}, d),
-    "offsets backwards": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [64, 0]}}, d),
-    "negative offsets": lambda h, d: (h | {TABLE: h[TABLE] | {"data_offsets": [-64, 0]}}, d),
-    "larger shape": lambda h, d: (h | {TABLE: h[TABLE] | {"shape": [10**6, 64]}}, d),
-    "shape that overflows": lambda h, d: (h | {TABLE: h[TABLE] | {"shape": [2**63, 2**63]}}, d),
     "unknown type": lambda h, d: (h | {TABLE: h[TABLE] | {"dtype": "OBJECT"}}, d),
-    "wider type": lambda h, d: (h | {TABLE: h[TABLE] | {"dtype": "F64"}}, d),
     "huge header": lambda h, d: (h, d, 2**62),
-    "header of the whole file": lambda h, d: (h, d, len(d)),
-    "empty header": lambda h, d: (b"", d),
     "header that is no JSON": lambda h, d: (b"{'a': __import__('os')}", d),
-    "header that is no table": lambda h, d: (b"[1, 2]", d),
     "cut": lambda h, d: (h, d[: len(d) // 2]),
-    "longer": lambda h, d: (h, d + bytes(8)),
 }
 
 
@@ -279,12 +269,6 @@ def test_lying_header_is_refused(llama: Path, lie: str) -> None:
     assert TABLE in header
     write_header(file, *LIES[lie](header, data))
     assert f"its {file.name} is not a valid safetensors file (" in refusal(llama)
-
-
-@pytest.mark.parametrize("size", [0, 4, 8])
-def test_file_without_a_header_is_refused(llama: Path, size: int) -> None:
-    os.truncate(first_file(llama), size)
-    assert "is not a valid safetensors file (" in refusal(llama)
 
 
 def test_tensors_that_are_not_the_model_s_are_refused(gpt: Path) -> None:
@@ -342,7 +326,6 @@ def encode(path: Path) -> None:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "path outside": (lambda p, m: place_at(p, "../__0_0.distcp"), "not a file in its folder"),
-    "absolute path": (lambda p, m: place_at(p, str(m)), "not a file in its folder"),
     "encoding": (lambda p, m: encode(p), "names the encoding"),
     "missing rows": (lambda p, m: forget_rows(p), "leaves out parts of 'model.norm.weight'"),
     "no places": (lambda p, m: forget_places(p), "no stored tensors"),

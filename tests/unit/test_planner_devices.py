@@ -13,7 +13,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, check_profile, step_forecast
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import builtin_profiles, load_profile, profile_to_toml
+from titan_like.planner.profile import load_profile, profile_to_toml
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -63,9 +63,8 @@ def test_profile_s_own_device_is_not_replaced_by_the_cluster_s_gpu(tmp_path):
     assert predict(base_config(tmp_path / "none", shipped)).profile.device.name == "A100-80GB"
 
 
-@pytest.mark.parametrize("name", ["fsdp_h100", "own"])
-def test_profiles_survive_being_written(name, tmp_path):
-    before = load_profile(write(tmp_path, OWN)) if name == "own" else builtin_profiles()[name]
+def test_profile_survives_being_written(tmp_path):
+    before = load_profile(write(tmp_path, OWN))
     path = tmp_path / "again.toml"
     path.write_text(profile_to_toml(before))
     after = load_profile(str(path))
@@ -190,18 +189,15 @@ def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
     ("line", "problem"),
     [
         ("gemm_efficiency = nan", "finite number"),
-        ("gemm_efficiency = 1e-300", "greater than or equal to 0.000001"),
         ("gemm_efficiency = 0", "greater than or equal to 0.000001"),
         ('memory_efficiency = "fast"', "valid number"),
         ("overlap = 2", "less than or equal to 1"),
-        ("step_time = -1", "greater than or equal to 0"),
         ("error_p90 = inf", "finite number"),
         ("gathers_per_layer = 1.5", "valid integer"),
         ("host_operators = [3]", "field required"),
         ('trainer_state = "no"', "write false"),
         ('dtype = "foo"', "'float32', 'bfloat16'"),
         ("judged = 3", "object"),
-        ("groups = 5", "array"),
         ("only_zero = 4", "less than or equal to 3"),
         ("overhead_bytes = 1e12", "below the device's memory"),
     ],

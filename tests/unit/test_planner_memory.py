@@ -20,12 +20,11 @@ from titan_like.parallel.schedules.tables import (
     stages_per_rank,
 )
 from titan_like.parallel.split import StageLayers, balanced_layers, split_layers
-from titan_like.planner import training_state_fast
+from titan_like.planner import training_state
 from titan_like.planner.memory import in_flight, largest_memory, memory
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import ParameterSplit, ShardOf, stage_units
-from titan_like.planner.training_state import Storage, peak_state
-from titan_like.planner.training_state_fast import rounds_of, trainer_states
+from titan_like.planner.training_state import Storage, peak_state, rounds_of, trainer_states
 from titan_like.planner.workload import BYTES, RankStages, Workload
 
 MEGATRON = builtin_profiles()["selene_2021"]
@@ -134,17 +133,8 @@ def test_chunks_in_flight_bound_those_of_the_trainer_s_tables(schedule, degree, 
 def test_activations_are_those_of_arxiv_2205_05198(tensor, sequence_parallel):
     model = flavor("gpt", "gpt3_175b")
     s, b, h, a = 2048, 1, 12288, 96
-    work = Workload(
-        model,
-        s,
-        b,
-        64,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel and tensor > 1,
-        flash=False,
-        dropout=True,
-        dtype="float16",
-    )
+    work = Workload(model, s, b, 64, tensor=tensor, flash=False, dropout=True, dtype="float16")
+    work = work._replace(sequence_parallel=sequence_parallel and tensor > 1)
     outside = tensor if work.sequence_parallel else 1
     whole = s * b * h * (10 / outside + 24 / tensor + 5 * a * s / (h * tensor))  # equations 2 and 4
     assert layer_activations(work)[0][0] == pytest.approx(whole)
@@ -171,15 +161,9 @@ def random_ranks(count):
     generator = random.Random(11)
     pick = generator.choice
     while count:
-        model, tensor, degree, schedule, virtual = (
-            pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8]), pick(SCHEDULES), pick([1, 2, 3])
-        )  # fmt: skip
-        microbatches, zero, shard, compute = (
-            pick([1, 2, 4, 6, 8, 16, 24]),
-            pick(range(4)),
-            pick([1, 2, 24]),
-            pick([2, 4]),
-        )
+        model, tensor, degree = pick(MODELS), pick([1, 2, 8]), pick([1, 2, 3, 4, 8])
+        schedule, virtual, microbatches = pick(SCHEDULES), pick([1, 2, 3]), pick([1, 2, 4, 6, 8, 16, 24])
+        zero, shard, compute = pick(range(4)), pick([1, 2, 24]), pick([2, 4])
         schedule = schedule if degree > 1 else "1f1b"
         stages = stages_per_rank(schedule, virtual)
         invalid = check_schedule(schedule, degree, virtual, microbatches) or degree * stages > model.num_layers
@@ -206,14 +190,14 @@ def random_ranks(count):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_closed_form_of_two_kinds_of_layers_knows_their_units(monkeypatch, most, zero):
     monkeypatch.setattr(parallel_split, "LAYER_UNIT_BYTES", most)
-    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
+    trainer_states.cache_clear(), training_state._stages.cache_clear()
     model, shard = flavor("t5", "220m"), 16
     whole = StageLayers(range(model.num_layers), is_first=True, is_last=True)
     storage = Storage(zero, ParameterSplit(ShardOf(2), ShardOf(shard)), shard, compute=2)
     ranks = (RankStages((model.layer_counts,), True, True),)
     [found] = trainer_states(model, ranks, False, 3, True, storage)
     assert sum(found) == peak_state({0: stage_units(model, whole)}, schedule_table("1f1b", 1, 1, 4)[0], storage)
-    trainer_states.cache_clear(), training_state_fast._stages.cache_clear()
+    trainer_states.cache_clear(), training_state._stages.cache_clear()
 
 
 LOOPS = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")

@@ -11,10 +11,10 @@ from titan_like.metrics.devices import find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.auto import differences, why_slower
-from titan_like.planner.memory import fits, largest_memory
+from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import default_profile, for_run, predict, workload_of
 from titan_like.planner.profile import load_profile
-from titan_like.planner.search import MEMORY_MARGIN, BestFirst, least_group_time, search
+from titan_like.planner.search import MEMORY_MARGIN, BestFirst, PipelineBounds, least_group_time, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import step_time
@@ -30,6 +30,10 @@ NONE_FIT_WHOLE = [
 
 def run(*settings):
     return load_config(["--training.steps=1", *settings])
+
+
+def fits(work, profile):
+    return largest_memory(work, profile) <= (1 - MEMORY_MARGIN) * profile.device.memory_bytes
 
 
 def setting(config, key):
@@ -52,26 +56,9 @@ def everything(settings, gpus):
         for (schedule, virtual), sequence, (zero, replicas), (mode, every) in itertools.product(
             of_pipeline, (False, True), splits, recompute
         ):
-            values = dict(
-                zip(
-                    SEARCHED,
-                    (
-                        tensor,
-                        sequence,
-                        pipeline,
-                        schedule,
-                        virtual,
-                        replicas,
-                        data // replicas,
-                        zero,
-                        micro,
-                        mode,
-                        every,
-                    ),
-                    strict=True,
-                )
-            )
-            config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values.items())])
+            layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, micro, mode, every
+            values = zip(SEARCHED, layout, strict=True)
+            config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values)])
             try:
                 check_rules(config, model_config(config.model), resolve_layout(config.parallelism, gpus))
             except ConfigError:
@@ -144,7 +131,8 @@ def test_layouts_are_valid_and_no_bound_is_above_what_it_bounds(family, flavor, 
     assert len(groups) > 100
     for group in generator.sample(groups, 25):
         schedule, virtual = generator.choice(space.pipelines(group))
-        least = least_group_time(group, profile)
+        least = PipelineBounds(space, group, profile).least_time(schedule, virtual)
+        assert least_group_time(group, profile) <= least * (1 + 1e-9)
         for zero, replicas, shards in space.splits(group):
             work = space.member(group, schedule, virtual, zero, replicas, shards)
             layout = space.configured(work)

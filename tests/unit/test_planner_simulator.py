@@ -26,18 +26,8 @@ def without_ends(times):
 @pytest.mark.parametrize(("degree", "microbatches"), [(4, 8), (8, 8), (8, 64)])
 def test_equal_stages_have_exactly_the_papers_bubbles(schedule, degree, microbatches, monkeypatch):
     virtual = stages_per_rank(schedule, 3)
-    work = Workload(
-        flavor("gpt", "gpt3_175b"),
-        2048,
-        1,
-        microbatches,
-        pipeline=degree,
-        schedule=schedule,
-        virtual_stages=virtual,
-        flash=False,
-        dtype="float16",
-        recompute="full",
-    )
+    work = Workload(flavor("gpt", "gpt3_175b"), 2048, 1, microbatches, pipeline=degree, schedule=schedule)
+    work = work._replace(virtual_stages=virtual, flash=False, dtype="float16", recompute="full")
     times = without_ends(stage_passes(work, QUIET))
     monkeypatch.setattr("titan_like.planner.simulator.stage_passes", lambda *_: times)
     events = timeline(work, QUIET).passes

@@ -72,18 +72,8 @@ def test_bubble_of_equal_stages_is_the_closed_form(schedule, virtual, microbatch
 
 
 def workload(schedule, degree, virtual, microbatches):
-    model = flavor("gpt", "gpt3_175b")
-    return Workload(
-        model,
-        2048,
-        1,
-        microbatches,
-        pipeline=degree,
-        virtual_stages=virtual,
-        schedule=schedule,
-        flash=False,
-        dtype="float16",
-    )
+    work = Workload(flavor("gpt", "gpt3_175b"), 2048, 1, microbatches, flash=False, dtype="float16")
+    return work._replace(pipeline=degree, virtual_stages=virtual, schedule=schedule)
 
 
 def test_tensor_parallelism_of_one_node_beats_that_of_two():

@@ -1,6 +1,7 @@
 """Text → indexed datasets."""
 
 import gzip
+import io
 import itertools
 import json
 import os
@@ -118,7 +119,7 @@ def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, mon
     assert documents(tmp_path / "out") == tokenized([text])
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow", ".txt"])
 def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10), ("_LONG_DOCUMENT", 1 << 12)):
         monkeypatch.setattr(raw_text, name, size)
@@ -126,6 +127,11 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
     content = jsonl(texts) if "jsonl" in ending else "\n".join(texts).encode()
     if ending == ".parquet":
         write_parquet(path, list(texts))
+    elif ending.endswith(".arrow"):
+        table = pyarrow.table({"text": texts})
+        opened = pyarrow.ipc.new_stream if ending == ".stream.arrow" else pyarrow.ipc.new_file
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=9)
     else:
         compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
         path.write_bytes(compress.get(path.suffix, bytes)(content))
@@ -136,7 +142,7 @@ def test_pieces_go_on_after_any_of_them(ending: str, tmp_path: Path, monkeypatch
         assert rest[0].first_record == pieces[number + 1].first_record
         assert joined(rest) == joined(pieces[number + 1 :])
         assert (rest[-1].end, rest[-1].is_whole) == (pieces[-1].end, True)
-    assert list(read_pieces(path, "text"))[-1][1] == 1.0
+    assert ending.endswith(".arrow") or list(read_pieces(path, "text"))[-1][1] == 1.0
     assert list(read_pieces(path, "text", pieces[-1].end, 99)) == []  # else an interruption there adds a document
 
 
@@ -203,16 +209,16 @@ def test_an_interrupted_job_goes_on(
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(jsonl(texts))
     job = Job([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "byte")
-    tokenize, calls = preprocess._Tokenizing.__call__, []
+    tokenize, calls = preprocess._tokenize, []
 
-    def stops(self: preprocess._Tokenizing, piece: raw_text.Piece) -> preprocess.Result:
-        calls.append(piece)
+    def stops(*arguments: object) -> preprocess.Result:
+        calls.append(arguments)
         if len(calls) > pieces_before_the_crash:
             raise StoppedError
-        return tokenize(self, piece)
+        return tokenize(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(preprocess._Tokenizing, "__call__", stops)
+        patch.setattr(preprocess, "_tokenize", stops)
         tokenize_files(job, tmp_path / "out")
     assert not list(tmp_path.glob("out.[bi]*"))
     with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
@@ -342,7 +348,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
         ("--input", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
         ("--input", ""): "is empty; name a path",
         ("--tokenizer", "$NOWHERE/x"): "names the environment variable NOWHERE, which is not set",
-        ("--output", "x" * 256): f'"{"x" * 80}…" is longer than any file\'s name (255 bytes) or path; shorten it',
+        ("--output", "x" * 256): "is longer than any file's name (255 bytes) or path; shorten it",
         ("--json", "${A\nerror: }/x"): r'"${A\nerror: }/x" has ${A\nerror: }, which names no environment variable',
     }.items():
         with pytest.raises(ConfigError) as error:
@@ -375,15 +381,11 @@ def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
     assert documents(tmp_path / "out") == tokenized(["one", "two", "three"])
 
 
-def test_the_trainer_s_tokens_are_those_of_the_command_line(tmp_path: Path) -> None:
-    from titan_like.config.schema import Data
-    from titan_like.data.packed import open_corpus
-
-    (tmp_path / "a.jsonl").write_bytes(jsonl([text_of(20, number) for number in range(30)]))
-    tokenize_files(Job([tmp_path / "a.jsonl"], "byte"), tmp_path / "out")
-    corpus = open_corpus(Data(dataset="text", paths=[str(tmp_path / "a.jsonl")]), tmp_path / "cache")
-    for ending in ("bin", "idx"):
-        assert Path(f"{corpus.prefix}.{ending}").read_bytes() == (tmp_path / f"out.{ending}").read_bytes()
+def overwritten_parquet(start: int) -> bytes:
+    """A file with 64 bytes that are not its own."""
+    file, texts = io.BytesIO(), [f"{number} {text_of(2, number)}" for number in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file)
+    return file.getvalue()[:start] + b"\xff" * 64 + file.getvalue()[start + 64 :]
 
 
 def truncated(content: bytes) -> bytes:
@@ -399,6 +401,9 @@ BAD = {
     "zst that ends early": ("a.jsonl.zst", truncated(zstandard.ZstdCompressor().compress(LINES)), "ends in the middle"),
     "zst that is none": ("a.jsonl.zst", LINES, "is damaged (zstd decompress"),
     "parquet that is none": ("a.parquet", LINES, "is damaged (Parquet magic bytes not found"),
+    "parquet with a damaged header of a page": ("a.parquet", overwritten_parquet(4), "is damaged ("),
+    "parquet with damaged content": ("a.parquet", overwritten_parquet(1000), "is damaged ("),
+    "arrow that ends early": ("a.arrow", b"ARROW1\0\0", "is damaged ("),
 }
 
 
@@ -420,23 +425,6 @@ def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None
         list(read_pieces(tmp_path / "a.parquet", "number"))
     with pytest.raises(ConfigError, match=r"a.parquet:2.*the row has no text"):
         tokenize_files(Job([tmp_path / "a.parquet"], "byte"), tmp_path / "out")
-
-
-def test_a_full_disk_leaves_no_half_dataset_and_the_job_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    job = Job([tmp_path / "a.jsonl"], "byte")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(preprocess, "write_index", full)
-        tokenize_files(job, tmp_path / "out")
-    assert not list(tmp_path.glob("out.[bi]*"))
-    tokenize_files(job, tmp_path / "out")
-    assert len(documents(tmp_path / "out")) == 100
 
 
 def test_between_the_two_renames_an_interruption_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

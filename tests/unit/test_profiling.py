@@ -17,7 +17,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.metrics import profiling, timeline_plot
 from titan_like.metrics.profiling import StepProfiler, write_timeline
 from titan_like.metrics.step_timeline import StepTimeline, simulated
-from titan_like.parallel.schedules.communication import PipelineShape, Step
+from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.simulate import Event, unit_time
 from titan_like.parallel.schedules.tables import Action
 
@@ -46,10 +46,10 @@ class Run:
         for microbatch in range(MICROBATCHES):
             for kind in "FB":
                 if self.pipeline.timeline is not None:
-                    self.pipeline.timeline.start(Step(kind, 0, microbatch))
+                    self.pipeline.timeline.start(Action(kind, 0, microbatch))
                 torch.ones(4, 4) @ torch.ones(4, 4)
                 if self.pipeline.timeline is not None:
-                    self.pipeline.timeline.stop(Step(kind, 0, microbatch))
+                    self.pipeline.timeline.stop(Action(kind, 0, microbatch))
         self.profiler.mark("optimizer")
         record = SimpleNamespace(step=number, profile=None)
         self.profiler.end(record)  # type: ignore[arg-type]

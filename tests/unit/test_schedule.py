@@ -1,4 +1,3 @@
-import math
 from itertools import pairwise
 
 import pytest
@@ -27,52 +26,38 @@ def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step(decay):
     assert all(later <= earlier for earlier, later in pairwise(values[7:]))
 
 
-def test_cosine_passes_through_its_known_points():
-    values = factors(108, warmup_steps=8, decay="cosine")
-    assert values[7] == 1
-    assert values[8 + 25 - 1] == pytest.approx((1 + math.sqrt(0.5)) / 2)
-    assert values[8 + 50 - 1] == pytest.approx(0.5)
-    assert values[8 + 75 - 1] == pytest.approx((1 - math.sqrt(0.5)) / 2)
-    assert values[-1] == pytest.approx(0, abs=1e-15)
-
-
-def test_linear_falls_by_equal_steps_to_the_floor():
-    values = factors(20, warmup_steps=10, decay="linear", min_lr_ratio=0.2)
-    assert values[10:] == pytest.approx([0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44, 0.36, 0.28, 0.2])
-
-
-@pytest.mark.parametrize("decay", ["cosine", "linear"])
-def test_floor_holds_after_the_decay_ends(decay):
-    values = factors(30, decay=decay, decay_steps=20, min_lr_ratio=0.1)
-    assert values[19:] == pytest.approx([0.1] * 11)
-    assert values[18] > 0.1
-
-
-def test_cosine_with_a_floor_is_halfway_at_half_time():
-    assert factors(100, decay="cosine", min_lr_ratio=0.1)[49] == pytest.approx(0.55)
-
-
-def test_constant_stays():
-    assert factors(10, decay="constant") == [1.0] * 10
-
-
-def test_inverse_square_root_halves_when_the_step_quadruples():
-    values = factors(1600, warmup_steps=100, decay="inverse_sqrt", min_lr_ratio=0.3)
-    assert values[399] == pytest.approx(0.5)
-    assert values[899] == pytest.approx(1 / 3)
-    assert values[1599] == 0.3  # 1/4 without the floor
-    assert factors(4, decay="inverse_sqrt") == pytest.approx([1, 2**-0.5, 3**-0.5, 0.5])
-
-
-def test_wsd_is_flat_then_falls_over_its_last_steps():
-    values = factors(20, warmup_steps=2, decay="wsd", decay_steps=5, min_lr_ratio=0.5)
-    assert values == pytest.approx([0.5] + [1] * 14 + [0.9, 0.8, 0.7, 0.6, 0.5])
-
-
-def test_wsd_decays_over_a_tenth_of_the_run_by_default():
-    values = factors(200, decay="wsd")
-    assert values[:180] == [1.0] * 180
-    assert values[180:] == pytest.approx([1 - i / 20 for i in range(1, 21)])
+@pytest.mark.parametrize(
+    ("total", "settings", "known"),  # known: step → share of the peak
+    [
+        (108, {"warmup_steps": 8, "decay": "cosine"}, {8: 1, 33: (1 + 0.5**0.5) / 2, 58: 0.5, 83: (1 - 0.5**0.5) / 2}),
+        (100, {"decay": "cosine", "min_lr_ratio": 0.1}, {50: 0.55, 100: 0.1}),
+        (30, {"decay": "cosine", "decay_steps": 20, "min_lr_ratio": 0.1}, dict.fromkeys(range(20, 31), 0.1)),
+        (30, {"decay": "linear", "decay_steps": 20, "min_lr_ratio": 0.1}, dict.fromkeys(range(20, 31), 0.1)),
+        (
+            20,
+            {"warmup_steps": 10, "decay": "linear", "min_lr_ratio": 0.2},
+            {10 + step: 1 - 0.08 * step for step in range(1, 11)},
+        ),
+        (10, {"decay": "constant"}, dict.fromkeys(range(1, 11), 1)),
+        (
+            1600,
+            {"warmup_steps": 100, "decay": "inverse_sqrt", "min_lr_ratio": 0.3},
+            {400: 0.5, 900: 1 / 3, 1600: 0.3},  # 1/4 without the floor
+        ),
+        (4, {"decay": "inverse_sqrt"}, {1: 1, 2: 2**-0.5, 3: 3**-0.5, 4: 0.5}),
+        (
+            20,
+            {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5, "min_lr_ratio": 0.5},
+            {1: 0.5} | dict.fromkeys(range(2, 16), 1) | {15 + step: 1 - 0.1 * step for step in range(1, 6)},
+        ),
+        # Over a tenth of the run by default.
+        (200, {"decay": "wsd"}, {1: 1, 180: 1} | {180 + step: 1 - step / 20 for step in range(1, 21)}),
+    ],
+    ids=str,
+)
+def test_decays_pass_through_known_points(total, settings, known):
+    values = factors(total, **settings)
+    assert {step: values[step - 1] for step in known} == pytest.approx(known, abs=1e-15)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
@@ -123,11 +108,6 @@ def test_rampup_equals_megatron_s(start, increment, ramp_samples, final):
     assert sizes == sorted(sizes)
     assert set(sizes) <= set(rampup_batch_sizes(training))
     assert rampup_batch_sizes(training) == list(range(start, final + 1, increment))
-
-
-def test_without_rampup_the_batch_is_constant():
-    training = Training(global_batch_size=24)
-    assert {global_batch_size_at(training, consumed) for consumed in (0, 1, 10**9)} == {24}
 
 
 @pytest.mark.parametrize("rampup", [None, [4, 4, 100], [2, 7, 33], [16, 1, 50]])

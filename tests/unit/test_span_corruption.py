@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
-from titan_like.data.masks import Masks, masks_of, objective_of
+from titan_like.data.masks import Masks, masks_of
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.span_corruption import SpanCorruption, noise_mask
 from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -34,7 +34,7 @@ MODEL = EncoderDecoder(num_layers=2, hidden_size=8, num_attention_heads=1, vocab
 
 def corruption(**settings: object) -> SpanCorruption:
     config = JobConfig.model_validate({"training": {"seq_len": settings.pop("seq_len", 256), **settings}})
-    found = objective_of(config, MODEL, ByteTokenizer())
+    found = masks_of(config, MODEL, ByteTokenizer()).objective
     assert isinstance(found, SpanCorruption)
     return found
 
@@ -123,26 +123,6 @@ def test_samples_equal_the_definition(seq_len: int, decoder: int) -> None:
         assert inputs[: length.encoder].tolist() == wanted
         assert labels.tolist() == [IGNORED_LABEL] * seq_len + targets + [IGNORED_LABEL] * len(padding)
         assert inputs[length.encoder :].tolist() == [PAD, *targets, *padding][:-1]
-
-
-def test_inputs_and_targets_reassemble_the_window() -> None:
-    objective = corruption()
-    for number in range(200):
-        before = window(number, objective.length.raw)
-        inputs, labels = objective.apply(before, 1, number)
-        encoder, targets = inputs[:256].tolist(), labels[256:].tolist()
-        assert len(encoder) == 256 and encoder[-1] == targets[-1] == END
-        spans: dict[int, list[int]] = {}
-        for token in targets[:-1]:
-            if token >= FIRST:
-                spans[token] = []
-            else:
-                spans[list(spans)[-1]].append(token)
-        whole = [part for token in encoder[:-1] for part in (spans[token] if token >= FIRST else [token])]
-        assert whole == before[0].tolist()
-        noise, count = span_counts(objective.length.raw, Data())
-        assert list(spans) == list(range(FIRST, FIRST + count)) and sum(map(len, spans.values())) == noise
-        assert all(spans.values()) and abs(noise / len(whole) - 0.15) < 0.5 / len(whole)
 
 
 def test_spans_are_distributed_as_t5_s() -> None:

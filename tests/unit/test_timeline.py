@@ -15,7 +15,6 @@ from titan_like.metrics.step_timeline import (
 )
 from titan_like.metrics.timeline_report import figures, rank_shares, report
 from titan_like.metrics.timeline_trace import chrome_trace
-from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event, bubble_fraction, ideal_bubble, simulate, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action, schedule_table, stage_ranks
 from titan_like.parallel.timeline import Timeline
@@ -54,16 +53,16 @@ def test_bubble_fraction_is_that_of_the_simulated_schedule(schedule, microbatche
     table = schedule_table(schedule, 4, virtual, microbatches)
     expected = bubble_fraction(simulate(table, stage_ranks(schedule, 4, virtual), unit_time), 4)
     found = figures(unit_step(schedule, microbatches=microbatches))
-    assert found.bubble == pytest.approx(expected)
-    assert found.bubble_simulated == pytest.approx(expected)
-    assert found.bubble_ideal == ideal_bubble(schedule, 4, virtual, microbatches)
+    assert found.bubble_fraction == pytest.approx(expected)
+    assert found.bubble_fraction_simulated == pytest.approx(expected)
+    assert found.bubble_fraction_ideal == ideal_bubble(schedule, 4, virtual, microbatches)
     assert found.exposed_communication == pytest.approx(0)
 
 
 def test_messages_are_exposed_communication_and_not_in_the_simulated_bubble():
     quick, slow = figures(unit_step()), figures(unit_step(transfer=0.5))
-    assert slow.bubble > quick.bubble
-    assert slow.bubble_simulated == pytest.approx(quick.bubble)
+    assert slow.bubble_fraction > quick.bubble_fraction
+    assert slow.bubble_fraction_simulated == pytest.approx(quick.bubble_fraction)
     assert slow.exposed_communication > 0.01
 
 
@@ -135,11 +134,11 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
         timeline = Timeline(device("cpu"), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    timeline.start(Step("F", 0, 0))
-    timeline.stop(Step("F", 0, 0))
+    timeline.start(Action("F", 0, 0))
+    timeline.stop(Action("F", 0, 0))
     timeline.waiting()
-    timeline.start(Step("B", 0, 0))
-    timeline.stop(Step("B", 0, 0))
+    timeline.start(Action("B", 0, 0))
+    timeline.stop(Action("B", 0, 0))
     timeline.mark("gradient norm")
     timeline.mark("optimizer")
     times = timeline.finish()

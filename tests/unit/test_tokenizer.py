@@ -178,8 +178,8 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     path = Path(tokenizer_json(["?", "to", "be", "</s>"]))
     cached, asked = [False], []
 
-    def download(name, file, local_files_only=False):
-        asked.append((name, file, local_files_only))
+    def download(name, filename, local_files_only=False):
+        asked.append((name, filename, local_files_only))
         if local_files_only and not cached[0]:
             raise OSError("not in the cache")
         cached[0] = True

@@ -28,18 +28,39 @@ def signs(*changes: dict[str, object]) -> tuple[dict[int, Heartbeat], dict[int, 
     return dict.fromkeys(after, SIGN), after
 
 
-def test_a_rank_that_gives_no_more_signs_is_named_before_one_that_waits_longer() -> None:
-    before, after = signs({"seconds": 90.0}, {}, {"number": 10, "waits": False}, {})
-    assert find_fault(4, before, after) == (
-        "rank 2 died or was stopped after step 41, at titan_like/x.py:1 in f (host node7, process 99)"
-    )
+AT = "at titan_like/x.py:1 in f (host node7, process 99)"
 
 
-def test_the_step_of_a_rank_whose_last_sign_is_old_is_that_of_the_others() -> None:
-    before, after = signs({"step": 60}, {"number": 10, "step": 41}, {"step": 59})
-    assert find_fault(3, before, after) == (
-        "rank 1 died or was stopped after step 60, at titan_like/x.py:1 in f (host node7, process 99)"
-    )
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        # A rank that gives no more signs is named before one that waits longer.
+        (
+            ({"seconds": 90.0}, {}, {"number": 10, "waits": False}, {}),
+            f"rank 2 died or was stopped after step 41, {AT}",
+        ),
+        # The step of a rank whose last sign is old is that of the others.
+        (({"step": 60}, {"number": 10}, {"step": 59}), f"rank 1 died or was stopped after step 60, {AT}"),
+        # The rank that does not wait is named.
+        (
+            ({"seconds": 22.0}, {"waits": False}, {}),
+            f"rank 1 has hung for 20 s after step 41, {AT}; the other 2 wait for it",
+        ),
+        # A rank that is a step behind is named though it waits.
+        (
+            ({"waits": False}, {}, {"step": 40}),
+            f"rank 2 has hung for 20 s after step 40, {AT}; the other 2 wait for it",
+        ),
+        # Where all wait, the one that has waited longest is named.
+        (
+            ({}, {"seconds": 25.0}, {}),
+            f"rank 1 has hung for 25 s after step 41, {AT}; 3 ranks wait for one another",
+        ),
+        (({"waits": False, "seconds": 7.4},), f"rank 0 has hung for 7 s after step 41, {AT}"),  # one process alone
+    ],
+)
+def test_the_rank_at_fault_is_named(changes: tuple[dict[str, object], ...], told: str) -> None:
+    assert find_fault(len(changes), *signs(*changes)) == told
 
 
 def test_nobody_is_named_while_a_rank_for_which_the_others_wait_gets_on() -> None:
@@ -50,36 +71,10 @@ def test_nobody_is_named_while_a_rank_for_which_the_others_wait_gets_on() -> Non
     assert str(find_fault(2, before, after, patience=18.5)).startswith("rank 1 has hung")
 
 
-def test_the_rank_that_does_not_wait_is_named() -> None:
-    before, after = signs({"seconds": 22.0}, {"waits": False, "where": "titan_like/data/loader.py:70 in __next__"}, {})
-    assert find_fault(3, before, after) == (
-        "rank 1 has hung for 20 s after step 41, at titan_like/data/loader.py:70 in __next__ (host node7, process 99); "
-        "the other 2 wait for it"
-    )
-
-
-def test_a_rank_that_is_a_step_behind_is_named_though_it_waits() -> None:
-    before, after = signs({"waits": False}, {}, {"step": 40})
-    assert find_fault(3, before, after).startswith("rank 2 has hung for 20 s after step 40")
-
-
-def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_that_all_do() -> None:
-    before, after = signs({}, {"seconds": 25.0}, {})
-    assert find_fault(3, before, after).startswith("rank 1 has hung for 25 s")
-    assert find_fault(3, before, after).endswith("; 3 ranks wait for one another")
-
-
 def test_ranks_that_never_gave_a_sign_are_named() -> None:
     before, after = signs({}, {}, {}, {})
     del before[1], after[1], before[3], after[3]
     assert find_fault(4, before, after) == "ranks 1, 3 never sent a first heartbeat"
-
-
-def test_one_process_alone() -> None:
-    before, after = signs({"waits": False, "seconds": 7.4})
-    assert find_fault(1, before, after) == (
-        "rank 0 has hung for 7 s after step 41, at titan_like/x.py:1 in f (host node7, process 99)"
-    )
 
 
 def waits_for_others(events: threading.Event, _: queue.Queue[int]) -> None:
@@ -121,15 +116,6 @@ def test_a_frame_without_a_line_has_a_place(monkeypatch: pytest.MonkeyPatch) -> 
     frame = here()
     assert frame.f_lineno is None
     assert position(frame) == (f"unit/test_watchdog.py:{first} in here", False)
-
-
-def test_the_place_is_the_function_around_a_comprehension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "_PACKAGE", str(Path(__file__).parent))
-    frame = next(sys._getframe() for _ in range(1))
-    assert frame.f_code.co_name == "<genexpr>"
-    assert re.fullmatch(
-        rf"unit/test_watchdog.py:{frame.f_lineno} in test_the_place_is_the_function_\w+", position(frame)[0]
-    )
 
 
 class Ended(BaseException):

@@ -128,16 +128,9 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
 
 
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
-    """Check that the run can save to its checkpoint folder, and resume from what is there.
+    """Check that the run can save to its checkpoint folder, and resume from what is there. If ``make``, it is created.
 
-    Args:
-        config: the run's.
-        model: its model.
-        folder: the checkpoint folder.
-        make: create the folder.
-
-    Returns:
-        Whether there is a checkpoint to resume from.
+    Returns whether there is a checkpoint to resume from.
 
     Raises:
         ConfigError: the folder cannot be used, or its checkpoints are of another run.

@@ -185,8 +185,10 @@ def unreadable(path: Path) -> str | None:
     return None
 
 
-def first_failure(error: CheckpointException) -> str:
-    """The reason of the first rank that failed, in one line."""
+def first_failure(error: BaseException) -> str:
+    """The first line of an error, or the reason of the first rank that failed."""
+    if not isinstance(error, CheckpointException):
+        return first_line(error)
     rank, (cause, _) = next(iter(error.failures.items()))
     seen: BaseException | None = cause
     while seen is not None and not isinstance(seen, OSError):  # torch's writer hides the system's error
@@ -278,14 +280,12 @@ class CheckpointWeights:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:
+        except (CheckpointException, Exception) as error:  # whatever a damaged file raises
             raise RunError(f"{self.path} cannot be loaded ({first_failure(error)})") from error
-        except Exception as error:  # whatever a damaged file raises
-            raise RunError(f"{self.path} cannot be loaded ({first_line(error)})") from error
         return tensor
 
     def _check(self) -> None:
-        known = set()
+        problem, known = None, set()
         for parameter in family_module(self.family).stored_parameters(self.model):
             name = f"model.{parameter.name}"
             stored = self._stored.get(name)

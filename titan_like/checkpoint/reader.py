@@ -52,7 +52,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         """
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
-            return _as_text
+            return lambda *parts: "/".join(parts)  # plain text here, whatever machine wrote it
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum so
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -83,11 +83,6 @@ def _member(kind: Any, name: Any) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError("checkpoint metadata reads an attribute, which is not tensor metadata")
     return kind[name]
-
-
-def _as_text(*parts: str) -> str:
-    """Paths of the machine that wrote the metadata are plain text here."""
-    return "/".join(parts)
 
 
 class TensorReader(FileSystemReader):

@@ -13,10 +13,9 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from titan_like.config.errors import first_problem
 from titan_like.config.paths import writing_problem
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch_size import total_steps
+from titan_like.data.unfinished import remove, removed_unless_renamed
 
 RUN_FILE = "run.json"
 UNFINISHED = ".unfinished"
@@ -183,22 +183,13 @@ def sweep(folder: Path) -> list[str]:
     for path in folder.glob(f"step-*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
-            _remove(path)
+            remove(path)
         else:
             os.rename(path, original)
     for path in folder.glob(f"step-*{UNFINISHED}"):
-        _remove(path)
+        remove(path)
         removed.append(path.name)
     return removed
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder or file, ignoring errors: leftovers must not fail a run."""
-    if path.is_symlink() or not path.is_dir():
-        with suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def leftover_bytes(folder: Path) -> int:
@@ -215,16 +206,11 @@ def written_aside(final: Path) -> Iterator[Path]:
     """
     final = Path(os.path.abspath(final))  # "." has no name
     aside = final.with_name(f".{final.name}{UNFINISHED}")
-    if aside.exists():  # left by a process that was killed
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    try:
+    with removed_unless_renamed(aside):
+        aside.mkdir(parents=True)
         yield aside
         flush(aside)
         os.rename(aside, final)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     flush(final.parent)
 
 

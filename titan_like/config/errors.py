@@ -88,9 +88,9 @@ _BOOLEANS = dict.fromkeys(("true", "yes", "y", "on", "1"), "true")
 _BOOLEANS |= dict.fromkeys(("false", "no", "n", "off", "0"), "false")
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     """The text, cut off if it is too long to print."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text):,} characters)"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +42,8 @@ def _default(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (dict, list, tuple):
         return {dict: "table", list: "list", tuple: "list"}[get_origin(annotation)]
     choices = [a for a in get_args(annotation) if a is not type(None)]
@@ -218,15 +220,11 @@ def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]
 
 def _parse_values(dotted: str, values: list[str]) -> Any:
     annotation = _annotation_of(dotted, values)
-    wants_text = _wants_text(annotation)
+    wants_text = annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
     if annotation is not None and "None" in str(annotation) and values in (["none"], ["null"]):
         return None
     parsed = [value if wants_text and not value.startswith("[") else _parse_value(dotted, value) for value in values]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-
-
-def _wants_text(annotation: Any) -> bool:
-    return annotation is not None and "str" in str(annotation) and "int" not in str(annotation)
 
 
 def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigError]]:
@@ -237,35 +235,17 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             groups.append((key, [value] if equals else []))
-        elif _lacks_dashes(word) and not (groups and _takes_any_text(*groups[-1])):
-            errors.append(_without_dashes(word))
+        elif (bare := word.lstrip("-–—")).partition("=")[0] in _all_keys():  # editors turn -- into other dashes
+            example = bare if "=" in bare else f"{bare} VALUE"
+            errors.append(
+                ConfigError("command line", word, f"a setting needs two dashes; write --{shortened(example)}")
+            )
             groups.append(("", []))  # collects the words that follow
         elif groups:
             groups[-1][1].append(word)
         else:
             errors.append(ConfigError("command line", word, "not a setting; write --section.key value"))
     return [(key, values) for key, values in groups if key or not errors], errors
-
-
-def _lacks_dashes(word: str) -> bool:
-    """Whether a word is a setting without its two dashes; editors turn `--` into the other kinds of dashes."""
-    dotted, equals, _ = word.lstrip("-–—").partition("=")
-    section, _, key = dotted.partition(".")
-    fields = _section_fields(section) or {}
-    return bool(fields) and (key in fields or (bool(equals) and bool(key)))
-
-
-def _takes_any_text(dotted: str, values: list[str]) -> bool:
-    """Whether a key has no value yet and takes any text."""
-    section, _, key = dotted.partition(".")
-    fields = _section_fields(section) or {}
-    return not values and key in fields and _wants_text(fields[key].annotation)
-
-
-def _without_dashes(word: str) -> ConfigError:
-    bare = word.lstrip("-–—")
-    example = f"--{bare}" if "=" in bare else f"--{bare} VALUE"
-    return ConfigError("command line", word, f"a setting needs two dashes; write {shortened(example)}")
 
 
 def _file_settings(path: Any) -> dict[str, Any]:
@@ -278,8 +258,6 @@ def _file_settings(path: Any) -> dict[str, Any]:
         found = expanded(path)
     except ValueError as error:
         raise ConfigError("job.config_file", path, str(error)) from None
-    if _lacks_dashes(path) and not os.path.exists(found):
-        raise _without_dashes(path)
     return read_toml(found)
 
 

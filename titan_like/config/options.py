@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,39 +41,21 @@ class OptionParser(argparse.ArgumentParser):
         )
 
 
-def path_option(text: str) -> str:
-    """The type of an option that names a path: ``~`` and environment variables are replaced, as in settings.
-
-    Raises:
-        argparse.ArgumentTypeError: the path is empty, too long, or names an environment variable that is not set.
-    """
-    return _option(expanded, text)
-
-
-def tokenizer_option(text: str) -> str:
-    """The type of an option that takes what `data.tokenizer` takes.
-
-    Raises:
-        argparse.ArgumentTypeError: as `path_option`.
-    """
-    return _option(expanded_tokenizer, text)
-
-
 def _option(expand: Callable[[str], str], text: str) -> str:
     try:
         return expand(text)
     except ValueError as error:
-        shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-        raise argparse.ArgumentTypeError(f'"{shown}" {error}') from None
+        raise argparse.ArgumentTypeError(f'"{shortened(text, _MOST_SHOWN)}" {error}') from None
+
+
+# Types of options that name a path or a tokenizer: ``~`` and environment variables are replaced, as in settings.
+path_option, tokenizer_option = partial(_option, expanded), partial(_option, expanded_tokenizer)
 
 
 def check_output_file(option: str, path: str | None, *sources: object) -> None:
     """Refuse a file that cannot be written, or that must not be overwritten, before any work is done.
 
-    Args:
-        option: the option that names the file.
-        path: the file; None if there is none.
-        sources: settings and options. Every text in them that names a file stands for one that is read.
+    ``sources`` are settings and options. Every text in them that names a file stands for one that is read.
 
     Raises:
         ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there

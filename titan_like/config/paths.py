@@ -77,16 +77,8 @@ def writing_problem(path: Path) -> str | None:
     return problem
 
 
-def read_settings(path: str, key: str) -> str:
-    """The text of a settings file, without a byte-order mark.
-
-    Args:
-        path: the file.
-        key: the setting that names it, for the error.
-
-    Raises:
-        ConfigError: the file is missing, not a regular file, unreadable, far too large or not UTF-8.
-    """
+def _read_settings(path: str, key: str) -> str:
+    """The text of a settings file, without a byte-order mark."""
     problem = file_problem(Path(path))
     if problem == "does not exist":
         raise ConfigError(key, path, "no such file; give the path of a TOML file")
@@ -106,33 +98,22 @@ def read_settings(path: str, key: str) -> str:
 _WORDS = {"True": "true", "False": "false", "yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML document.
-
-    Raises:
-        ValueError: the text is not valid; the message says where, and what would be valid.
-    """
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"not valid TOML ({error}); {_cure(text, str(error))}") from None
-    except RecursionError:
-        raise ValueError("brackets are nested too deeply; at most some hundred levels can be read") from None
-    except ValueError as error:  # such as a date that does not exist, or a number of thousands of digits
-        raise ValueError(f"not valid TOML ({error}); correct that value") from None
-
-
 def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
         ConfigError: the file is missing, unreadable, not UTF-8 or not TOML; ``key`` is the setting that names it.
     """
-    text = read_settings(path, key)
+    text = _read_settings(path, key)
     try:
-        return parse_toml(text)
-    except ValueError as error:
-        raise ConfigError(key, path, str(error)) from None
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem = f"not valid TOML ({error}); {_cure(text, str(error))}"
+    except RecursionError:
+        problem = "brackets are nested too deeply; at most some hundred levels can be read"
+    except ValueError as error:  # such as a date that does not exist, or a number of thousands of digits
+        problem = f"not valid TOML ({error}); correct that value"
+    raise ConfigError(key, path, problem)
 
 
 def _cure(text: str, message: str) -> str:
@@ -147,12 +128,7 @@ def _cure(text: str, message: str) -> str:
 
 
 def to_toml(tree: dict[str, dict[str, Any]], head: list[str]) -> str:
-    """The settings as TOML, one table per section.
-
-    Args:
-        tree: settings by section and key; sections without keys are left out.
-        head: comment lines at the top.
-    """
+    """Settings by section and key as TOML, without empty sections, after the comment lines ``head``."""
     comments = [f"# {line}".rstrip() for line in head]
     tables = [tomli_w.dumps({section: table}) for section, table in tree.items() if table]
     return "\n".join([*comments, "", *tables])

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from titan_like.config.section import (
     MOST_LAYERS,
     MOST_NODES,
     MOST_PROCESSES,
     MOST_SAMPLES,
-    MOST_SECONDS,
     MOST_SEED,
     MOST_SEQ_LEN,
-    MOST_STEPS,
     MOST_TOKENS,
     Degree,
+    OffOrSeconds,
     OptionalPath,
     PathList,
     PathText,
     Section,
+    StepCount,
     StepList,
     StepNumber,
     Text,
     TextList,
-    expanded_tokenizer,
-    no_boolean,
-    off_or_seconds,
+    TokenizerText,
+    ZeroStage,
 )
 
 
@@ -62,10 +61,8 @@ class Model(Section):
         description="model family: gpt, llama, bert, t5, or one that an installed package adds",
     )
     flavor: Text = Field("debug", description="named shape in the family's flavors.toml or in [model.flavors.NAME]")
-    flavors: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="your own flavors, each a table of model fields"
-    )
-    overrides: dict[str, Any] = Field(default_factory=dict, description="fields of the flavor to override")
+    flavors: dict[str, dict[str, Any]] = Field({}, description="your own flavors, each a table of model fields")
+    overrides: dict[str, Any] = Field({}, description="fields of the flavor to override")
 
 
 class Data(Section):
@@ -80,15 +77,15 @@ class Data(Section):
         examples=["stdlib", "text", "indexed", "hf", "race"],
     )
     paths: PathList = Field(
-        default_factory=list,
+        [],
         description="text files or glob patterns (.jsonl: one document per line), indexed datasets without .bin and "
         '.idx, or for hf also folders and names such as "org/name:config"; weights and paths in turn make a blend: '
         '[0.7, "web", 0.3, "books"]',
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="settings of a dataset of your own package")
+    options: dict[str, Any] = Field({}, description="settings of a dataset of your own package")
     text_key: Text = Field("text", description="key or column of the text in documents of JSONL, parquet and arrow")
     split: Text = Field("969,30,1", description="weights of the train, validation and test splits")
-    tokenizer: Annotated[str, AfterValidator(expanded_tokenizer)] = Field(
+    tokenizer: TokenizerText = Field(
         "byte",
         description='"byte", the path of a Hugging Face tokenizer.json, "gpt2:vocab.json,merges.txt", or the name of a '
         "repository of the Hugging Face hub that has one",
@@ -154,7 +151,7 @@ class Training(Section):
     )
     micro_batch_size: int = Field(8, gt=0, le=2**16, description="samples per forward pass on one data-parallel rank")
     global_batch_size: int = Field(16, gt=0, le=2**20, description="samples per optimizer step over the whole job")
-    steps: int | None = Field(None, gt=0, le=MOST_STEPS, description="length of the run in optimizer steps")
+    steps: StepNumber | None = Field(None, description="length of the run in optimizer steps")
     samples: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="length of the run in samples")
     tokens: int | None = Field(None, gt=0, le=MOST_TOKENS, description="length of the run in tokens")
     batch_size_rampup: list[Annotated[int, Field(le=MOST_SAMPLES)]] | None = Field(
@@ -228,14 +225,12 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """The learning rate over the run."""
 
-    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up from 0")
+    warmup_steps: StepCount = Field(0, description="steps of linear warm-up from 0")
     decay: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="shape of the decay after warm-up; wsd: constant, then linear at the end of the run"
     )
-    decay_steps: int | None = Field(
+    decay_steps: StepNumber | None = Field(
         None,
-        gt=0,
-        le=MOST_STEPS,
         description="cosine, linear: step at which the decay ends, counted from the start (default: the run's length); "
         "wsd: length of the final decay (default: a tenth of the run)",
     )
@@ -277,7 +272,7 @@ class Parallelism(Section):
         le=MOST_PROCESSES,
         description="processes that ZeRO shards over; -1 uses all that the other degrees leave",
     )
-    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(no_boolean)] = Field(
+    zero_stage: ZeroStage = Field(
         0, description="what is sharded: nothing (0), optimizer state (1), also gradients (2), also parameters (3)"
     )
 
@@ -309,7 +304,7 @@ class Float8(Section):
         "is slower and more accurate",
     )
     filter: TextList = Field(
-        default_factory=list,
+        [],
         description="modules of the layers that stay in training.dtype, by name, with * for any one part between dots: "
         '"layers.0", "layers.*.attention", "layers.*.mlp.fc2". The output matrix, and modules whose sides are no '
         "multiples of 16, always stay",
@@ -329,10 +324,8 @@ class Checkpoint(Section):
         description="what to do if a checkpoint cannot be written, as on a full disk; a failure of the "
         "last one always stops the run",
     )
-    keep_latest: int = Field(0, ge=0, le=MOST_STEPS, description="checkpoints to keep; 0 keeps all")
-    load_step: int | None = Field(
-        None, ge=0, le=MOST_STEPS, description="step to resume from (default: the newest complete one)"
-    )
+    keep_latest: StepCount = Field(0, description="checkpoints to keep; 0 keeps all")
+    load_step: StepCount | None = Field(None, description="step to resume from (default: the newest complete one)")
     folder: OptionalPath = Field(None, description="folder of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalPath = Field(
         None,
@@ -377,16 +370,12 @@ class Health(Section):
         description="on a loss spike, skip the update, or go back to the newest checkpoint and continue with the "
         "samples after the spike",
     )
-    max_consecutive_skips: int = Field(
+    max_consecutive_skips: StepNumber = Field(
         100,
-        gt=0,
-        le=MOST_STEPS,
         description="consecutive steps without an update (bad gradients, overflow, spikes) after which the run ends",
     )
-    hang_timeout_seconds: Annotated[float, AfterValidator(off_or_seconds)] = Field(
+    hang_timeout_seconds: OffOrSeconds = Field(
         600.0,
-        ge=0,
-        le=MOST_SECONDS,
         description="seconds without progress after which the job ends and names the process that hangs or has died; "
         "0 waits forever",
     )
@@ -396,15 +385,13 @@ class Profiling(Section):
     """Where the time of single steps goes."""
 
     timeline_steps: StepList = Field(
-        default_factory=list,
+        [],
         description="steps whose passes are timed on every pipeline rank, to report the bubble, the slowest stage and "
         "exposed communication in <job.dump_folder>/timeline/step-N.json (for ui.perfetto.dev), .png and .txt",
     )
-    timeline_interval: int = Field(
-        0, ge=0, le=MOST_STEPS, description="also time the passes of every n-th step; 0 turns this off"
-    )
+    timeline_interval: StepCount = Field(0, description="also time the passes of every n-th step; 0 turns this off")
     trace_steps: StepList = Field(
-        default_factory=list,
+        [],
         description="steps to record with torch.profiler, in <job.dump_folder>/trace/step-N-rank-R.json",
     )
 
@@ -412,10 +399,10 @@ class Profiling(Section):
 class Evaluation(Section):
     """Validation on held-out data."""
 
-    interval: int = Field(0, ge=0, le=MOST_STEPS, description="steps between validations; 0 turns validation off")
-    steps: int = Field(10, gt=0, le=MOST_STEPS, description="global batches per validation")
+    interval: StepCount = Field(0, description="steps between validations; 0 turns validation off")
+    steps: StepNumber = Field(10, description="global batches per validation")
     datasets: TextList = Field(
-        default_factory=list,
+        [],
         description="tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, "
         "lambada or race",
         examples=[["lambada=lambada_test.jsonl"]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -42,23 +42,15 @@ def expanded_tokenizer(spec: str) -> str:
     return "gpt2:" + ",".join(expanded(path) if path else path for path in spec.removeprefix("gpt2:").split(","))
 
 
-def no_boolean(value: Any) -> Any:
-    """Refuse true and 1.0 where a whole number is wanted, although both equal 1.
-
-    Raises:
-        ValueError: the value is a boolean or a float.
-    """
+def _no_boolean(value: Any) -> Any:
+    """Refuse true and 1.0 where a whole number is wanted, although both equal 1."""
     if isinstance(value, bool | float):
         raise ValueError("should be a whole number")
     return value
 
 
-def off_or_seconds(value: float) -> float:
-    """Check that a time is 0, which turns it off, or long enough for work to make progress.
-
-    Raises:
-        ValueError: it is between 0 and 1 second.
-    """
+def _off_or_seconds(value: float) -> float:
+    """Check that a time is 0, which turns it off, or long enough for work to make progress."""
     if 0 < value < 1:
         raise ValueError("must be 0, or at least 1")
     return value
@@ -78,8 +70,12 @@ def utf8_text(text: str) -> str:
 
 Degree = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
 StepNumber = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+StepCount = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+OffOrSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS), AfterValidator(_off_or_seconds)]
+ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)]
 Text = Annotated[str, AfterValidator(utf8_text)]
 PathText = Annotated[str, AfterValidator(expanded)]
+TokenizerText = Annotated[str, AfterValidator(expanded_tokenizer)]
 OptionalPath = Annotated[str | None, AfterValidator(lambda path: None if path is None else expanded(path))]
 TextList = Annotated[list[Text], BeforeValidator(_as_list)]
 PathList = Annotated[list[str], BeforeValidator(_as_texts), AfterValidator(lambda paths: list(map(expanded, paths)))]

@@ -44,7 +44,7 @@ def check_length(training: Training) -> int:
         raise ConfigError("training.steps | samples | tokens", shown, "set exactly one of the three")
     steps = total_steps(training)
     if steps == 0:
-        unit = batch_sizes_to_check(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
+        unit = rampup_batch_sizes(training)[0] * (training.seq_len if given[0] == "tokens" else 1)
         problem = f"less than one global batch; give at least {unit}"
         raise ConfigError(f"training.{given[0]}", getattr(training, given[0]), problem)
     return steps
@@ -71,16 +71,6 @@ def rampup_batch_sizes(training: Training) -> list[int]:
         return [training.global_batch_size]
     start, increment, _ = training.batch_size_rampup
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
-
-
-def batch_sizes_to_check(training: Training) -> list[int]:
-    """The first two batch sizes and the last. A number that divides these divides all of `rampup_batch_sizes`."""
-    if training.batch_size_rampup is None:
-        return [training.global_batch_size]
-    start, increment, _ = training.batch_size_rampup
-    return [size for size in (start, start + increment) if size < training.global_batch_size] + [
-        training.global_batch_size
-    ]
 
 
 def _rampup(training: Training) -> Iterator[tuple[int, int]]:

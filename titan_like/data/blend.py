@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.permutation import Permutation
-from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
+from titan_like.data.source import DataRequest, Source
 
 _LARGEST = 1e100  # weight; sums of weights stay finite
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
@@ -32,9 +32,7 @@ class Share:
 def shares_of(paths: list[str], one_source_each: bool) -> list[Share]:
     """Weights and paths in turn, as in ``["0.7", "web", "0.3", "books"]``, as a list of sources.
 
-    Args:
-        paths: `data.paths`.
-        one_source_each: without weights, whether each path is a source of its own; else all are one.
+    Without weights each path is a source, if ``one_source_each``; else all are one.
 
     Raises:
         ConfigError: some weights are missing, or not positive numbers.
@@ -68,68 +66,81 @@ class Blend:
     multiple of 1 / 4096 below 1 once in 4096 blocks, in the order of their reversed hexadecimal digits (the van der
     Corput sequence). So counts never drift from the weights, and after each 4096 blocks they are exact. Within a block
     the order is a pseudo-random permutation.
+
+    With R readers, sample i of the run is sample i div R of reader i mod R. A block then has at least 4096 places, a
+    multiple of R. Reader r has the places r, r + R, …, so it needs only its own samples of every source.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int) -> None:
-        """``weights`` are positive; only their ratios count.
+    def __init__(self, weights: Sequence[float], seed: int, num_readers: int | None = None) -> None:
+        """``weights`` are positive; only their ratios count. Without readers the samples are those of a single one.
 
         Raises:
             ValueError: a weight is so small that its source would never be drawn.
         """
-        self.seed = seed
-        shares = apportion(weights, BLOCK * PERIOD)
-        if min(shares) == 0:
-            raise ValueError(f"weight {weights[shares.index(0)]} is below one sample in {BLOCK * PERIOD:,}")
-        self.shares = shares
-        self._ends = [0, *accumulate(shares)]  # cumulative, in samples of a period
-        self._counted: tuple[int, list[int]] = 0, [0] * len(shares)
-        self._enumerated: dict[int, list[tuple[int, int]]] = {}  # the last block
+        self.num_readers = num_readers or 1
+        self._key = ("blend", seed) if num_readers is None else ("stream", seed)
+        self._slots = -(-BLOCK // self.num_readers)  # of a reader in a block
+        total = self._slots * self.num_readers * PERIOD
+        self.shares = apportion(weights, total)
+        if min(self.shares) == 0:
+            raise ValueError(f"weight {weights[self.shares.index(0)]} is below one sample in {total:,}")
+        self._ends = [0, *accumulate(self.shares)]  # cumulative, in samples of a period
+        self._enumerated: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # by reader: its last block
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Sample ``index`` of the blend as (number of the source, how many of its samples come before this one)."""
-        block, slot = divmod(index, BLOCK)
-        period, k = divmod(block, PERIOD)
-        offset, place = reversed_digits(k), _order(self.seed, block)(slot)
-        source = bisect_left(self._ends, (place + 1) * PERIOD - offset) - 1
-        first = (self._ends[source] + offset) // PERIOD  # place in this block where the source begins
-        before = self._taken(source + 1, k) - self._taken(source, k)
-        return source, period * self.shares[source] + before + place - first
+        """Sample ``index`` of a blend without readers, as (number of the source, which of its samples it is).
 
-    def locate_in_order(self, index: int) -> tuple[int, int]:
-        """Like `locate`, with each source's samples in ascending order; the first of a block enumerates it."""
-        block, slot = divmod(index, BLOCK)
-        if block not in self._enumerated:
-            before, places = self.counts(block * BLOCK), []
-            for number in range(block * BLOCK, (block + 1) * BLOCK):
-                source, _ = self.locate(number)
-                places.append((source, before[source]))
-                before[source] += 1
-            self._enumerated = {block: places}
-        return self._enumerated[block][slot]
-
-    def counts(self, num_samples: int) -> list[int]:
-        """How many of the first ``num_samples`` samples are from each source.
-
-        Only the last block is enumerated, from where the last call ended if that was in the same block.
+        A source's samples in a block are in the order of their places before the permutation.
         """
-        block = num_samples // BLOCK
-        start, counts = self._counted
-        if not block * BLOCK <= start <= num_samples:
-            start, (period, k) = block * BLOCK, divmod(block, PERIOD)
-            counts = [
-                period * share + self._taken(source + 1, k) - self._taken(source, k)
-                for source, share in enumerate(self.shares)
-            ]
-        counts = counts.copy()
-        for index in range(start, num_samples):
-            counts[self.locate(index)[0]] += 1
-        self._counted = num_samples, counts
-        return counts.copy()
+        block, slot = divmod(index, self._slots)
+        period, k = divmod(block, PERIOD)
+        offset, place = reversed_digits(k), self._order(block, 0)(slot)
+        source = bisect_left(self._ends, (place + 1) * PERIOD - offset) - 1
+        begin, end = self._ends[source : source + 2]
+        before = self._places(0, end, k) - self._places(0, begin, k)
+        return source, period * self.shares[source] + before + place - (begin + offset) // PERIOD
 
-    def _taken(self, end: int, k: int) -> int:
-        """Samples of the first ``end`` sources in the first ``k`` blocks of a period."""
-        whole, part = divmod(self._ends[end], PERIOD)
-        return k * whole + count_reversed(k, PERIOD - part)
+    def locate_in_order(self, number: int, reader: int = 0) -> tuple[int, int]:
+        """Sample ``number`` of a reader as (number of the source, how many of its samples the reader took before)."""
+        block, slot = divmod(number, self._slots)
+        return self._block(reader, block)[slot]
+
+    def counts(self, number: int, reader: int = 0) -> list[int]:
+        """How many of a reader's first ``number`` samples are from each source."""
+        block, slot = divmod(number, self._slots)
+        counts = self._before(reader, block)
+        for source, _ in self._block(reader, block)[:slot] if slot else ():
+            counts[source] += 1
+        return counts
+
+    def _block(self, reader: int, block: int) -> list[tuple[int, int]]:
+        last, found = self._enumerated.get(reader, (-1, []))
+        if last != block:
+            offset, order = reversed_digits(block % PERIOD), self._order(block, reader)
+            ends = [(end + offset) // PERIOD for end in self._ends]  # places at which the sources begin and end
+            taken, found = self._before(reader, block), []
+            for slot in range(self._slots):
+                source = bisect_right(ends, reader + self.num_readers * order(slot)) - 1
+                found.append((source, taken[source]))
+                taken[source] += 1
+            self._enumerated[reader] = block, found
+        return found
+
+    def _order(self, block: int, reader: int) -> Permutation:
+        return _permutation(self._slots, *self._key, block, *((reader,) if self._key[0] == "stream" else ()))
+
+    def _before(self, reader: int, block: int) -> list[int]:
+        """How many samples of each source a reader took in all blocks before ``block``."""
+        period, k = divmod(block, PERIOD)
+        sums = [self._places(reader, end, PERIOD) * period + self._places(reader, end, k) for end in self._ends]
+        return [after - before for before, after in pairwise(sums)]
+
+    def _places(self, reader: int, end: int, k: int) -> int:
+        """The reader's places before a source's end, summed over the first ``k`` blocks of a period."""
+        whole, part = divmod(end, PERIOD)
+        raised = part if k == PERIOD else count_reversed(k, PERIOD - part)  # blocks in which the end is one place later
+        places = -(-max(0, whole - reader) // self.num_readers)
+        return k * places + raised * (whole >= reader and (whole - reader) % self.num_readers == 0)
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -165,8 +176,8 @@ def count_reversed(k: int, least: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _order(seed: int, block: int) -> Permutation:
-    return Permutation(BLOCK, "blend", seed, block)
+def _permutation(size: int, *key: object) -> Permutation:
+    return Permutation(size, *key)
 
 
 class BlendedSource(Source):
@@ -219,10 +230,7 @@ class BlendedSource(Source):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq]."""
-        if self.request.split == "train" or index < len(self):
-            return self.sample(index)
-        inputs = self.sample(0)[0]
-        return torch.stack((inputs, torch.full_like(inputs, IGNORED_LABEL)))
+        return self.sample(index) if self.request.split == "train" else super().__getitem__(index)
 
     @cached_property
     def fingerprint(self) -> str:

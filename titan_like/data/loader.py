@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,17 +23,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_like.config.errors import ConfigError, RunError
 
 
+@dataclass
 class GlobalSampler(Sampler[list[int]]):
     """Yields lists of global sample indices, one list for each microbatch of this rank."""
 
-    def __init__(
-        self, first_sample: int, micro_batch_size: int, rank: int, num_ranks: int, last_sample: int | None = None
-    ) -> None:
-        self.first_sample = first_sample
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.last_sample = last_sample  # exclusive; None never ends
+    first_sample: int
+    micro_batch_size: int
+    rank: int
+    num_ranks: int
+    last_sample: int | None = None  # exclusive; None never ends
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.first_sample

@@ -16,7 +16,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.data.tokenizer import Tokenizer, check_ids
 
 _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
@@ -32,7 +32,6 @@ class MaskedTokens:
     mask_id: int
     ordinary: np.ndarray  # int64 [n], the tokens that may be chosen, and from which random replacements are drawn
     joins: np.ndarray | None  # bool [2, vocab], see `Tokenizer.word_joins`; None: every token is a word
-    encoder_len: None = None
 
     def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
         """A sample of next-token prediction, int64 [2, seq], as one of masked tokens: int64 [2, seq].
@@ -91,19 +90,9 @@ def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> Ma
     if tokenizer.mask_id is None:
         problem = "has no mask token, which a model of masked tokens needs; use a tokenizer with [MASK] or <mask>"
         raise ConfigError("data.tokenizer", section.tokenizer, problem)
-    if tokenizer.mask_id >= vocab_size:
-        problem = (
-            f"its mask token is {tokenizer.mask_id}, but the model's vocab_size is {vocab_size}; "
-            f"set model.overrides.vocab_size to {tokenizer.mask_id + 1}"
-        )
-        raise ConfigError("data.tokenizer", section.tokenizer, problem)
+    check_ids(section.tokenizer, f"its mask token is {tokenizer.mask_id}", tokenizer.mask_id, vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
-    return MaskedTokens(section, tokenizer.mask_id, ordinary, _joins(tokenizer, vocab_size, section))
-
-
-def _joins(tokenizer: Tokenizer, vocab_size: int, section: Data) -> np.ndarray | None:
-    if not section.mlm_whole_words:
-        return None
-    joins = np.zeros((2, vocab_size), dtype=bool)
-    joins[:, : tokenizer.vocab_size] = tokenizer.word_joins()
-    return joins
+    joins = None
+    if section.mlm_whole_words:
+        joins = np.pad(tokenizer.word_joins(), ((0, 0), (0, vocab_size - tokenizer.vocab_size)))
+    return MaskedTokens(section, tokenizer.mask_id, ordinary, joins)

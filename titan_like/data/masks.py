@@ -13,65 +13,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.masked_tokens import masked_tokens_of
+from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.sentence_pairs import PairTokens, Samples, SentencePairs, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.span_corruption import span_corruption_of
+from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 
 MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "prefix_lm", "prefix_lm_loss")
-
-
-class Objective(Protocol):
-    """Turns a window of tokens into a sample. `titan_like.data.lengths` gives the lengths of both."""
-
-    @property
-    def encoder_len(self) -> int | None:
-        """Positions of the encoder's input, which come before the decoder's; None for a model with one stack."""
-        ...
-
-    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        """A window's tokens and next tokens, int64 [2, raw] → inputs and labels, int64 [2, seq].
-
-        ``index`` is the sample's number in the run. The result is a function of the arguments alone.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class NextTokens:
-    """Causal language modelling: the labels are the next tokens, which a dataset gives."""
-
-    encoder_len: None = None
-
-    def apply(self, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        """The sample as it is, int64 [2, seq]."""
-        return sample
-
-
-NEXT_TOKENS = NextTokens()
-
-
-def objective_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> Objective:
-    """The objective of a run's model.
-
-    Raises:
-        ConfigError: the tokenizer or the model lacks a token that is needed.
-    """
-    if model.objective == "span_corruption":
-        return span_corruption_of(config, model, tokenizer)
-    if model.objective == "mlm" and "tokens" in model.predictions:
-        return masked_tokens_of(config.data, tokenizer, model.vocab_size)
-    return NEXT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -86,14 +42,11 @@ class Masks:
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
-    objective: Objective = NEXT_TOKENS
+    objective: MaskedTokens | SpanCorruption | None = (
+        None  # None: the labels are the next tokens, as a dataset gives them
+    )
     pairs: SentencePairs | None = None  # of an objective over pairs of sentences
     pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether samples have a row of positions."""
-        return self.section.reset_position_ids
 
     @property
     def has_intervals(self) -> bool:
@@ -103,11 +56,11 @@ class Masks:
     def add_rows(self, sample: torch.Tensor, index: int) -> torch.Tensor:
         """A dataset's sample, int64 [2, raw], which is number ``index`` of the run → [2 to 5, seq]."""
         section = self.section
-        made = self.objective.apply(sample, self.seed, index)
+        made = sample if self.objective is None else self.objective.apply(sample, self.seed, index)
         inputs, labels = made
         if self.pairs is not None:
             labels[0] = sample[1, 0]  # the class of the pair
-        if not (self.has_positions or self.has_intervals or section.eod_mask_loss):
+        if not (section.reset_position_ids or self.has_intervals or section.eod_mask_loss):
             return made
         rows, order = [inputs, labels], torch.arange(len(inputs))
         starts = order * 0 if self.eod_id is None else document_starts(inputs, self.eod_id)
@@ -135,11 +88,11 @@ class Masks:
             types, seen = self.pair_tokens.types_and_visible(inputs)
             seen = seen.with_blocks() if batch.is_cuda else seen
             return ModelInputs(inputs, visible=seen, token_types=types), labels
-        positions = others.pop(0) if self.has_positions else None
+        positions = others.pop(0) if self.section.reset_position_ids else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
         if visible is not None and batch.is_cuda:
             visible = visible.with_blocks()
-        encoder_len = self.objective.encoder_len
+        encoder_len = self.objective.encoder_len if isinstance(self.objective, SpanCorruption) else None
         return ModelInputs(inputs, positions, visible, encoder_len), labels[:, encoder_len:]
 
 
@@ -167,7 +120,12 @@ def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer |
         return Masks(section, None, seed)
     tokenizer = tokenizer or build_tokenizer(section.tokenizer)
     eod_id = tokenizer.eod_id if section.tells_documents_apart else None
-    objective, pairs, around = objective_of(config, model, tokenizer), None, None
+    objective: MaskedTokens | SpanCorruption | None = None
+    if model.objective == "span_corruption":
+        objective = span_corruption_of(config, model, tokenizer)
+    elif model.objective == "mlm" and "tokens" in model.predictions:
+        objective = masked_tokens_of(section, tokenizer, model.vocab_size)
+    pairs, around = None, None
     if not {"pair", "choice"}.isdisjoint(model.predictions):
         around = pair_tokens_of(section.tokenizer, tokenizer, model.vocab_size)
     if around is not None and "pair" in model.predictions:
@@ -183,12 +141,9 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
 
 
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-    """Where the prefix of each token's segment ends: int64 [seq].
+    """Where the prefix of each token's segment ends, in sample ``index`` of the run: int64 [seq].
 
-    Args:
-        first: where the segment of each token begins, int64 [seq]; the segments of a sample are its documents, or one.
-        seed: the run's.
-        index: number of the sample in the run.
+    ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one.
     """
     begins, sizes = torch.unique_consecutive(first, return_counts=True)
     ends = [

@@ -14,8 +14,7 @@ from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.stream import StreamSource
-from titan_like.data.stream_blend import BlendedStream
+from titan_like.data.stream import BlendedStream, StreamSource
 from titan_like.models.config import TransformerConfig
 
 

@@ -58,11 +58,7 @@ def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[f
 
     Each cut falls on the nearest end of a document, so that no document is in two splits. If that would leave a split
     without tokens (in a corpus of one long document, for example), the cut falls inside a document.
-
-    Args:
-        total: tokens of the corpus.
-        nearest_end: returns the boundary between documents that is nearest to a token.
-        weights: shares of train, validation and test.
+    ``nearest_end`` returns the boundary between documents that is nearest to a token.
     """
     bounds = [0]
     for split, share in enumerate(accumulate(weights[:2])):
@@ -156,11 +152,7 @@ class IndexedSource(PackedDataset):
 
 
 def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
-    """Refuse a dataset if none of its first documents ends with the end-of-document token.
-
-    Raises:
-        ConfigError: its documents cannot be told apart in a sample.
-    """
+    """Refuse a dataset whose documents cannot be told apart: none of the first ends with the end-of-document token."""
     ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _LOOKED_AT))]
     if all(end == 0 or dataset.tokens[end - 1 : end][0] != eod_id for end in ends):
         problem = (
@@ -171,11 +163,7 @@ def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
 
 
 def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
-    """The tokens of one split.
-
-    Raises:
-        ConfigError: they hold no whole sample to train on.
-    """
+    """The tokens of one split. A training split without a whole sample is refused."""
     bounds = split_bounds(len(dataset.tokens), dataset.nearest_document_end, weights)
     number = SPLITS.index(request.split)
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
@@ -218,11 +206,7 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 
 
 def corpus_job(section: Data) -> Job:
-    """What is to be tokenized.
-
-    Raises:
-        ConfigError: no file matches, or one is unfit.
-    """
+    """What is to be tokenized; raises what `corpus_files` raises."""
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
     is_stdlib = section.dataset == "stdlib"
     return Job(corpus_files(section), section.tokenizer, section.text_key, skips_bad_records=is_stdlib)

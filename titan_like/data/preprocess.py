@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -182,7 +182,9 @@ class _Output:
 
 
 def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[[str], None]) -> None:
-    progress, clock = output.progress, _Clock(job, output.progress)
+    progress, sizes = output.progress, [max(1, path.stat().st_size) for path in job.files]
+    began = told = time.monotonic()
+    tokens_before, done_before = progress.tokens, None
     for number, piece, share, result in _tokenized(job, progress, num_workers, output.dtype):
         tokens, lengths, bad = result
         path = job.files[number]
@@ -198,35 +200,16 @@ def _write_tokens(job: Job, output: _Output, num_workers: int, report: Callable[
         if lengths:
             output.add(tokens, lengths, piece.is_whole)
         progress.file, progress.end, progress.record = number, piece.end, piece.first_record + piece.num_records
-        line = clock.line(share)
-        if line is not None:
+        done = (sum(sizes[:number]) + share * sizes[number]) / sum(sizes)
+        done_before = done if done_before is None else done_before
+        now = time.monotonic()
+        if now - told >= _SECONDS_BETWEEN_REPORTS:
+            told, seconds, gained = now, now - began, done - done_before
+            rate = (progress.tokens - tokens_before) / seconds
+            left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
-            report(line)
-
-
-class _Clock:
-    """Speed, and the time that is left."""
-
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self._job, self._progress = job, progress
-        self._sizes = [max(1, path.stat().st_size) for path in job.files]
-        self._began = self._told = time.monotonic()
-        self._tokens_before = progress.tokens
-        self._share_before: float | None = None
-
-    def line(self, share_of_file: float) -> str | None:
-        """A report, if it is time for one."""
-        now, progress = time.monotonic(), self._progress
-        done = (sum(self._sizes[: progress.file]) + share_of_file * self._sizes[progress.file]) / sum(self._sizes)
-        self._share_before = done if self._share_before is None else self._share_before
-        if now - self._told < _SECONDS_BETWEEN_REPORTS:
-            return None
-        self._told, seconds = now, now - self._began
-        rate = (progress.tokens - self._tokens_before) / seconds
-        gained = done - self._share_before
-        left = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
-        where = f"file {progress.file + 1} of {len(self._sizes)}"
-        return f"tokenizing: {done:.1%}, {where}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+            where = f"file {number + 1} of {len(sizes)}, {progress.tokens:,} tokens, {rate:,.0f} tokens/s{left}"
+            report(f"tokenizing: {done:.1%}, {where}")
 
 
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]]]  # tokens; documents' lengths; bad records, and why
@@ -238,14 +221,14 @@ def _tokenized(
     """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
     settings = job.tokenizer, job.tokenizer_key, job.text_key, job.ends_documents, dtype.str
     if num_workers == 0:
-        tokenize = _Tokenizing(*settings)
-        yield from ((number, piece, share, tokenize(piece)) for number, piece, share in _pieces(job, progress))
+        pieces = _pieces(job, progress)
+        yield from ((number, piece, share, _tokenize(piece, *settings)) for number, piece, share in pieces)
         return
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, settings) as pool:
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         try:
             for number, piece, share in _pieces(job, progress):
-                waiting.append((number, piece, share, pool.submit(_tokenize, piece)))
+                waiting.append((number, piece, share, pool.submit(_tokenize, piece, *settings)))
                 if len(waiting) > 2 * num_workers:
                     *place, future = waiting.popleft()
                     yield *place, future.result()  # type: ignore[misc]
@@ -272,38 +255,27 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
         start, record = 0, 1
 
 
-class _Tokenizing:
-    """Tokenizes pieces, in this process or in a worker."""
-
-    def __init__(self, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
-        self._tokenizer, self._text_key = build_tokenizer(tokenizer, key), text_key
-        self._end = [self._tokenizer.eod_id] if ends_documents else []
-        self._dtype = np.dtype(dtype)
-
-    def __call__(self, piece: Piece) -> Result:
-        texts, bad = [], []
-        for record, text in texts_of(piece, self._text_key):
-            if isinstance(text, BadRecord):
-                bad.append((record, str(text)))
-            else:
-                texts.append(text)
-        end = np.array(self._end if piece.is_whole else [], self._dtype)
-        parts: list[np.ndarray] = []
-        for tokens in self._tokenizer.encode_all(texts):
-            parts += [tokens.astype(self._dtype), end]
-        lengths = [len(tokens) + len(end) for tokens in parts[::2]]
-        return np.concatenate(parts) if parts else np.empty(0, self._dtype), lengths, bad
+def _tokenize(piece: Piece, tokenizer: str, key: str, text_key: str, ends_documents: bool, dtype: str) -> Result:
+    """Tokenize a piece, in this process or in a worker."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the work already
+    built = build_tokenizer(tokenizer, key)  # which each process keeps
+    texts, bad = [], []
+    for record, text in texts_of(piece, text_key):
+        if isinstance(text, BadRecord):
+            bad.append((record, str(text)))
+        else:
+            texts.append(text)
+    end = np.array([built.eod_id] if ends_documents and piece.is_whole else [], dtype)
+    parts: list[np.ndarray] = []
+    for tokens in built.encode_all(texts):
+        parts += [tokens.astype(dtype), end]
+    lengths = [len(tokens) + len(end) for tokens in parts[::2]]
+    return np.concatenate(parts) if parts else np.empty(0, dtype), lengths, bad
 
 
-_worker: Any = None
-
-
-def _start_worker(*settings: Any) -> None:
-    global _worker
+def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = _Tokenizing(*settings)
 
 
 def _end_with_parent() -> None:
@@ -312,7 +284,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _tokenize(piece: Piece) -> Result:
-    return _worker(piece)

@@ -74,15 +74,10 @@ def kind_of(path: Path) -> str:
 
 def files_below(folder: str | Path, endings: tuple[str, ...], key: str) -> list[Path]:
     """The files with one of these endings in a folder and its subfolders, sorted. Links are followed, but each folder
-    is entered once.
-
-    Args:
-        folder: the folder.
-        endings: without that of the compression.
-        key: the setting that names the folder, for the error.
+    is entered once. The endings are without that of the compression.
 
     Raises:
-        ConfigError: a link is broken, or a folder cannot be read.
+        ConfigError: a link is broken, or a folder cannot be read; ``key`` is the setting to blame.
     """
 
     def refuse(error: OSError) -> None:
@@ -136,11 +131,7 @@ def json_problem(path: Path) -> str | None:
 def read_pieces(path: Path, key: str, start: int = 0, first_record: int = 1) -> Iterator[tuple[Piece, float]]:
     """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
 
-    Args:
-        path: the file.
-        key: of the text in a row.
-        start: the `Piece.end` after which to go on.
-        first_record: number of the record at ``start``.
+    ``start`` is 0 or a `Piece.end`, and ``first_record`` the number of the record there. ``key`` is of a row's text.
 
     Raises:
         UnreadableError: the file is damaged, ends early, or lacks the column, or a package to read it is missing.
@@ -299,10 +290,7 @@ def texts_of(
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
 
-    Args:
-        piece: the piece.
-        key: of the text in a JSON record.
-        is_wanted: given the number of a record, returns whether to look at it.
+    ``key`` is that of the text in a JSON record. ``is_wanted`` tells by its number whether to look at a record.
     """
     begins_file = piece.end == len(piece.content)
     if isinstance(piece.content, list):

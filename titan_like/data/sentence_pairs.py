@@ -21,7 +21,7 @@ import torch
 from titan_like.config.errors import ConfigError
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.data.tokenizer import Tokenizer, check_ids
 from titan_like.models.layers.visible import VisibleKeys
 
 ADDED = 3  # tokens around two sentences
@@ -137,10 +137,5 @@ def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairToke
     if found is None:
         problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
         raise ConfigError("data.tokenizer", spec, problem)
-    if max(found) >= vocab_size:
-        problem = (
-            f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}, but the model's vocab_size is {vocab_size}; "
-            f"set model.overrides.vocab_size to {max(found) + 1}"
-        )
-        raise ConfigError("data.tokenizer", spec, problem)
+    check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, found))}", max(found), vocab_size)
     return PairTokens(*found)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,29 +31,6 @@ _ROWS = 256  # of a dataset on the hub in a piece
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
-class Shard(Protocol):
-    """A sequence of records that is read on its own."""
-
-    @property
-    def name(self) -> str:
-        """The name that messages use."""
-        ...
-
-    @property
-    def changed_at(self) -> int:
-        """When a file was changed last, in ns; 0 where the fingerprint tells every change."""
-        ...
-
-    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
-
-        Raises:
-            UnreadableError: the shard is damaged, or has no text under ``key``.
-            ReadFailure: the disk or the network failed.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class LocalShard:
     """A file of JSON lines, parquet or arrow."""
@@ -67,11 +44,16 @@ class LocalShard:
 
     @property
     def changed_at(self) -> int:
-        """See `Shard`."""
+        """When the file was changed last, in ns."""
         return self.path.stat().st_mtime_ns
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """See `Shard`."""
+        """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
+
+        Raises:
+            UnreadableError: the shard is damaged, or has no text under ``key``.
+            ReadFailure: the disk or the network failed.
+        """
         return (piece for piece, _ in read_pieces(self.path, key, start, first_record))
 
 
@@ -82,15 +64,10 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
-    changed_at: int = 0  # see `Shard`; the revision is in the fingerprint
+    changed_at: int = 0  # the fingerprint tells every change, as the revision is in it
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """See `Shard`. An error that is not known to be damage may come from the network.
-
-        Raises:
-            UnreadableError: the shard has no column ``key``.
-            ReadFailure: the network failed, or whatever else the library reports.
-        """
+        """As `LocalShard.pieces`. An error that is not known to be damage may come from the network."""
         columns = self.dataset.column_names
         if columns is not None and key not in columns:
             raise UnreadableError(f'has no column "{key}"; it has {", ".join(columns)}')
@@ -106,6 +83,9 @@ class HubShard:
             raise
         except Exception as error:  # of whatever library reads the network and the format
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
+
+
+Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
 def find_shards(paths: list[str]) -> tuple[list[Shard], str]:

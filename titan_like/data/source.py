@@ -72,12 +72,7 @@ class Source(Dataset[torch.Tensor], ABC):
         return {}
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """A line for the log of a run that begins. Nothing by default.
-
-        Args:
-            micro_batch_size: samples of a microbatch.
-            num_ranks: data-parallel processes.
-        """
+        """A line for the log of a run that begins, on ``num_ranks`` data-parallel processes. Nothing by default."""
         return None
 
     def __getitem__(self, index: int) -> torch.Tensor:

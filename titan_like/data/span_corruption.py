@@ -18,7 +18,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import SampleLength, sample_length, span_counts
 from titan_like.data.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer
+from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, check_ids
 from titan_like.models.config import TransformerConfig
 
 
@@ -97,12 +97,7 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: T
         raise ConfigError("data.tokenizer", spec, problem)
     pad_id = padding_of(spec, tokenizer)
     largest = max(pad_id, *sentinels)
-    if largest >= model.vocab_size:
-        problem = (
-            f"its padding and sentinels go up to {largest}, but the model's vocab_size is {model.vocab_size}; "
-            f"set model.overrides.vocab_size to {largest + 1}"
-        )
-        raise ConfigError("data.tokenizer", spec, problem)
+    check_ids(spec, f"its padding and sentinels go up to {largest}", largest, model.vocab_size)
     return SpanCorruption(length, num_noise, tuple(sentinels), tokenizer.eod_id, pad_id)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import threading
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from titan_like.config.schema import Data
+from titan_like.data.blend import Blend, BlendedSource
 from titan_like.data.packed import split_weights
 from titan_like.data.permutation import Permutation
 from titan_like.data.shards import find_shards
@@ -40,16 +42,6 @@ def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int
     processes = num_ranks * max(1, section.num_workers)
     period = math.gcd(processes * micro_batch_size, section.num_readers)
     return processes * min(micro_batch_size, period) // period
-
-
-def described_readers(section: Data, micro_batch_size: int, num_ranks: int) -> str:
-    """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
-    times, processes = tokenized_times(section, micro_batch_size, num_ranks), num_ranks * max(1, section.num_workers)
-    text = f"streaming with {section.num_readers} readers"
-    if times == 1:
-        return text
-    cure = f"data.num_readers = {micro_batch_size * processes} would avoid it"
-    return f"{text}: each sample is tokenized {times} times; {cure}"
 
 
 class StreamSource(Source):
@@ -97,8 +89,15 @@ class StreamSource(Source):
         return self[position]
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
-        """See `described_readers`."""
-        return described_readers(self.request.section, micro_batch_size, num_ranks)
+        """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
+        section = self.request.section
+        text, times = (
+            f"streaming with {section.num_readers} readers",
+            tokenized_times(section, micro_batch_size, num_ranks),
+        )
+        wanted = micro_batch_size * num_ranks * max(1, section.num_workers)
+        cure = f"each sample is tokenized {times} times; data.num_readers = {wanted} would avoid it"
+        return text if times == 1 else f"{text}: {cure}"
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample ``index`` of the run: int64 [2, seq], without labels if its reader has come to the split's end."""
@@ -173,3 +172,45 @@ class StreamSource(Source):
             return number % modulus == remainder and first <= (number * _BY_RECORD + shard * _BY_SHARD) % _WHOLE < last
 
         return Part(self.shards[shard], is_wanted)
+
+
+class BlendedStream(BlendedSource):
+    """A blend of one split of several streams. Sample i comes from reader i mod R of a source (see `Blend`).
+
+    So a process still needs only some readers, and takes their samples in order.
+    """
+
+    def __init__(self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None]) -> None:
+        """``weights`` holds the weight of each source.
+
+        Raises:
+            ConfigError: a source has a weight so small that it is never drawn.
+        """
+        super().__init__(request, sources, weights)
+        self._readers = Blend(self.blend.shares, request.seed, request.section.num_readers)
+
+    def __len__(self) -> int:
+        """Unknown, or 0 if no source has a whole sample."""
+        return UNKNOWN_LENGTH if self.sources else 0
+
+    def sample(self, position: int) -> torch.Tensor:
+        """Sample ``position`` of the run, int64 [2, seq]."""
+        return self[position]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Sample ``index`` of the run: int64 [2, seq], without labels if its source has come to the split's end."""
+        number, reader = divmod(index, self._readers.num_readers)
+        source, within = self._readers.locate_in_order(number, reader)
+        return self.sources[source][within * self._readers.num_readers + reader]
+
+    def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
+        """As of a single stream, since all have the same readers."""
+        return self.sources[0].described(micro_batch_size, num_ranks)
+
+    def drawn(self, num_samples: int) -> dict[str, float]:
+        """Samples of each source after ``num_samples``, by ``samples/NAME``. The length of an epoch is unknown."""
+        num_readers = self._readers.num_readers
+        each, more = divmod(num_samples, num_readers)
+        counts = [self._readers.counts(each + (reader < more), reader) for reader in range(num_readers)]
+        totals = map(sum, zip(*counts, strict=True))
+        return {f"samples/{name}": count for name, count in zip(self.names, totals, strict=True)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
@@ -30,37 +30,6 @@ _NOT_IN_WORDS = "\u2581ĠĊĉč"  # marks of white space in SentencePiece and by
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer that data and generation use."""
-
-    vocab_size: int
-    eod_id: int  # the end-of-document token, which follows every document
-    first_ids: list[int]  # tokens that Hugging Face's tokenizers put before every text, such as Llama's <s>; often none
-    mask_id: int | None  # the token that hides another in masked language modelling; text never becomes it
-    pad_id: int | None  # fills the targets of an encoder-decoder, and begins the decoder's input; text never becomes it
-    sentinel_ids: list[int]  # tokens that stand for a span in span corruption, in the order of their use; often none
-    pair_ids: tuple[int, int, int] | None  # around a pair of sentences: [CLS], [SEP] and [PAD], which may equal [CLS]
-    special_ids: frozenset[int]  # tokens that no text becomes, such as the end of a document
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [tokens], without added special tokens."""
-        ...
-
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of several texts, as `encode` gives them."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, without special tokens."""
-        ...
-
-    def word_joins(self) -> np.ndarray:
-        """bool [2, vocab]. A token continues the word of the one before it if the first row holds for the token and the
-        second for the one before it.
-        """
-        ...
-
-
 class ByteTokenizer:
     """Uses UTF-8 bytes as tokens 0 to 255 and 256 as the end of a document.
 
@@ -69,15 +38,13 @@ class ByteTokenizer:
     """
 
     vocab_size = 257
-    eod_id = 256
-    mask_id: int | None = 257
-    pad_id: int | None = 258
-    pair_ids: tuple[int, int, int] | None = (258, 259, 260)
-    special_ids = frozenset({256})
-
-    def __init__(self) -> None:
-        self.first_ids: list[int] = []
-        self.sentinel_ids = list(range(259, 359))
+    eod_id = 256  # the end-of-document token, which follows every document
+    first_ids: ClassVar[list[int]] = []  # which Hugging Face's put before every text, such as Llama's <s>
+    mask_id: int | None = 257  # hides another token in masked language modelling
+    pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
+    sentinel_ids: ClassVar = list(range(259, 359))  # which stand for spans in span corruption
+    pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
+    special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
 
     def encode(self, text: str) -> np.ndarray:
         """One token per byte: int64 [bytes]."""
@@ -92,13 +59,15 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def word_joins(self) -> np.ndarray:
-        """A word is a run of ASCII letters, digits and underscores, and of bytes of other characters: bool [2, 257]."""
+        """bool [2, 257]. A token continues the word of the one before it if the first row holds for the token and the
+        second for the one before it. A word is a run of ASCII letters, digits and underscores, and of other bytes.
+        """
         joins = np.array([byte >= 128 or _is_of_word(chr(byte)) for byte in range(256)] + [False])
         return np.stack((joins, joins))
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library."""
+    """Wraps a tokenizer of the `tokenizers` library. Its attributes are those of `ByteTokenizer`."""
 
     def __init__(self, tokenizer: HFTokenizer, eod_id: int, spec: str, key: str = _KEY) -> None:
         """``spec`` is the value of the setting ``key``, which errors blame.
@@ -106,7 +75,7 @@ class HuggingFaceTokenizer:
         Raises:
             ConfigError: it cannot encode, or has an id that is too large.
         """
-        self._tokenizer, self._spec, self._key = tokenizer, spec, key
+        self.tokenizer, self._spec, self._key = tokenizer, spec, key
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > _MOST_TOKENS:
             raise ConfigError(
@@ -125,18 +94,18 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add."""
         with self._in_use():
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+            return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of several texts, each int64 [tokens]; faster than one by one."""
         with self._in_use():
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(text.ids, dtype=np.int64) for text in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         with self._in_use():
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _in_use(self) -> AbstractContextManager[None]:
         """Blames the tokenizer for whatever the library raises, such as for an unknown word without [UNK]."""
@@ -149,14 +118,17 @@ class HuggingFaceTokenizer:
         digit or underscore continues a word after another.
         """
         joins = np.zeros((2, self.vocab_size), dtype=bool)
-        is_word_piece = isinstance(self._tokenizer.model, models.WordPiece)
-        for piece, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        is_word_piece = isinstance(self.tokenizer.model, models.WordPiece)
+        for piece, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
             if number in self.special_ids or not piece:
                 continue
             joins[:, number] = (
                 (piece.startswith("##"), True) if is_word_piece else (_is_of_word(piece[0]), _is_of_word(piece[-1]))
             )
         return joins
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
@@ -228,15 +200,6 @@ def _build(spec: str, key: str, files: tuple[Path, ...], changed: tuple[int, ...
     return ByteTokenizer() if spec == "byte" else HuggingFaceTokenizer(*_read(spec, key, files), spec, key)
 
 
-def read_tokenizer(spec: str, key: str = _KEY) -> tuple[HFTokenizer, int]:
-    """Read a tokenizer of the `tokenizers` library; also returns the id of its end-of-document token.
-
-    Raises:
-        ConfigError: a file is missing or is not a tokenizer, or the tokenizer has no end-of-document token.
-    """
-    return _read(spec, key, tokenizer_files(spec, key))
-
-
 def _read(spec: str, key: str, files: Sequence[Path]) -> tuple[HFTokenizer, int]:
     if spec.startswith("gpt2:"):
         tokenizer = _read_gpt2(spec, files, key)
@@ -257,11 +220,17 @@ def check_vocabulary(spec: str, tokenizer: Tokenizer, vocab_size: int) -> None:
     Raises:
         ConfigError: the tokenizer has more tokens.
     """
-    if tokenizer.vocab_size > vocab_size:
-        problem = (
-            f"it has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}; "
-            f"set model.overrides.vocab_size to {tokenizer.vocab_size}"
-        )
+    check_ids(spec, f"it has {tokenizer.vocab_size} tokens", tokenizer.vocab_size - 1, vocab_size)
+
+
+def check_ids(spec: str, what: str, largest: int, vocab_size: int) -> None:
+    """Check that a model of ``vocab_size`` has the token ``largest`` of the tokenizer ``spec``; ``what`` names it.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if largest >= vocab_size:
+        problem = f"{what}, but the model's vocab_size is {vocab_size}; set model.overrides.vocab_size to {largest + 1}"
         raise ConfigError(_KEY, spec, problem)
 
 
@@ -281,21 +250,29 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
         return []
     if spec.startswith("gpt2:"):
         return [Path(part) for part in spec.removeprefix("gpt2:").split(",")]
-    return [_download(spec, key) if is_on_hub(spec) else Path(spec)]
+    if not is_on_hub(spec):
+        return [Path(spec)]
+    from huggingface_hub import hf_hub_download  # which the package tokenizers brings
+
+    fetch = partial(hf_hub_download, filename="tokenizer.json")
+    return [from_hub(spec, fetch, key, "no such file, nor can the Hugging Face hub give its tokenizer.json", _CHOICES)]
 
 
-def _download(name: str, key: str) -> Path:
-    """The tokenizer.json of a repository on the hub, in the hub's cache of this machine. One that is there is used."""
-    from huggingface_hub import HfApi, hf_hub_download  # which the package tokenizers brings
+def from_hub(name: str, fetch: Callable[..., str], key: str, problem: str, cure: str) -> Path:
+    """What ``fetch`` downloads of a repository to the hub's cache of this machine. What is there already is used.
+
+    Raises:
+        ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
 
     with suppress(Exception):
-        return Path(hf_hub_download(name, "tokenizer.json", local_files_only=True))
+        return Path(fetch(name, local_files_only=True))
     try:
         HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
-        return Path(hf_hub_download(name, "tokenizer.json"))
+        return Path(fetch(name))
     except Exception as error:  # of the network, or the hub's answer
-        problem = f"no such file, nor can the Hugging Face hub give its tokenizer.json ({first_line(error)})"
-        raise ConfigError(key, name, f"{problem}; {_CHOICES}") from None
+        raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:

@@ -14,12 +14,12 @@ _being_written: list[Path] = []
 @contextmanager
 def removed_unless_renamed(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which the caller renames when it is complete. If it was not renamed, it is removed."""
-    _remove(path)  # may be left over from a crash
+    remove(path)  # may be left over from a crash
     _being_written.append(path)
     try:
         yield path
     finally:
-        _remove(path)
+        remove(path)
         _being_written.remove(path)
 
 
@@ -33,11 +33,12 @@ def remove_unfinished() -> None:
         doomed = path.with_name(path.name + ".removed")
         with suppress(OSError):
             os.rename(path, doomed)
-        _remove(doomed)
+        remove(doomed)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
+def remove(path: Path) -> None:
+    """Remove a folder or file, ignoring errors: leftovers must not fail a run."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

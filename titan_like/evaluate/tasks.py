@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -215,14 +214,12 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
     """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over those of each of its subfolders.
 
     Raises:
-        TaskError: the folder is not of RACE, or the tokenizer has no tokens for pairs of sentences.
+        TaskError: the tokenizer has no tokens for pairs of sentences.
+        RaceError: the folder is not of RACE.
     """
     if tokenizer.pair_ids is None:
         raise TaskError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
-    try:
-        questions = read_questions(folder, tokenizer)
-    except RaceError as error:
-        raise TaskError(str(error)) from None
+    questions = read_questions(folder, tokenizer)
     around = PairTokens(*tokenizer.pair_ids)
     windows = [
         option_window(question.inputs(option, around, settings.seq_len), around)
@@ -247,26 +244,21 @@ def option_window(inputs: np.ndarray, around: PairTokens) -> Window:
     return Window(np.append(inputs[:end], around.separator), 1)
 
 
-# The function that reads a task's file, and the one that makes a task of its name and what was read.
-_OF_TEXT: dict[str, tuple[Callable[[Path], Any], Callable[[str, Any, Tokenizer, TextSettings], Task]]] = {
-    "text": (read_text, text_task),
-    "wikitext103": (read_published, wikitext_task),
-    "lambada": (read_passages, lambada_task),
+# What makes a task of its label and its file or folder.
+_TASKS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {
+    "text": lambda name, path, *others: text_task(name, read_text(path), *others),
+    "wikitext103": lambda name, path, *others: wikitext_task(name, read_published(path), *others),
+    "lambada": lambda name, path, *others: lambada_task(name, read_passages(path), *others),
+    "race": race_task,
 }
-_OF_FOLDERS: dict[str, Callable[[str, Path, Tokenizer, TextSettings], Task]] = {"race": race_task}
-_SLIDING = ("text", "wikitext103")
-_TASKS = (*_OF_TEXT, *_OF_FOLDERS)
+_SLIDING, _OF_FOLDERS = ("text", "wikitext103"), ("race",)
 
 
 def check_tasks(key: str, specs: Sequence[str]) -> list[tuple[str, Path]]:
     """Check tasks written NAME=PATH, without opening their files; returns the names and paths.
 
-    Args:
-        key: the setting that names the tasks, for the error.
-        specs: the tasks.
-
     Raises:
-        ConfigError: there is no such task or file, or one is named twice.
+        ConfigError: there is no such task or file, or one is named twice; ``key`` is the setting to blame.
     """
     found = []
     for spec in specs:
@@ -321,14 +313,10 @@ def open_tasks(key: str, specs: Sequence[str], tokenizer: Tokenizer, settings: T
     tasks = []
     for (name, path), label, spec in zip(found, _labels(found), specs, strict=True):
         try:
-            if name in _OF_FOLDERS:
-                tasks.append(_OF_FOLDERS[name](label, path, tokenizer, settings))
-                continue
-            read, make = _OF_TEXT[name]
-            tasks.append(make(label, read(path), tokenizer, settings))
+            tasks.append(_TASKS[name](label, path, tokenizer, settings))
         except OSError as error:
             raise ConfigError(key, spec, f"{path} cannot be read ({error.strerror})") from None
-        except TaskError as error:
+        except (TaskError, RaceError) as error:
             raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
 
@@ -351,12 +339,9 @@ def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
 def run_tasks(
     tasks: Sequence[Task], scorer: Scorer, progress: Callable[[str], Progress] | None = None
 ) -> dict[str, dict[str, float]]:
-    """Score every task: task → figure → value, the same on every process.
+    """Score every task: task → figure → value, the same on every process, which all call it with the same tasks.
 
-    Args:
-        tasks: the tasks, the same on every process.
-        scorer: the model.
-        progress: makes a task's name into what is told about its progress.
+    ``progress`` makes a task's name into what is told about its progress.
     """
     return {
         task.name: task.results(scorer(task.windows, None if progress is None else progress(task.name)))

@@ -24,6 +24,7 @@ from titan_like.checkpoint.loader import CheckpointWeights, first_failure
 from titan_like.checkpoint.saver import DurableFiles
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, write_durably, write_run_state, written_aside
 from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.paths import to_toml
 from titan_like.config.schema import Data, JobConfig, Model
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
@@ -36,8 +37,8 @@ from titan_like.hugging_face.folder import (
 from titan_like.hugging_face.tokenizer import (
     GENERATION_FILE,
     TOKENIZER_FILE,
+    TOKENIZER_FILES,
     copy_files,
-    copy_tokenizer_files,
     write_tokenizer,
 )
 from titan_like.models.hugging_face import RefusedError, Stored, architecture_of, family_module, fill_part, to_tensors
@@ -146,8 +147,7 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
     """
     final = checkpoint_path(output, 0)
     with written_aside(final) as aside:
-        copy_tokenizer_files(source.path, aside)
-        copy_files(source.path, aside, [GENERATION_FILE])
+        copy_files(source.path, aside, (*TOKENIZER_FILES, GENERATION_FILE))
         planner = _Planner(source, most_chunk_bytes)
         # One file per piece, because torch keeps all pieces of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, sync_files=False)
@@ -168,14 +168,16 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
 
 def settings_to_train(source: HuggingFaceFolder, path: Path) -> str:
     """TOML lines for a run that starts from a converted checkpoint."""
-    shape = source.model.model_dump(mode="json", exclude_none=True)
-    lines = ["[model]", f'family = "{source.family}"', f'flavor = "{FLAVOR}"', "", f"[model.flavors.{FLAVOR}]"]
-    lines += [f"{name} = {_toml(value)}" for name, value in shape.items()]
-    tokenizer = _tokenizer_of(source.path, path)
-    missing = "# The folder has no tokenizer.json. Set tokenizer to the model's: without it, every byte is a token."
-    lines += ["", "[data]", missing if tokenizer is None else f"tokenizer = {_toml(tokenizer)}"]
-    lines += ["", "[checkpoint]", f"initial_load_path = {_toml(str(path))}"]
-    return "\n".join(lines)
+    shape, tokenizer = source.model.model_dump(mode="json", exclude_none=True), _tokenizer_of(source.path, path)
+    missing = [
+        "The folder has no tokenizer.json. Set data.tokenizer to the model's: without it, every byte is a token."
+    ]
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}},
+        "data": {} if tokenizer is None else {"tokenizer": tokenizer},
+        "checkpoint": {"initial_load_path": str(path)},
+    }
+    return to_toml(tree, missing if tokenizer is None else []).strip()
 
 
 def _tokenizer_of(source: Path, copied: Path) -> str | None:
@@ -184,12 +186,6 @@ def _tokenizer_of(source: Path, copied: Path) -> str | None:
         return str(copied / TOKENIZER_FILE)
     files = [copied / name for name in ("vocab.json", "merges.txt") if (source / name).is_file()]
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)  # JSON and TOML write numbers, booleans and strings alike
 
 
 def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
@@ -283,8 +279,7 @@ def to_hugging_face(
     with written_aside(output) as aside:
         tokens: dict[str, int] = {}
         if tokenizer is None and origin.fields:
-            copy_tokenizer_files(weights.path, aside)
-            copy_files(weights.path, aside, [GENERATION_FILE])
+            copy_files(weights.path, aside, (*TOKENIZER_FILES, GENERATION_FILE))
         elif tokenizer != NO_TOKENIZER:
             tokens = write_tokenizer(tokenizer or weights.tokenizer, weights.model, aside)
         config = _config(origin, fields, tokens, specs[0].dtype, architecture_of(weights.model, fields["model_type"]))

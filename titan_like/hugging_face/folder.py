@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 
 from titan_like.checkpoint.reader import is_file_name
-from titan_like.config.errors import ConfigError, first_line
+from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import file_problem
-from titan_like.data.tokenizer import is_on_hub
+from titan_like.data.tokenizer import from_hub, is_on_hub
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
@@ -40,25 +40,18 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model"]
 def local_folder(name: str, key: str) -> Path:
     """The folder that ``name`` stands for: a path, or org/name on the hub, which is downloaded to its cache once.
 
-    Args:
-        name: a path, or the name of a repository. A path that exists comes first.
-        key: the setting that errors blame.
+    A path that exists comes first. ``key`` is the setting that errors blame.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
     """
     if not is_on_hub(name):
         return Path(name)
-    from huggingface_hub import HfApi, snapshot_download  # which the package tokenizers brings
+    from huggingface_hub import snapshot_download  # which the package tokenizers brings
 
-    with suppress(Exception):
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
-    try:
-        HfApi().model_info(name, timeout=30)  # fails at once, where a download would be tried for half a minute
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
-    except Exception as error:  # of the network, or the hub's answer
-        problem = f"no such folder, nor can the Hugging Face hub give it ({first_line(error)})"
-        raise ConfigError(key, name, f"{problem}; name a folder that is there") from None
+    fetch = partial(snapshot_download, allow_patterns=_PATTERNS)
+    problem = "no such folder, nor can the Hugging Face hub give it"
+    return from_hub(name, fetch, key, problem, "name a folder that is there")
 
 
 CONFIG_FILE = "config.json"
@@ -104,11 +97,7 @@ class HuggingFaceFolder:
 
 
 def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
-    """Check a folder without reading its tensors.
-
-    Args:
-        path: the folder.
-        key: the setting that names it, for the error.
+    """Check a folder, which the setting ``key`` names, without reading its tensors.
 
     Raises:
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
@@ -119,7 +108,7 @@ def open_hugging_face(path: Path, key: str) -> HuggingFaceFolder:
         tensors = _tensors(path, family)
         _check_tensors(model, tensors, architecture_of(model, fields["model_type"]))
     except RefusedError as refusal:
-        raise ConfigError(key, str(path), _printable(str(refusal))) from None
+        raise ConfigError(key, str(path), shortened(printable(str(refusal)), _MOST_SHOWN)) from None
     return HuggingFaceFolder(path, family, model, fields, tensors)
 
 
@@ -161,12 +150,6 @@ class TensorSlices:
             self._file.__exit__(None, None, None)
         self._file = self._path = None
         self._bytes_touched = 0
-
-
-def _printable(text: str) -> str:
-    """Text from a file made safe to print: it may be of any length and contain terminal control characters."""
-    shown = "".join(character if character.isprintable() else "\ufffd" for character in text)
-    return shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import ConfigError
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, read_tokenizer, tokenizer_files
+from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_files
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-_TOKENIZER_FILES = (  # files that transformers may look for
+TOKENIZER_FILES = (  # files that transformers may look for
     TOKENIZER_FILE,
     ABOUT_FILE,
     "special_tokens_map.json",
@@ -43,7 +43,7 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[s
             f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
         )
         raise ConfigError(_KEY, spec, problem)
-    tokenizer, eod_id = (byte_tokenizer(), ByteTokenizer.eod_id) if spec == "byte" else read_tokenizer(spec, _KEY)
+    eod_id, tokenizer = ours.eod_id, byte_tokenizer() if isinstance(ours, ByteTokenizer) else ours.tokenizer
     if spec == "byte":
         _add_tokens_of(model, tokenizer)
     ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}  # in training, a document begins after the end of another
@@ -53,7 +53,7 @@ def write_tokenizer(spec: str, model: TransformerConfig, folder: Path) -> dict[s
     if len(files) != 1:  # no tokenizer.json
         write_durably(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
     elif files[0].name == TOKENIZER_FILE and files[0].with_name(ABOUT_FILE).is_file():
-        copy_tokenizer_files(files[0].parent, folder)  # written by transformers, so it is complete
+        copy_files(files[0].parent, folder, TOKENIZER_FILES)  # written by transformers, so it is complete
         return ids
     else:  # copied, because this version of the library might write it differently
         shutil.copyfile(files[0], folder / TOKENIZER_FILE)
@@ -101,11 +101,6 @@ def _add_tokens_of(model: TransformerConfig, tokenizer: Tokenizer) -> None:
 def _has_pairs(model: TransformerConfig) -> bool:
     """Whether a sample of the model is two sentences."""
     return model.predictions[-1] != "tokens"
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer files that ``source`` has."""
-    copy_files(source, target, _TOKENIZER_FILES)
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:

@@ -39,9 +39,9 @@ class RankShares(NamedTuple):
 class TimelineFigures:
     """The step in a few numbers."""
 
-    bubble: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
-    bubble_simulated: float  # the same without messages and gaps; see `as_simulated`
-    bubble_ideal: float  # closed form, with equal stages and backward passes twice as long as forward passes
+    bubble_fraction: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
+    bubble_fraction_simulated: float  # the same without messages and gaps; see `as_simulated`
+    bubble_fraction_ideal: float  # closed form, with equal stages and backward passes twice as long as forward passes
     slowest_stage: int
     slowest_stage_excess: float  # its time per microbatch over the mean of all stages, minus 1
     exposed_communication: float  # share of all ranks' time
@@ -50,14 +50,7 @@ class TimelineFigures:
 
     def as_metrics(self) -> dict[str, float]:
         """The figures that metrics.jsonl and the other writers receive, by their keys."""
-        return {
-            "bubble_fraction": self.bubble,
-            "bubble_fraction_simulated": self.bubble_simulated,
-            "bubble_fraction_ideal": self.bubble_ideal,
-            "slowest_stage": self.slowest_stage,
-            "slowest_stage_excess": self.slowest_stage_excess,
-            "exposed_communication": self.exposed_communication,
-        }
+        return {name: value for name, value in vars(self).items() if not isinstance(value, list)}
 
 
 def figures(timeline: StepTimeline) -> TimelineFigures:
@@ -67,9 +60,11 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
     stage_seconds = [sum(time for (_, of), time in means.items() if of == stage) for stage in stages]
     slowest = max(stages, key=stage_seconds.__getitem__)
     return TimelineFigures(
-        bubble=bubble_fraction(timeline.passes, degree),
-        bubble_simulated=bubble_fraction(as_simulated(timeline).passes, degree),
-        bubble_ideal=ideal_bubble(timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches),
+        bubble_fraction=bubble_fraction(timeline.passes, degree),
+        bubble_fraction_simulated=bubble_fraction(as_simulated(timeline).passes, degree),
+        bubble_fraction_ideal=ideal_bubble(
+            timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches
+        ),
         slowest_stage=slowest,
         slowest_stage_excess=stage_seconds[slowest] / fmean(stage_seconds) - 1,
         exposed_communication=sum(share.exposed_communication for share in shares) / (degree * timeline.seconds),
@@ -114,8 +109,8 @@ def report(timeline: StepTimeline, title: str) -> str:
         f"{title}: {timeline.schedule}, {size}, {_ms(total)} ms from first to last pass",
         stages,
         ranks,
-        f"bubble fraction (idle / compute): {found.bubble:.3f} measured, {found.bubble_simulated:.3f} with these "
-        f"passes alone, {found.bubble_ideal:.3f} ideal",
+        f"bubble fraction (idle / compute): {found.bubble_fraction:.3f} measured, "
+        f"{found.bubble_fraction_simulated:.3f} with these passes alone, {found.bubble_fraction_ideal:.3f} ideal",
         f"slowest stage: {found.slowest_stage}, {100 * found.slowest_stage_excess:.1f}% over the mean",
         f"exposed communication: {100 * found.exposed_communication:.2f}% of the ranks' time",
     ]

@@ -12,25 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, Metrics
 from titan_like.metrics.record import StepRecord
 from titan_like.metrics.run_files import METRICS_FILE, own_file
-
-
-class Writer(Protocol):
-    """Receives each step once, in order."""
-
-    def write(self, record: StepRecord) -> None:
-        """Record one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and release."""
-        ...
 
 
 def build_writers(config: JobConfig, start_step: int, run_id: str) -> list[Writer]:
@@ -195,6 +183,9 @@ class WandbWriter:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter  # each receives every step once, in order
 
 
 def _wandb_key_configured() -> bool:

@@ -88,6 +88,10 @@ class TransformerConfig(BaseModel):
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
                 "choose a divisor"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> TransformerConfig:
         if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
@@ -116,7 +120,7 @@ class TransformerConfig(BaseModel):
 
     def one_of_each(self) -> TransformerConfig:
         """The shape with one layer of each kind."""
-        return self.model_copy(update={"num_layers": 1})
+        return self.model_copy(update=self.with_layers(len(self.layer_counts)))
 
     @property
     def predictions(self) -> tuple[str, ...]:
@@ -173,16 +177,6 @@ class TransformerConfig(BaseModel):
     def layer_parameters(self) -> int:
         """Trainable parameters of one layer, of the largest kind."""
         return max(kind.parameters for kind in self.parts.kinds)
-
-    @property
-    def entry_parameters(self) -> int:
-        """Parameters before the first layer, without a table that is also the output matrix."""
-        return self.parts.entry
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters after the last layer: those of the head and the output matrix, or the tied embedding table."""
-        return self.parts.head
 
     def num_parameters(self, padded: bool = True) -> int:
         """Exact number of trainable parameters. ``padded=False`` leaves out the padding of the vocabulary."""

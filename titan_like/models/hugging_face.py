@@ -7,7 +7,7 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,20 +51,12 @@ class Stored:
 
 
 def family_module(family: str) -> Any:
-    """The `hugging_face` module of the family with this name.
-
-    Raises:
-        ConfigError: there is no such family, or it has no such module.
-    """
+    """The `hugging_face` module of the family with this name; a `ConfigError` if there is none."""
     return config_class(family).family_module("hugging_face")
 
 
 def family_of(config: TransformerConfig) -> Any:
-    """The `hugging_face` module of a model's family.
-
-    Raises:
-        ConfigError: the family has no such module.
-    """
+    """The `hugging_face` module of a model's family; a `ConfigError` if there is none."""
     return config.family_module("hugging_face")
 
 
@@ -112,23 +104,24 @@ def whole(
 
 
 def fused_rows(config: TransformerConfig, places: tuple[tuple[str, int], ...]) -> Iterator[Rows]:
-    """The rows of the fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
+    """The rows of a fused projection, ordered [kv_heads, queries per kv head + 2, head_dim].
 
-    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin.
+    ``places`` has three pairs (tensor, first row): where all queries, all keys and all values begin. Without the first,
+    they are ordered [kv_heads, 2, head_dim].
     """
     queries = config.num_attention_heads // config.num_kv_heads
     start = 0
     for head in range(config.num_kv_heads):
-        for (source, first), heads in zip(places, (queries, 1, 1), strict=True):
+        for (source, first), heads in zip(places, (queries, 1, 1)[-len(places) :], strict=True):
             length = heads * config.head_dim
             yield Rows(start, start + length, source, first + head * length)
             start += length
 
 
-def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, str, str]) -> Stored:
-    """The fused projection, if the files store queries, keys and values in three tensors."""
+def fused(config: TransformerConfig, name: str, columns: tuple[int, ...], sources: tuple[str, ...]) -> Stored:
+    """A fused projection, if the files store queries, keys and values, or only the last two, in a tensor each."""
     key_rows = config.num_kv_heads * config.head_dim
-    lengths = (config.attention_size, key_rows, key_rows)
+    lengths = (config.attention_size, key_rows, key_rows)[-len(sources) :]
     shapes = {source: (length, *columns) for source, length in zip(sources, lengths, strict=True)}
     places = tuple((source, 0) for source in sources)
     return Stored(name, (sum(lengths), *columns), shapes, partial(fused_rows, config, places))
@@ -197,11 +190,7 @@ class Fields:
         self._place = place  # for messages: the table's path in the file, with a final dot
 
     def refuse(self, field: str, problem: str) -> NoReturn:
-        """Refuse the file because of one field; the message names the field and its value.
-
-        Raises:
-            RefusedError: always.
-        """
+        """Raise a `RefusedError` because of one field, whose name and value the message gives."""
         if field not in self.values:
             raise RefusedError(f"config.json has no {self._place}{field}, {problem}")
         shown = json.dumps(self.values[field])
@@ -211,7 +200,8 @@ class Fields:
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""
         value = self.values.get(field)
-        value = default if value is None else value
+        if value is None and default is not None:
+            return default
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             self.refuse(field, "which must be a positive whole number")
         return value
@@ -223,6 +213,14 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             self.refuse(field, "which must be a number")
         return float(value)
+
+    def equal_numbers(self, names: Sequence[str], default: float, reason: str) -> float:
+        """Read a number that several fields must agree on, for a ``reason`` that the message gives."""
+        value = self.number(names[0], default)
+        for name in names[1:]:
+            if self.number(name, default) != value:
+                self.refuse(name, f"but {names[0]} = {value}; {reason}, so make them equal")
+        return value
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""
@@ -248,12 +246,32 @@ class Fields:
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 
-def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:
-    """Build a shape from the values of a file.
+FieldNames = Sequence[tuple[str, str, Any]]
+"""Our field, that of config.json, and the value of a file without it; None if every file must have it."""
+
+
+def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
+    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
+    read: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
+    return {ours: read[kind.model_fields[ours].annotation](theirs, default) for ours, theirs, default in names}
+
+
+def written_fields(config: TransformerConfig, names: FieldNames, architecture: str) -> dict[str, Any]:
+    """The fields of ``names`` for config.json.
 
     Raises:
-        RefusedError: they do not describe a valid model of this family.
+        RefusedError: the model has grouped-query attention, of which ``names`` knows nothing.
     """
+    if config.num_kv_heads != config.num_attention_heads and all(ours != "num_kv_heads" for ours, *_ in names):
+        raise RefusedError(
+            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
+            f"but {architecture} has one for each"
+        )
+    return {theirs: getattr(config, ours) for ours, theirs, _ in names}
+
+
+def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:
+    """Build a shape from the values of a file; a `RefusedError` if they do not describe a valid model."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

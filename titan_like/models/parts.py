@@ -74,17 +74,11 @@ def one_of_each(config: TransformerConfig) -> Transformer:
 
 def new_one_of_each(config: TransformerConfig) -> Transformer:
     """Like `one_of_each`, but a new object that may be changed."""
-    return _build_on_meta(config.one_of_each())
-
-
-@lru_cache(maxsize=256)
-def _shared(config: TransformerConfig) -> Transformer:
-    return _build_on_meta(config)
-
-
-def _build_on_meta(config: TransformerConfig) -> Transformer:
     with torch.device("meta"), _WithoutInit():
-        return config.family_module("model").build(config)
+        return config.family_module("model").build(config.one_of_each())
+
+
+_shared = lru_cache(maxsize=256)(new_one_of_each)
 
 
 @lru_cache(maxsize=4096)
@@ -137,12 +131,8 @@ def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
     for layer in layers_of(model):
         stacks: dict[str, tuple[int, ...]] = {}
         for name, module in layer.named_modules():
-            if isinstance(module, AttentionCore):
-                replace_forward(module, partial(_core, stacks, name))
-            elif isinstance(module, nn.Linear):
-                replace_forward(module, partial(_product, stacks, name, module.out_features))
-            elif next(module.parameters(recurse=False), None) is not None:
-                replace_forward(module, partial(_norm, stacks, name))
+            if isinstance(module, AttentionCore) or next(module.parameters(recurse=False), None) is not None:
+                replace_forward(module, partial(_stand_in, stacks, name, module))
         layer(x, *inputs)
         found.append(stacks)
     return tuple(found)
@@ -151,27 +141,16 @@ def stacks_of(config: TransformerConfig) -> tuple[Stacks, ...]:
 _TRIED = (2, 3)  # positions of the encoder and of the decoder
 
 
-def _core(
-    stacks: dict[str, tuple[int, ...]],
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    _v: torch.Tensor,
-    _visible: None = None,
-    bias: bool | None = None,
+def _stand_in(
+    stacks: dict[str, tuple[int, ...]], name: str, module: nn.Module, x: torch.Tensor, *others: Any, **named: Any
 ) -> torch.Tensor:
-    stacks[name] = _TRIED.index(q.shape[2]), _TRIED.index(k.shape[2]), bias is not None
-    return q
-
-
-def _product(stacks: dict[str, tuple[int, ...]], name: str, width: int, x: torch.Tensor) -> torch.Tensor:
+    """Note which stacks a module gets, and return a tensor of the shape of its result."""
+    if isinstance(module, AttentionCore):  # queries, and after them keys, values, visible keys and a bias
+        bias = named.get("bias", (*others, None, None)[3])
+        stacks[name] = _TRIED.index(x.shape[2]), _TRIED.index(others[0].shape[2]), bias is not None
+        return x
     stacks[name] = (_TRIED.index(x.shape[1]),)
-    return x.new_zeros(1).expand(*x.shape[:-1], width)
-
-
-def _norm(stacks: dict[str, tuple[int, ...]], name: str, x: torch.Tensor) -> torch.Tensor:
-    stacks[name] = (_TRIED.index(x.shape[1]),)
-    return x
+    return x.new_zeros(1).expand(*x.shape[:-1], module.out_features) if isinstance(module, nn.Linear) else x
 
 
 def layers_of(model: Transformer) -> list[nn.Module]:

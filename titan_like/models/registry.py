@@ -103,13 +103,9 @@ def _field_error(section: ModelSection, detail: Any) -> ConfigError:
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; use one of {', '.join(known)}"
     if not field:  # a rule over several fields blames none of them
         return ConfigError("model.flavor", section.flavor, message)
-    return ConfigError(_key_of(section, field), detail["input"] if detail["type"] != "missing" else None, message)
-
-
-def _key_of(section: ModelSection, field: str) -> str:
-    """The setting that gave a field its value."""
     is_override = field.split(".")[0] in section.overrides
-    return f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
+    key = f"model.overrides.{field}" if is_override else f"model.flavors.{section.flavor}.{field}"
+    return ConfigError(key, detail["input"] if detail["type"] != "missing" else None, message)
 
 
 def build_model(config: TransformerConfig, family: str) -> Transformer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.shards import (
     Partial,
     ShardedOptimizer,
@@ -31,31 +32,14 @@ class Adafactor(ShardedOptimizer):
     column and over the whole matrix (section 3 of the paper). Parameters that are not matrices keep a moment per
     element. Means and norms are those of the whole parameter, whichever part of it a process holds.
 
-    Args:
-        groups: parameter groups, each with its ``weight_decay``.
-        lr: the peak learning rate.
-        relative_step: use min(0.01, 1/√t) at the t-th update, times the share of ``lr`` that each group's ``lr`` is
-            (section 8).
-        scale_parameter: multiply the rate by the root mean square of the parameter, at least 0.001 (section 8).
-        clip_threshold: the largest root mean square of a parameter's update, before the rate (section 6).
-        decay_rate: the moments' decay at the t-th update is 1 - t^(-decay_rate) (section 7.2).
-        beta1: decay of the first moment; None keeps none.
+    Its settings are those of the paper: `clip_threshold` of section 6, `decay_rate` of section 7.2, `relative_step` and
+    `scale_parameter` of section 8.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        *,
-        relative_step: bool = False,
-        scale_parameter: bool = False,
-        clip_threshold: float = 1.0,
-        decay_rate: float = 0.8,
-        beta1: float | None = None,
-    ) -> None:
-        super().__init__(groups, lr)
-        self.peak_lr, self.relative_step, self.scale_parameter = lr, relative_step, scale_parameter
-        self.clip_threshold, self.decay_rate, self.beta1 = clip_threshold, decay_rate, beta1
+    def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
+        """Each of the ``groups`` has its ``weight_decay``."""
+        super().__init__(groups, section.lr)
+        self.section = section
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Running means of squared gradients, the number of updates, and a first moment if there is one.
@@ -71,7 +55,7 @@ class Adafactor(ShardedOptimizer):
             state["exp_avg_sq_mean"] = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         else:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        if self.beta1 is not None:
+        if self.section.beta1 is not None:
             state["exp_avg"] = torch.zeros_like(parameter)
         return state
 
@@ -79,7 +63,7 @@ class Adafactor(ShardedOptimizer):
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
         sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
         for index, (_, name, parameter) in enumerate(self.members()):
-            scalars = 1 + self.scale_parameter + (parameter.ndim == 2)
+            scalars = 1 + self.section.scale_parameter + (parameter.ndim == 2)
             vectors = list(zip(local(parameter).shape, (1, 0), strict=True)) if parameter.ndim == 2 else []
             for size, dim in [*vectors, (scalars, None)]:
                 for dimension in sharded_dimensions(parameter, dim):
@@ -134,7 +118,8 @@ class _Update:
         number: torch.Tensor,
     ) -> None:
         assert parameter.grad is not None
-        self.optimizer, self.parameter, self.group = optimizer, parameter, group
+        self.optimizer, self.section = optimizer, optimizer.section
+        self.parameter, self.group = parameter, group
         self.weight, self.gradient = local(parameter), local(parameter.grad)
         self.state = {key: local(value) for key, value in optimizer.state[parameter].items()}
         self.bucket = bucket
@@ -152,14 +137,14 @@ class _Update:
             partials += [self._partial(self.rows, 1), self._partial(self.columns, 0), self._partial(self.total)]
         else:
             self.elements = squares
-        if self.optimizer.scale_parameter:
+        if self.section.scale_parameter:
             self.weight_squares = self.weight.square().sum()
             partials.append(self._partial(self.weight_squares))
         return partials
 
     def divide(self) -> Partial:
         """Update the moments and divide the gradient by their root; the sum of squares of the result."""
-        share = self.number.pow(-self.optimizer.decay_rate).to(self.weight.dtype)  # of the new squares
+        share = self.number.pow(-self.section.decay_rate).to(self.weight.dtype)  # of the new squares
         if self.weight.ndim == 2:
             num_rows, num_columns = self.parameter.shape
             row = self._average("exp_avg_sq_row", self.rows / num_columns, share)
@@ -177,21 +162,17 @@ class _Update:
 
     def apply(self) -> None:
         """Clip the update and subtract it, times the learning rate, from the weights."""
-        optimizer, size = self.optimizer, self.parameter.numel()
-        rate = self._rate()
-        root_mean_square = (self.update_squares / size).sqrt()
-        update = self.gradient.mul_(rate / (root_mean_square / optimizer.clip_threshold).clamp(min=1))
-        if optimizer.beta1 is not None:
-            update = self._average("exp_avg", update, torch.full_like(rate, 1 - optimizer.beta1))
-        optimizer.assign(self.weight, self.weight * (1 - rate * self.group["weight_decay"]) - update)
-
-    def _rate(self) -> torch.Tensor:
-        """The learning rate of this parameter: a scalar on the device."""
-        optimizer, lr = self.optimizer, self.group["lr"]
-        if optimizer.relative_step:
-            rate = self.number.rsqrt().clamp(max=1e-2) * (lr / optimizer.peak_lr)
+        optimizer, section, size = self.optimizer, self.section, self.parameter.numel()
+        lr = self.group["lr"]
+        if section.relative_step:
+            rate = self.number.rsqrt().clamp(max=1e-2) * (lr / section.lr)
         else:
             rate = torch.full_like(self.number, lr)
-        if optimizer.scale_parameter:
-            rate = rate * (self.weight_squares / self.parameter.numel()).sqrt().clamp(min=_EPS_SCALE)
-        return rate.to(self.weight.dtype)
+        if section.scale_parameter:
+            rate = rate * (self.weight_squares / size).sqrt().clamp(min=_EPS_SCALE)
+        rate = rate.to(self.weight.dtype)
+        root_mean_square = (self.update_squares / size).sqrt()
+        update = self.gradient.mul_(rate / (root_mean_square / section.clip_threshold).clamp(min=1))
+        if section.beta1 is not None:
+            update = self._average("exp_avg", update, torch.full_like(rate, 1 - section.beta1))
+        optimizer.assign(self.weight, self.weight * (1 - rate * self.group["weight_decay"]) - update)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
+from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.models.layers.init import local_part
 from titan_like.optim.shards import ShardedOptimizer, UpdateTraffic, local, mesh_over, sharded_dimensions
+from titan_like.torch_private import fused_adamw_
 
+_Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix and its parameter group
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # a process's part of a matrix: (offset, shape)
 
 
@@ -112,39 +114,16 @@ class Muon(ShardedOptimizer):
     A matrix that several processes share is gathered on one of them, which orthogonalises it and sends the parts back.
     Each process owns about as much of this work as the others. Processes with equal copies all do the same work.
 
-    Args:
-        groups: parameter groups, each with its ``weight_decay``. Those with ``orthogonal`` set hold matrices to
-            orthogonalise.
-        lr: the peak learning rate.
-        betas: AdamW's.
-        eps: AdamW's.
-        momentum: decay of the matrices' momentum. The update looks one step ahead (Nesterov).
-        matrix_lr_ratio: the matrices' learning rate as a multiple of the others'.
-        adjust_lr: multiply a matrix's rate by 0.2·√max(rows, columns), which gives its update the root mean square that
-            AdamW's have ("match_rms_adamw"; arXiv 2502.16982, section 2.2), or by √max(1, rows/columns) ("original").
-        newton_schulz_steps: steps of the iteration that orthogonalises.
-        newton_schulz_dtype: its type: bfloat16 or float32. float64 parameters always use float64. None: float32 on a
-            CPU, else bfloat16.
+    `match_rms_adamw` of `optimizer.adjust_lr` gives a matrix's update the root mean square that AdamW's have (arXiv
+    2502.16982, section 2.2).
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        momentum: float = 0.95,
-        matrix_lr_ratio: float = 1.0,
-        adjust_lr: str = "match_rms_adamw",
-        newton_schulz_steps: int = 5,
-        newton_schulz_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(groups, lr)
-        self.betas, self.eps, self.momentum = betas, eps, momentum
-        self.matrix_lr_ratio, self.adjust_lr = matrix_lr_ratio, adjust_lr
-        self.newton_schulz_steps, self.newton_schulz_dtype = newton_schulz_steps, newton_schulz_dtype
-        self._sets: list[_MatrixSet] | None = None
+    def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
+        """Each of the ``groups`` has its ``weight_decay``; those with ``orthogonal`` set hold the matrices."""
+        super().__init__(groups, section.lr)
+        self.section = section
+        # Matrices that the same dimensions of the mesh split, and how their processes exchange them.
+        self._sets: list[tuple[list[_Member], MatrixExchange | None]] | None = None
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A matrix's momentum, or AdamW's moments, each of the parameter's shape, and the number of updates."""
@@ -171,46 +150,52 @@ class Muon(ShardedOptimizer):
         """Update every parameter."""
         self.begin_step()
         if self._sets is None:
-            self._sets = _matrix_sets(self)
-        for matrices in self._sets:
-            self._update_matrices(matrices)
+            found: dict[tuple[str, ...], list[_Member]] = {}
+            for group, _, parameter in self.members():
+                if group.get("orthogonal"):
+                    found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
+            self._sets = [(members, _exchange_of(members, dimensions)) for dimensions, members in found.items()]
+        for members, exchange in self._sets:
+            self._update_matrices(members, exchange)
         for group in self.param_groups:
             if not group.get("orthogonal"):
                 self._update_by_adamw(group)
 
-    def _update_matrices(self, matrices: _MatrixSet) -> None:
-        """Update the momenta and the matrices of one set."""
-        if matrices.exchange is None:
-            for parameter, group in matrices.members:
-                self._apply(parameter, group, orthogonalise(self._direction(parameter), self.newton_schulz_steps))
+    def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
+        """Update the momenta and the matrices that the same processes share."""
+        if exchange is None:
+            for parameter, group in members:
+                self._apply(
+                    parameter, group, orthogonalise(self._direction(parameter), self.section.newton_schulz_steps)
+                )
             return
-        directions = [self._direction(parameter) for parameter, _ in matrices.members]
-        wholes = matrices.exchange.gather(directions)
-        wholes = {index: orthogonalise(whole, self.newton_schulz_steps) for index, whole in wholes.items()}
-        parts = matrices.exchange.scatter(wholes, like=directions[0])
-        for (parameter, group), part in zip(matrices.members, parts, strict=True):
+        directions = [self._direction(parameter) for parameter, _ in members]
+        wholes = exchange.gather(directions)
+        wholes = {index: orthogonalise(whole, self.section.newton_schulz_steps) for index, whole in wholes.items()}
+        parts = exchange.scatter(wholes, like=directions[0])
+        for (parameter, group), part in zip(members, parts, strict=True):
             self._apply(parameter, group, part)
 
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised."""
         assert parameter.grad is not None, "a matrix received no gradient"
         gradient, momentum = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
-        self.assign(momentum, momentum.lerp(gradient, 1 - self.momentum))
+        self.assign(momentum, momentum.lerp(gradient, 1 - self.section.momentum))
         # Rounded before it is sent: the iteration would round it first thing.
-        return gradient.lerp(momentum, self.momentum).to(self._dtype(parameter))
+        return gradient.lerp(momentum, self.section.momentum).to(self._dtype(parameter))
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if parameter.dtype == torch.float64:
             return torch.float64
-        default = torch.float32 if parameter.device.type == "cpu" else torch.bfloat16
-        return self.newton_schulz_dtype or default
+        default = "float32" if parameter.device.type == "cpu" else "bfloat16"
+        return getattr(torch, self.section.newton_schulz_dtype or default)
 
     def _apply(self, parameter: torch.nn.Parameter, group: dict[str, Any], update: torch.Tensor) -> None:
         """Subtract this process's part of the orthogonal matrix, and decay, from its part of the weights."""
         rows, columns = parameter.shape
-        lr = group["lr"] * self.matrix_lr_ratio
+        lr = group["lr"] * (1.0 if self.section.matrix_lr is None else self.section.matrix_lr / self.section.lr)
         factor = 0.2 * math.sqrt(max(rows, columns))
-        if self.adjust_lr == "original":
+        if self.section.adjust_lr == "original":
             factor = math.sqrt(max(1, rows / columns))
         weight = local(parameter)
         self.assign(weight, (weight * (1 - lr * group["weight_decay"])).add_(update, alpha=-lr * factor))
@@ -218,46 +203,18 @@ class Muon(ShardedOptimizer):
     def _update_by_adamw(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in parameters]
-        if not parameters:
-            return
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self.eps,
-            maximize=False,
-        )
+        if parameters:
+            moments = [[local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
+            gradients = [local(parameter.grad) for parameter in parameters]
+            settings = group | {"betas": self.section.betas, "eps": self.section.eps}
+            fused_adamw_(([local(p) for p in parameters], *moments), gradients, settings, self.found_inf)
 
 
-class _MatrixSet:
-    """Matrices that the same processes share."""
-
-    def __init__(self, members: list[tuple[torch.nn.Parameter, dict[str, Any]]], dimensions: tuple[str, ...]) -> None:
-        self.members = members
-        self.exchange: MatrixExchange | None = None
-        parameters = [parameter for parameter, _ in members]
-        if dimensions:
-            group = mesh_over(parameters[0], dimensions).get_group()
-            self.exchange = MatrixExchange(parameters, group)
-
-
-def _matrix_sets(optimizer: Muon) -> list[_MatrixSet]:
-    """The matrices to orthogonalise, by the mesh dimensions that split them."""
-    found: dict[tuple[str, ...], list[tuple[torch.nn.Parameter, dict[str, Any]]]] = {}
-    for group, _, parameter in optimizer.members():
-        if group.get("orthogonal"):
-            found.setdefault(sharded_dimensions(parameter), []).append((parameter, group))
-    return [_MatrixSet(members, dimensions) for dimensions, members in found.items()]
+def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixExchange | None:
+    if not dimensions:
+        return None
+    parameters = [parameter for parameter, _ in members]
+    return MatrixExchange(parameters, mesh_over(parameters[0], dimensions).get_group())
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:

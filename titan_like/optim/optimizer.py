@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from titan_like.config.entry_points import load_entry
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.optim.adafactor import Adafactor
 from titan_like.optim.muon import Muon
 from titan_like.optim.registry import find_rule
-from titan_like.optim.shards import is_table, local
+from titan_like.optim.shards import is_table, local, sharded_dimensions
 from titan_like.torch_private import fused_adamw_, multiply_all_, norms_of
 
 
@@ -94,11 +93,8 @@ class Gradients:
         self._by_dimensions: dict[tuple[str, ...], list[torch.nn.Parameter]] = {}
         self._of_dtensors: set[tuple[str, ...]] = set()
         for parameter in parameters:
-            dimensions: tuple[str, ...] = ()
+            dimensions = sharded_dimensions(parameter.data)
             if isinstance(parameter.data, DTensor):
-                names = parameter.data.device_mesh.mesh_dim_names or ()
-                placed = zip(names, parameter.data.placements, strict=True)
-                dimensions = tuple(name for name, placement in placed if not placement.is_replicate())
                 self._of_dtensors.add(dimensions)
             self._by_dimensions.setdefault(dimensions, []).append(parameter)
 
@@ -175,19 +171,6 @@ def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.
     return torch.optim.SGD(groups, lr=section.lr, foreach=section.implementation != "for-loop")
 
 
-def adafactor(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
-    """Adafactor (arXiv 1804.04235)."""
-    return Adafactor(
-        groups,
-        section.lr,
-        relative_step=section.relative_step,
-        scale_parameter=section.scale_parameter,
-        clip_threshold=section.clip_threshold,
-        decay_rate=section.decay_rate,
-        beta1=section.beta1,
-    )
-
-
 def muon(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
     """Muon for the matrices inside layers, and AdamW for vectors, embedding tables and the output matrix."""
     split = []
@@ -197,18 +180,7 @@ def muon(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim
             members = [(name, p) for name, p in named if (p.ndim == 2 and not is_table(name, p)) == orthogonal]
             names, parameters = [name for name, _ in members], [parameter for _, parameter in members]
             split.append({**group, "params": parameters, "names": names, "orthogonal": orthogonal})
-    dtype = section.newton_schulz_dtype
-    return Muon(
-        split,
-        section.lr,
-        betas=section.betas,
-        eps=section.eps,
-        momentum=section.momentum,
-        matrix_lr_ratio=1.0 if section.matrix_lr is None else section.matrix_lr / section.lr,
-        adjust_lr=section.adjust_lr,
-        newton_schulz_steps=section.newton_schulz_steps,
-        newton_schulz_dtype=None if dtype is None else getattr(torch, dtype),
-    )
+    return Muon(split, section)
 
 
 class LossScaler:

@@ -1,4 +1,4 @@
-"""Names of update rules and the functions they refer to. Nothing is imported before it is used, torch included."""
+"""Names of update rules and what they refer to. Nothing is imported before it is used, torch included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Optimizer
 
 GROUP = "titan_like.optimizers"  # entry points of this group add the rules of other packages
-RULES = {name: f"titan_like.optim.optimizer:{name}" for name in ("adafactor", "adamw", "muon", "sgd")}
+RULES = {
+    "adafactor": "titan_like.optim.adafactor:Adafactor",
+    **{name: f"titan_like.optim.optimizer:{name}" for name in ("adamw", "muon", "sgd")},
+}
 
 _ONLY_FOR = {  # settings of one built-in rule
     "adafactor": ("relative_step", "scale_parameter", "clip_threshold", "decay_rate", "beta1"),
@@ -30,11 +33,7 @@ def find_rule(section: Optimizer) -> EntryPoint:
 
 
 def check_optimizer(section: Optimizer) -> None:
-    """Check that `optimizer.name` refers to a rule, and that a built-in one uses the settings that are given.
-
-    Raises:
-        ConfigError: there is no such rule, it does not use a setting, or a beta is out of range.
-    """
+    """Raise a `ConfigError` for an unknown rule, a setting that a built-in one does not use, or a beta out of range."""
     find_rule(section)
     if not all(0 <= beta < 1 for beta in section.betas):
         raise ConfigError("optimizer.betas", section.betas, "each must be at least 0 and below 1")

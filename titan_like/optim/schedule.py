@@ -9,11 +9,7 @@ from titan_like.config.schema import LRScheduler
 
 
 def check_decay(section: LRScheduler, total_steps: int) -> None:
-    """Check that the decay fits a run of ``total_steps``.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise a `ConfigError` if the decay does not fit a run of ``total_steps``."""
     warmup = warmup_steps(section, total_steps)
     if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
         problem = f"the decay ends before the warm-up of {warmup} steps; use a larger number"

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 def build_pipeline(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> Pipeline | WholeModel:
-    """Build and initialise this process's stages, and return what runs batches through them.
-
-    Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
-    """
+    """Build and initialise this process's stages, and return what runs batches through them."""
     model = build_parallel_model(config, model_config, mesh, device)
     model.init_weights(config.job.seed)
     positions = sample_length(config, model_config).positions
@@ -73,11 +69,7 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 def build_parallel_model(
     config: JobConfig, model_config: TransformerConfig, mesh: DeviceMesh, device: torch.device
 ) -> ParallelModel:
-    """Build this process's stages, allocated but not yet initialised.
-
-    Raises:
-        ConfigError: the tensor-parallel plan does not fit the model.
-    """
+    """Build this process's stages, allocated but not yet initialised."""
     ranks, size = pipeline_shape(config).ranks, config.parallelism.context_parallel_degree
     context = context_group(size, mesh) if size > 1 else None
     here = mesh["pp"].get_local_rank()

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.torch_private import functional_collectives
+# Unlike torch.distributed's functions, these operators can be compiled, and they leave no wrapper tensor behind.
+from titan_like.torch_private import functional_collectives as _operations
 
 _SEQUENCE = 1  # dimension of [batch, seq, hidden]
-
-# Unlike torch.distributed's functions, these operators can be compiled, and they leave no wrapper tensor behind.
-_operations = functional_collectives
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from titan_like.models.transformer import Transformer
+from titan_like.optim.shards import local
 from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
 from titan_like.parallel.mesh import data_parallel_mesh
 from titan_like.parallel.split import units_of_layers
@@ -133,10 +133,7 @@ class DataParallel:
 
 
 def _layer_units(model: Transformer, dtype: torch.dtype) -> list[list[nn.Module]]:
-    parts = [
-        [p.to_local() if isinstance(p, DTensor) else p for p in layer.parameters()] for layer in model.layers.values()
-    ]
-    sizes = [dtype.itemsize * sum(part.numel() for part in here) for here in parts]
+    sizes = [dtype.itemsize * sum(local(p).numel() for p in layer.parameters()) for layer in model.layers.values()]
     layers = iter(model.layers.values())
     return [list(islice(layers, count)) for count in units_of_layers(sizes)]
 

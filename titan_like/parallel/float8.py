@@ -34,7 +34,7 @@ from titan_like.torch_private import convert_gathers
 
 logging.disable(logging.WARNING)  # torchao warns of kernels for other GPUs that it cannot load
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
-from torchao.float8.config import CastConfig, ScalingGranularity, e4m3_dtype  # noqa: E402
+from torchao.float8.config import ScalingGranularity, e4m3_dtype  # noqa: E402
 from torchao.float8.float8_ops import addmm_float8_unwrapped  # noqa: E402
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig  # noqa: E402
 from torchao.float8.float8_utils import amax_to_scale, pad_tensor_for_matmul, tensor_to_amax, to_fp8_saturated  # noqa: E402
@@ -64,23 +64,19 @@ class Float8Product:
         keeper = None if deferred is None else partial(deferred.defer, weight)
         return _Linear.apply(x, part, self, keeper)
 
-    def cast_input(self, x: torch.Tensor, dim: int, scale: torch.Tensor | None = None) -> Scaled:
-        """x [tokens, in] for a product that sums over ``dim``. A tensorwise ``scale`` that is known can be given."""
-        return self._cast(x, self.config.cast_config_input, dim, 1 if self.split == 1 else None, scale)
+    def cast(self, role: str, tensor: torch.Tensor, dim: int, scale: torch.Tensor | None = None) -> Scaled:
+        """A matrix for a product that sums over ``dim``; a tensorwise ``scale`` that is known can be given.
 
-    def cast_weight(self, part: torch.Tensor, dim: int, scale: torch.Tensor | None = None) -> Scaled:
-        """A weight [out, in], as `cast_input`. One that FSDP2 has gathered in float8 is ready."""
-        if isinstance(part, Float8TrainingTensor):
-            return part._data, part._scale
-        return self._cast(part, self.config.cast_config_weight, dim, self.split, scale)
-
-    def cast_gradient(self, gradient: torch.Tensor, dim: int, scale: torch.Tensor | None = None) -> Scaled:
-        """An output's gradient [tokens, out], as `cast_input`."""
-        return self._cast(gradient, self.config.cast_config_grad_output, dim, 1 if self.split == 0 else None, scale)
-
-    def _cast(
-        self, tensor: torch.Tensor, to: CastConfig, dim: int, split: int | None, scale: torch.Tensor | None
-    ) -> Scaled:
+        ``role``: "input", x [tokens, in]; "weight", [out, in], which is ready if FSDP2 has gathered it in float8; or
+        "gradient" of the output, [tokens, out].
+        """
+        if isinstance(tensor, Float8TrainingTensor):
+            return tensor._data, tensor._scale
+        to, split = {
+            "input": (self.config.cast_config_input, 1 if self.split == 1 else None),
+            "weight": (self.config.cast_config_weight, self.split),
+            "gradient": (self.config.cast_config_grad_output, 1 if self.split == 0 else None),
+        }[role]
         is_tensorwise = to.scaling_granularity is _TENSORWISE
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if scale is None or not is_tensorwise:
@@ -112,7 +108,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor, product: Float8Product, keeper: Any) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        a, b = product.cast_input(rows, 1), product.cast_weight(part, 1)
+        a, b = product.cast("input", rows, 1), product.cast("weight", part, 1)
         ctx.product, ctx.keeper = product, keeper
         ctx.save_for_backward(x, part, a[1], b[1])
         result = product.multiply(a, (b[0].t(), b[1].t()), x.dtype, product.config.gemm_config_output.use_fast_accum)
@@ -123,11 +119,11 @@ class _Linear(torch.autograd.Function):
         x, part, x_scale, scale = ctx.saved_tensors
         product: Float8Product = ctx.product
         rows, outer = x.flatten(0, -2), gradient.flatten(0, -2)
-        for_x = product.cast_gradient(outer, 1)
+        for_x = product.cast("gradient", outer, 1)
         fast = product.config.gemm_config_grad_input.use_fast_accum
-        x_gradient = product.multiply(for_x, product.cast_weight(part, 0, scale), x.dtype, fast).view_as(x)
-        for_weight = product.cast_gradient(outer, 0, for_x[1])
-        factors = for_weight, product.cast_input(rows, 0, x_scale), x.dtype
+        x_gradient = product.multiply(for_x, product.cast("weight", part, 0, scale), x.dtype, fast).view_as(x)
+        for_weight = product.cast("gradient", outer, 0, for_x[1])
+        factors = for_weight, product.cast("input", rows, 0, x_scale), x.dtype
         if ctx.keeper is None:
             return x_gradient, product.weight_gradient(*factors), None, None
         ctx.keeper(partial(product.weight_gradient, *factors))

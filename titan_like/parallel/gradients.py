@@ -98,7 +98,7 @@ class _Unit:
         """Make the sums the gradients of the master weights."""
         for number in self._received:
             master, gradient = self.masters[number], self._sums[number]
-            master.grad = _like(gradient, master) if self._is_sharded else gradient
+            master.grad = split_as(gradient, master) if self._is_sharded else gradient
         self._sums = []
         self._received.clear()
 
@@ -128,7 +128,7 @@ def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
 
-def _like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def split_as(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This process's part of a gradient as a tensor that is split as a weight is."""
     if not isinstance(whole.data, DTensor):
         return part

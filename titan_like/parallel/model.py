@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
 from titan_like.models.transformer import ModelInputs, Transformer, shared_modules
+from titan_like.optim.shards import local
 from titan_like.parallel.data import DataParallel
-from titan_like.parallel.schedules.communication import PipelineShape, Step
+from titan_like.parallel.schedules.communication import PipelineShape
+from titan_like.parallel.schedules.tables import Action
 from titan_like.parallel.split import StageLayers, kinds_of_layers
-from titan_like.parallel.timeline import Timeline
+from titan_like.parallel.timeline import TimedPasses
 from titan_like.parallel.weight_gradients import WeightGradients
 
 ModelOutput = torch.Tensor | tuple[torch.Tensor, ...]  # what `Transformer.predict` returns
@@ -87,29 +88,25 @@ class ParallelModel:
         return [(copy, same[0]) for same in held for copy in same[1:]]
 
 
-class WholeModel:
+class WholeModel(TimedPasses):
     """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         (self.stage,) = model.stages
         self.shape = PipelineShape("1f1b", 1, 1)
-        self.num_actions = 0  # passes so far, which grows as long as training makes progress
-        self.timeline: Timeline | None = None  # if set, receives the time of every pass
 
     def forward_backward(self, inputs: Sequence[ModelInputs], loss_function: LossFunction) -> None:
         """Accumulate the gradients of all microbatches' losses."""
         data_parallel = self.stage.data_parallel
         data_parallel.before_forward()
         for microbatch, x in enumerate(inputs):
-            self._start("F", microbatch)
-            loss = loss_function(self.stage.module(*x), microbatch)
-            self._stop("F", microbatch)
-            self._start("B", microbatch)
-            data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
-            loss.backward()
-            data_parallel.after_backward()
-            self._stop("B", microbatch)
+            with self.timed(Action("F", 0, microbatch)):
+                loss = loss_function(self.stage.module(*x), microbatch)
+            with self.timed(Action("B", 0, microbatch)):
+                data_parallel.before_backward(is_last=microbatch == len(inputs) - 1)
+                loss.backward()
+                data_parallel.after_backward()
         data_parallel.finish()
 
     @torch.no_grad()
@@ -119,15 +116,6 @@ class WholeModel:
         for microbatch, x in enumerate(inputs):
             loss_function(self.stage.module(*x), microbatch)
             self.num_actions += 1
-
-    def _start(self, kind: str, microbatch: int) -> None:
-        self.num_actions += 1
-        if self.timeline is not None:
-            self.timeline.start(Step(kind, 0, microbatch))
-
-    def _stop(self, kind: str, microbatch: int) -> None:
-        if self.timeline is not None:
-            self.timeline.stop(Step(kind, 0, microbatch))
 
 
 def holders_of_copies(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
@@ -154,7 +142,9 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
     here = dist.get_rank(group)
     exchange, sums = [], []
     for name, stages in model.copies_in.items():
-        gradients = [_local(p.grad) for p in model.copies_of(name)]
+        held = model.copies_of(name)
+        gradients = [local(p.grad) for p in held if p.grad is not None]
+        assert len(gradients) == len(held), "a copy received no gradient"
         if not gradients:
             continue
         mine = gradients[0]
@@ -174,8 +164,3 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
             total += other
         for gradient in gradients:
             gradient.copy_(total)
-
-
-def _local(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None, "a copy received no gradient"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -23,12 +23,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
-from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape, Step
-from titan_like.parallel.timeline import Timeline
+from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, PipelineShape
+from titan_like.parallel.schedules.tables import Action
+from titan_like.parallel.timeline import TimedPasses, Timeline
 from titan_like.parallel.weight_gradients import Product
 
 
-class RunningStage(PipelineStage):
+class RunningStage(PipelineStage, TimedPasses):
     """A stage that holds tensors only for the microbatches in flight.
 
     It overrides every method through which a schedule runs a stage; all of them are public. The base class gets empty
@@ -48,9 +49,6 @@ class RunningStage(PipelineStage):
         nothing = torch.empty(0)
         super().__init__(nn.Identity(), stage.index, len(ranks), device, nothing, nothing, group=group)
         self.stage, self.ranks, self.new_hidden = stage, ranks, new_hidden
-        self.timeline: Timeline | None = None  # if set, receives the time of every pass
-        self.num_actions = 0
-        self.peak_in_flight = 0
         self._inputs: Sequence[ModelInputs] = ()
         self._loss_function: LossFunction | None = None
         self._backwards_left = 0
@@ -78,10 +76,8 @@ class RunningStage(PipelineStage):
         Returns:
             Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
         """
-        step = Step("F", self.stage_index, fwd_chunk_id)
         tokens, *others = self._inputs[fwd_chunk_id]
         x = tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
-        self._start(step)
         backward = torch.is_grad_enabled()
         if not self.is_first:
             x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
@@ -91,18 +87,14 @@ class RunningStage(PipelineStage):
             output = self._loss_function(output, fwd_chunk_id)
         if backward:
             self._in_flight[fwd_chunk_id] = x, get_gradient_edge(output)
-            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
         output = output.detach()
         if not self.is_last and self.ranks[self.stage_index + 1] != self.group_rank:
             self._made["F", fwd_chunk_id] = output
-        self._stop(step)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *_args: Any, full_backward: bool = True, **_kwargs: Any) -> None:
         """Run one microbatch's backward pass, or only the part of it that the previous stage waits for."""
-        step = Step("B" if full_backward else "I", self.stage_index, bwd_chunk_id)
         gradient = None if self.is_last else self._arrived.pop(("B", bwd_chunk_id))
-        self._start(step)
         # With deferred weight gradients this pass must not reduce: gradients are complete only with their products.
         data_parallel, deferred = self.stage.data_parallel, self.stage.weight_gradients
         if deferred is None:  # a pass that cannot be split runs whole where the schedule asks for its first part
@@ -119,15 +111,11 @@ class RunningStage(PipelineStage):
             self._products[bwd_chunk_id] = deferred.take()
             if full_backward:
                 self._add_products(bwd_chunk_id)
-        self._stop(step)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> None:
         """Run the second part of a split backward pass, which computes the weights' gradients."""
-        step = Step("W", self.stage_index, bwd_chunk_id)
-        self._start(step)
         if self.stage.weight_gradients is not None:
             self._add_products(bwd_chunk_id)
-        self._stop(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receive of a forward pass's input, into a buffer that is allocated now."""
@@ -179,20 +167,19 @@ class RunningStage(PipelineStage):
         self._backwards_left -= 1
         return self._backwards_left == 0
 
-    def _start(self, step: Step) -> None:
-        self.num_actions += 1
-        if self.timeline is not None:
-            self.timeline.start(step)
 
-    def _stop(self, step: Step) -> None:
-        if self.timeline is not None:
-            self.timeline.stop(step)
+_MESSAGES = {
+    "RECV_F": "get_fwd_recv_ops",
+    "RECV_B": "get_bwd_recv_ops",
+    "SEND_F": "get_fwd_send_ops",
+    "SEND_B": "get_bwd_send_ops",
+}  # kind of step → the method of a stage that makes its message
 
 
 class TableSchedule(PipelineScheduleMulti):
     """Runs the steps that `PipelineShape.steps` lists for this rank."""
 
-    def __init__(self, stages: Sequence[RunningStage], num_microbatches: int, steps: list[Step]) -> None:
+    def __init__(self, stages: Sequence[RunningStage], num_microbatches: int, steps: list[Action]) -> None:
         super().__init__(list(stages), num_microbatches, loss_fn=loss_of_last_stage, scale_grads=False)
         self._table = steps
         self._stage = {stage.stage_index: stage for stage in stages}
@@ -203,52 +190,46 @@ class TableSchedule(PipelineScheduleMulti):
         """Run one batch, whose inputs and loss function the stages got from `RunningStage.begin`."""
         for step in self._table:
             stage = self._stage[step.stage]
-            if step.kind == "RECV_F":
-                self._post_receives("F", step, stage.get_fwd_recv_ops(step.microbatch))
-            elif step.kind == "RECV_B":
-                self._post_receives("B", step, stage.get_bwd_recv_ops(step.microbatch))
-            elif step.kind == "SEND_F":
-                self._post_sends(stage.get_fwd_send_ops(step.microbatch))
-            elif step.kind == "SEND_B":
-                self._post_sends(stage.get_bwd_send_ops(step.microbatch))
+            if step.kind in _MESSAGES:
+                self._post(step, getattr(stage, _MESSAGES[step.kind])(step.microbatch))
             else:
                 self._compute(step, stage)
         self._finish_sends(0)
 
-    def _compute(self, step: Step, stage: RunningStage) -> None:
+    def _compute(self, step: Action, stage: RunningStage) -> None:
         kind, index, microbatch = step
-        if kind == "F":
-            self._wait_for_input("F", step, stage)
-            output = stage.forward_one_chunk(microbatch)
-            if index + 1 in self._stage:  # the next stage is on this rank too, so no message is sent
-                self._stage[index + 1].set_local_fwd_input(output, microbatch)
-        elif kind == "W":
-            stage.backward_weight_one_chunk(microbatch)
-        else:
-            self._wait_for_input("B", step, stage)
-            stage.backward_one_chunk(microbatch, full_backward=kind == "B")
-            if index - 1 in self._stage:
-                self._stage[index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+        if kind != "W":
+            self._wait_for_input("F" if kind == "F" else "B", step, stage)
+        with stage.timed(step):
+            if kind == "F":
+                output = stage.forward_one_chunk(microbatch)
+            elif kind == "W":
+                stage.backward_weight_one_chunk(microbatch)
+            else:
+                stage.backward_one_chunk(microbatch, full_backward=kind == "B")
+        if kind == "F" and index + 1 in self._stage:  # the next stage is on this rank too, so no message is sent
+            self._stage[index + 1].set_local_fwd_input(output, microbatch)
+        elif kind in ("B", "I") and index - 1 in self._stage:
+            self._stage[index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
-    def _post_receives(self, kind: str, step: Step, ops: Iterable[dist.P2POp]) -> None:
+    def _post(self, step: Action, ops: Iterable[dist.P2POp]) -> None:
+        sends = step.kind.startswith("SEND")
         for op in ops:
-            work = dist.irecv(op.tensor, group=op.group, group_src=op.group_peer)
+            work = op.op(op.tensor, group=op.group, **{"group_dst" if sends else "group_src": op.group_peer})
             assert work is not None, "this process is not in the pipeline's group"
-            self._receives[kind, step.stage, step.microbatch] = work
+            if sends:
+                self._sends.append((work, op.tensor))
+            else:
+                self._receives[step.kind[-1], step.stage, step.microbatch] = work
+        if sends:
+            self._finish_sends(MAX_PENDING_SENDS)
 
-    def _wait_for_input(self, kind: str, step: Step, stage: RunningStage) -> None:
+    def _wait_for_input(self, kind: str, step: Action, stage: RunningStage) -> None:
         work = self._receives.pop((kind, step.stage, step.microbatch), None)
         if work is not None:
             if stage.timeline is not None:
                 stage.timeline.waiting()
             work.wait()
-
-    def _post_sends(self, ops: Iterable[dist.P2POp]) -> None:
-        for op in ops:
-            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
-            assert work is not None, "this process is not in the pipeline's group"
-            self._sends.append((work, op.tensor))
-        self._finish_sends(MAX_PENDING_SENDS)
 
     def _finish_sends(self, most: int) -> None:
         """Release the tensors of finished sends, and wait until at most ``most`` sends are unfinished."""
@@ -286,11 +267,6 @@ class Pipeline:
     def num_actions(self) -> int:
         """Passes, sends and receives so far, which grow as long as the pipeline makes progress."""
         return sum(stage.num_actions for stage in self.stages)
-
-    @property
-    def peak_in_flight(self) -> dict[int, int]:
-        """For each stage of this process, the most microbatches that it has held at once."""
-        return {stage.stage_index: stage.peak_in_flight for stage in self.stages}
 
     @property
     def timeline(self) -> Timeline | None:

@@ -65,7 +65,7 @@ def _ring(
     size: int,
     rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
     for source, block in _passing(torch.stack((k, v)), name, size, rank):
@@ -186,15 +186,12 @@ def _merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor,
     denominator.copy_(merged)
 
 
-@_ring.register_fake
-def _(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
+def _accumulator(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-@_ring_gradients.register_fake
-def _(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), k.new_empty(2, *k.shape)
+_ring.register_fake(lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))))
+_ring_gradients.register_fake(lambda _, q, k, *__: (torch.empty_like(q), k.new_empty(2, *k.shape)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -17,33 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
-from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of
+from titan_like.parallel.tensor_styles import STYLES, StyleKind, kind_of, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | ParallelStyle]  # by module name, in which `*` matches one part between dots
 
 
-def apply_tensor_parallel(
-    model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, plan: Plan | None = None
-) -> None:
-    """Split a model, or one pipeline stage, over a one-dimensional mesh, by ``plan`` or else its family's plan.
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Split a model, or one pipeline stage, over a one-dimensional mesh, by its family's plan.
 
     Every parameter becomes a DTensor, and the logits become DTensors split over the vocabulary. Apply this before
     activation checkpointing, compilation and data parallelism, on the meta device or with equal weights on all ranks.
 
     Raises:
-        ValueError: the plan does not fit the model, or the mesh's size does not divide the model's sizes.
+        ValueError: the plan does not fit the model. (Rules have checked that the mesh's size divides the model's.)
     """
-    config = model.config
-    for name in ("num_kv_heads", "ffn_hidden_size"):
-        if getattr(config, name) % mesh.size():
-            raise ValueError(f"{name} {getattr(config, name)} is not divisible by {mesh.size()} processes")
-    styles = styles_of(family_plan(model) if plan is None else plan, model, sequence_parallel)
+    styles = styles_of(family_plan(model), model, sequence_parallel)
     if isinstance(getattr(model, "token_loss", None), TokenLoss) and "token_loss" not in styles:
         raise ValueError(f"the tensor-parallel plan of {type(model).__name__} leaves out token_loss")
     parallelize_module(model, mesh, styles, src_data_rank=None)
@@ -136,9 +130,5 @@ def full_logits(logits: torch.Tensor, positions: slice | torch.Tensor) -> torch.
     """
     if not isinstance(logits, DTensor):
         return logits[:, positions]
-    part = logits.to_local()[:, positions]
-    batch, seq, vocab = *part.shape[:2], logits.shape[2]
-    shape, stride = torch.Size((batch, seq, vocab)), (seq * vocab, vocab, 1)
-    return DTensor.from_local(
-        part.contiguous(), logits.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
-    ).full_tensor()
+    part = logits.to_local()[:, positions].contiguous()
+    return split_logits(part, logits.device_mesh, logits.shape[2]).full_tensor()

@@ -47,7 +47,13 @@ class LocalStyle(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute(module, device_mesh, self.placements)
+        # Without communication, because every rank has the full value, or none on the meta device.
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            distributed = distribute_tensor(parameter.data, device_mesh, [self.placements[name]], src_data_rank=None)
+            if distributed.to_local().numel() == 0:
+                size = f"{tuple(parameter.shape)} cannot be split over {device_mesh.size()} processes"
+                raise ValueError(f"{size}: one would hold nothing")
+            module.register_parameter(name, nn.Parameter(distributed))
         self.take_over(module, device_mesh)
         if self.sequence_parallel and self.partial_gradients:
             # `sum_partial_gradients` sums them once per step: as they appear, each would cost a small collective.
@@ -85,10 +91,6 @@ class Region(LocalStyle):
     """Attention or MLP: the first matrices are split by columns, the last by rows."""
 
     enters = 1
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.take_over(module, device_mesh)
-        return module
 
     def run(self, module: Any, x: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
         """Run the module's own forward pass on full activations.
@@ -167,9 +169,9 @@ class DropoutOfAll(LocalStyle):
 
     def forward(self, module: Any, group: Group, x: torch.Tensor) -> torch.Tensor:
         """[batch, 1, hidden], equal on every rank → the same shape, equal on every rank."""
-        if not (self.sequence_parallel and module.training and module.rate > 0):
-            return F.dropout(x, module.rate, module.training)
-        mask = F.dropout(torch.ones_like(x), module.rate)
+        if not (self.sequence_parallel and module.training and module.p > 0):
+            return F.dropout(x, module.p, module.training)
+        mask = F.dropout(torch.ones_like(x), module.p)
         return x * all_gather(mask[None], 0, group)[0]
 
 
@@ -296,15 +298,18 @@ class VocabularyMask(LocalStyle):
         here = Group.of(device_mesh).vocabulary(module.padded_vocab_size)
         module.vocab_size = min(max(module.vocab_size - here.start, 0), len(here))
         self.mesh = device_mesh
-        self.take_over(module, device_mesh)
-        return module
+        return super()._apply(module, device_mesh)
 
     def run(self, module: Any, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
-        batch, seq, size = *logits.shape[:2], module.padded_vocab_size
-        shape, stride = torch.Size((batch, seq, size)), (seq * size, size, 1)
-        masked = module.whole.forward(module, logits)
-        return DTensor.from_local(masked, self.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+        return split_logits(module.whole.forward(module, logits), self.mesh, module.padded_vocab_size)
+
+
+def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -> DTensor:
+    """[batch, seq, tokens of this rank] → DTensor [batch, seq, padded vocab]."""
+    shape = torch.Size((*part.shape[:2], padded_vocab_size))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    return DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
 class SplitHeads(LocalStyle):
@@ -384,19 +389,3 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a parameter of any shape. Its gradient becomes the parameter's, with the same placement."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
-
-
-def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Turn a module's own parameters into DTensors.
-
-    This needs no communication, because every rank has the full value (or none, on the meta device).
-
-    Raises:
-        ValueError: a process would hold no element of a parameter.
-    """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        distributed = distribute_tensor(parameter.data, mesh, [placements[name]], src_data_rank=None)
-        if distributed.to_local().numel() == 0:
-            size = f"{tuple(parameter.shape)} cannot be split over {mesh.size()} processes"
-            raise ValueError(f"{size}: one would hold nothing")
-        module.register_parameter(name, nn.Parameter(distributed))

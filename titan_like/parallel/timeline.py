@@ -6,13 +6,14 @@ On a GPU they are CUDA events, recorded between kernels and read after the step,
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from titan_like.parallel.schedules.communication import Step
 from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
@@ -61,17 +62,17 @@ class Timeline:
         """A pass is next, and its input may not have arrived."""
         self._waits_since = self._stamp()
 
-    def start(self, step: Step) -> None:
+    def start(self, step: Action) -> None:
         """A pass begins: its input has arrived."""
         self._began = self._stamp()
         if self._waits_since is not None:
-            self._seen.waits.append(Event(0, Action(*step), self._waits_since, self._began))
+            self._seen.waits.append(Event(0, step, self._waits_since, self._began))
             self._waits_since = None
 
-    def stop(self, step: Step) -> None:
+    def stop(self, step: Action) -> None:
         """A pass has been issued."""
         self._last = self._stamp()
-        self._seen.passes.append(Event(0, Action(*step), self._began, self._last))
+        self._seen.passes.append(Event(0, step, self._began, self._last))
 
     def mark(self, phase: str) -> None:
         """Attribute the time since the last pass, or the last mark, to this phase."""
@@ -110,3 +111,20 @@ class Timeline:
         dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._synchronize()
         return entered, time.perf_counter()
+
+
+class TimedPasses:
+    """Base of what runs passes: it counts them, and times them if a timeline is set."""
+
+    num_actions = 0  # which grow as long as there is progress
+    timeline: Timeline | None = None
+
+    @contextmanager
+    def timed(self, step: Action) -> Iterator[None]:
+        """For the time of a pass."""
+        self.num_actions += 1
+        if self.timeline is not None:
+            self.timeline.start(step)
+        yield
+        if self.timeline is not None:
+            self.timeline.stop(step)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_like.models.transformer import TiedOutput, Transformer, replace_forward
+from titan_like.parallel.gradients import split_as
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class Product:
         weight = self.weight
         summed_in = getattr(weight, "grad_dtype", None)  # set by FSDP2 from torch 2.15 on
         value = value if summed_in is None else value.to(summed_in)
-        if isinstance(weight.data, DTensor):
-            placements, shape, stride = weight.data.placements, weight.shape, weight.stride()
-            value = DTensor.from_local(
-                value, weight.data.device_mesh, placements, run_check=False, shape=shape, stride=stride
-            )
+        value = split_as(value, weight)
         weight.grad = value if weight.grad is None else weight.grad.add_(value)
 
 

@@ -48,9 +48,7 @@ from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.predict import FLOAT8_NOTE
-from titan_like.planner.shapes import coordinates_of
-from titan_like.planner.step_plan import SchedulePlan, StepPlan, plan_step
-from titan_like.planner.traffic import Collective
+from titan_like.planner.step_plan import Collective, SchedulePlan, StepPlan, plan_step
 from titan_like.planner.training_state import RankState
 from titan_like.torch_private import fake_store
 from titan_like.train.environment import dry_run_world
@@ -137,7 +135,7 @@ def dry_run(config: JobConfig) -> DryRun:
         state = built_state(parallel_model, optimizer)
         coordinates = _coordinates(mesh)
         updates = update_collectives(optimizer, coordinates)
-    plan = plan_step(config, model, layout, coordinates_of(layout, rank))
+    plan = plan_step(config, model, layout, rank)
     training, gpus = config.training, config.cluster.gpus_per_node
     samples = total_samples(training)
     return DryRun(

@@ -16,8 +16,7 @@ from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, stages_per_rank
 from titan_like.planner.activations import Moment, full_moments, kept_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import ParameterSplit, ShardOf
-from titan_like.planner.training_state import Storage
-from titan_like.planner.training_state_fast import exact_state, rounds_of, trainer_states
+from titan_like.planner.training_state import Storage, exact_state, rounds_of, trainer_states
 from titan_like.planner.workload import RankStages, Workload, element_bytes, pipeline_of
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free; nine in ten errors are smaller
@@ -58,15 +57,6 @@ def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
     ranks = tuple(rank_memories(work, profile, range(work.pipeline)))
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
-
-
-def fits(work: Workload, profile: Profile) -> bool:
-    """Whether every rank leaves the margin free, so that a search may choose the layout.
-
-    It stops at the first rank that is too full, which for most layouts is the first one it looks at.
-    """
-    usable = usable_bytes(profile.device)
-    return all(rank.total <= usable for rank in rank_memories(work, profile))
 
 
 def largest_memory(work: Workload, profile: Profile, exact: bool = True) -> float:

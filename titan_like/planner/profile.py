@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -33,8 +33,7 @@ from titan_like.metrics.devices import (
 )
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The range of a fitted constant, and the width of its prior."""
 
     low: float
@@ -213,10 +212,11 @@ class Profile:
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
     fragmentation: Amount = 0.05  # of activations and gathered weights
     one_node: bool = False  # of a job, not of a stack: it has no more GPUs than one node
-    links: Links = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        links = Links(
+    @cached_property
+    def links(self) -> Links:
+        """What the stack achieves on the cluster's links."""
+        return Links(
             self.gpus_per_node,
             self.device.nvlink_bandwidth * self.nvlink_efficiency,
             self.node_bandwidth * self.network_efficiency,
@@ -227,7 +227,6 @@ class Profile:
             self.nvlink_switch,
             self.one_node,
         )
-        object.__setattr__(self, "links", links)
 
     @property
     def memory_rate(self) -> float:
@@ -244,7 +243,7 @@ def _table() -> type[BaseModel]:
     """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
     hints = get_type_hints(Profile, include_extras=True) | {"device": str}
     needed = ("device", "gpus_per_node", "node_bandwidth")
-    known = [f.name for f in fields(Profile) if f.init and f.name not in ("name", "one_node")]
+    known = [f.name for f in fields(Profile) if f.name not in ("name", "one_node")]
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     found: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in known}
     return create_model("ProfileTable", __config__=config, **found)
@@ -281,7 +280,7 @@ def profile_to_toml(profile: Profile) -> str:
     shown = {
         key: _rounded(value)
         for key, value in values.items()
-        if key not in ("name", "one_node", "links") and (key in FITTED or value != defaults[key])
+        if key not in ("name", "one_node") and (key in FITTED or value != defaults[key])
     }
     if not is_builtin(profile.device):
         shown["device_table"] = _rounded(device_to_table(profile.device))

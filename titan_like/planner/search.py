@@ -24,13 +24,17 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, stages_per_rank
 from titan_like.planner.activations import kept_of
 from titan_like.planner.layer_time import layer_cost
-from titan_like.planner.memory import MEMORY_MARGIN, fits, in_flight, largest_memory, usable_bytes
+from titan_like.planner.memory import MEMORY_MARGIN, in_flight, largest_memory, usable_bytes
 from titan_like.planner.predict import checked_profile, profile_and_device
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import (
+    Passes,
     StepTime,
+    passes,
+    sharded_step_time,
+    sharding,
     step_time,
 )
 from titan_like.planner.workload import BYTES, Workload, pipeline_of
@@ -58,7 +62,8 @@ class Counts:
 
     valid: int = 0
     too_large: int = 0  # known not to fit; layouts that were passed over may not fit either
-    computed: int = 0  # layouts whose step time was computed
+    computed: int = 0  # layouts, and pipelines of a group, whose step time was computed
+    simulated: int = 0  # layouts whose pipeline was simulated
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,10 @@ class BestFirst:
         self.space, self.profile, self.kinds, self.progress = space, profile, kinds, progress
         self.usable = usable_bytes(profile.device)
         self.counts = Counts()
-        # (bound, depth, order, what). Depth 0 has groups, 1 layouts, 2 simulated layouts.
+        # (bound, depth, order, what). Depth 0 has groups, 1 the pipelines of a group, 2 layouts, 3 simulated layouts.
         # Orders are unique, so comparisons stop there; among equally fast layouts, plainer settings come first.
         self.heap: list[tuple[float, int, tuple[int, ...], Any]] = []
+        self.numbers = itertools.count()
         self.ranked: list[Candidate] = []
         self.cells: set[tuple[int, int, int]] = set()
         self.too_large: dict[tuple[int, int], Candidate] = {}
@@ -148,7 +154,7 @@ class BestFirst:
                 self.progress(self.counts)
             # Whatever comes out first is replaced by its parts with closer bounds, until a simulated layout comes out.
             _, depth, _, what = heapq.heappop(self.heap)
-            (self._open, self._simulate, self._take)[depth](*what)
+            (self._add_pipelines, self._add_layouts, self._simulate, self._take)[depth](*what)
         if not self.ranked:
             raise self._nothing_fits()
         self.ranked.sort(key=lambda one: one.time.total)  # needed where a bound was above what it bounds
@@ -165,8 +171,10 @@ class BestFirst:
         if self.least_memory(group) > self.usable:
             self.counts.too_large += layouts
             return
-        bound = least_group_time(group, self.profile) * _ROUNDING
-        heapq.heappush(self.heap, (bound, 0, (len(self.heap),), (group,)))
+        self._push(least_group_time(group, self.profile), 0, (group,))
+
+    def _push(self, bound: float, depth: int, what: tuple[Any, ...]) -> None:
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), what))
 
     def least_memory(self, group: Workload) -> float:
         """A lower bound in bytes on a group's layouts: activations, and an equal share of weights and gradients."""
@@ -186,12 +194,13 @@ class BestFirst:
         held = (in_flight(schedule, p, per_rank, group.microbatches, rank) * sum(layers[rank]) for rank in range(p))
         return max(held) / per_rank
 
-    def _open(self, group: Workload) -> None:
-        """Put the layouts of a group into the heap, unless the best of all its kinds are known."""
-        zeros = {zero for zero, _, _ in self.space.splits(group)}
-        if not all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros):
-            for choice in self.space.pipelines(group):
-                self._add_layouts(group, choice)
+    def _add_pipelines(self, group: Workload) -> None:
+        if self._done(group):
+            return
+        bounds = PipelineBounds(self.space, group, self.profile)
+        for choice in self.space.pipelines(group):
+            self.counts.computed += 1
+            self._push(bounds.least_time(*choice) * _least_part(group.pipeline, choice[0]), 1, (group, choice))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int]) -> None:
         """Put a pipeline's layouts into the heap by their step times, except those known not to fit.
@@ -200,8 +209,11 @@ class BestFirst:
         lower ZeRO stage, if backward passes are whole. Layouts with split backward passes are judged when their turn
         comes, because the exact judgement, needed where the estimate does not decide, takes long.
         """
+        if self._done(group):
+            return
         nothing_lower_fits = False
         pipeline = self.space.member(group, *choice, 0, 1, group.shard)
+        found: dict[bool, Passes] = {}
         for zero, splits in itertools.groupby(self.space.splits(group), key=lambda split: split[0]):
             may_fit = not nothing_lower_fits
             known = (group.tensor, group.pipeline, zero) in self.cells
@@ -215,20 +227,24 @@ class BestFirst:
                         # Not so in float32, where ZeRO 0 has its weights once and ZeRO 3 gathers a copy of that type.
                         nothing_lower_fits = not may_fit and index == 0 and work.dtype != "float32"
                     if may_fit:
-                        self.counts.computed += 1
-                        least = step_time(work, self.profile).total * _least_part(work.pipeline, work.schedule)
-                        heapq.heappush(self.heap, (least, 1, _order(work), (work,)))
+                        whole = work.gradients_are_whole
+                        if whole not in found:
+                            found[whole] = passes(work, self.profile)
+                        self._add_layout(work, found[whole])
 
     def _fits(self, work: Workload, exact: bool = False) -> bool:
         """Whether a layout fits, by an estimate; if ``exact`` and that is too rough, by following every pass."""
-        used = largest_memory(work, self.profile, exact=False)
+        used = needed = largest_memory(work, self.profile, exact=False)
         if exact and work.schedule in SPLIT_BACKWARD and _UNSURE[0] < used / self.usable < _UNSURE[1]:
-            enough = fits(work, self.profile)
-        else:
-            enough = used <= self.usable
-        if not enough:
+            needed = largest_memory(work, self.profile)
+        if needed > self.usable:
             self._remember(work, used)
-        return enough
+        return needed <= self.usable
+
+    def _add_layout(self, work: Workload, found: Passes) -> None:
+        time = sharded_step_time(work, self.profile, found)
+        self.counts.computed += 1
+        heapq.heappush(self.heap, (time.total * _least_part(work.pipeline, work.schedule), 2, _order(work), (work,)))
 
     def _remember(self, work: Workload, used: float) -> None:
         """Count a layout that is too large. For every pair of degrees, keep the one nearest to fitting."""
@@ -237,6 +253,11 @@ class BestFirst:
         if key not in self.too_large or used < self.too_large[key].memory_bytes:
             self.too_large[key] = Candidate(work, step_time(work, self.profile), used)
 
+    def _done(self, group: Workload) -> bool:
+        """Whether the best layouts of all the group's kinds are known."""
+        zeros = {zero for zero, _, _ in self.space.splits(group)}
+        return all((group.tensor, group.pipeline, zero) in self.cells for zero in zeros)
+
     def _simulate(self, work: Workload) -> None:
         """If a layout fits and may be the first of its kind, find the time that it is ranked by."""
         is_known_to_fit = work.zero_stage == 3 and work.schedule not in SPLIT_BACKWARD
@@ -244,9 +265,10 @@ class BestFirst:
         if _cell(work) in self.cells or tried == _SIMULATED or (tried and work.pipeline == 1):
             return
         if is_known_to_fit or self._fits(work, exact=True):
+            self.counts.simulated += 1
             self.tried[_cell(work), work.schedule] += 1
             time = simulated_step_time(work, self.profile)
-            heapq.heappush(self.heap, (time.total, 2, _order(work), (work, time)))
+            heapq.heappush(self.heap, (time.total, 3, _order(work), (work, time)))
 
     def _take(self, work: Workload, time: StepTime) -> None:
         """Rank the next layout in the order of time, if it is the first of its kind."""
@@ -274,13 +296,43 @@ class BestFirst:
 
 def least_group_time(group: Workload, profile: Profile) -> float:
     """A lower bound in seconds on a group's layouts: the passes of a rank with at least the mean number of layers."""
-    # ZeRO 2 has the fastest microbatches: it accumulates only shards of gradients and gathers only once.
-    work = group._replace(zero_stage=2)
+    work = group._replace(zero_stage=_least_zero(group))
     one = work.one_microbatch()
     costs = [layer_cost(one, profile, kind) for kind, count in enumerate(work.model.layer_counts) if count]
     once = [cost.forward + cost.backward + cost.forward_tensor + cost.backward_tensor for cost in costs]
     recomputed = [(cost.recomputed + cost.recomputed_tensor) / work.recompute_every for cost in costs]
     return work.microbatches * ceil(work.model.num_layers / work.pipeline) * min(map(add, once, recomputed))
+
+
+class PipelineBounds:
+    """Lower bounds in seconds for a group's pipelines, over all ways in which ZeRO can split them.
+
+    Pipelines with the same slowest rank share what data parallelism adds. For ZeRO 0 and 1, the passes are those of
+    ZeRO 2: they are shorter, and by more than the communication that they would hide less.
+    """
+
+    def __init__(self, space: Space, group: Workload, profile: Profile) -> None:
+        self._space, self._group, self._profile = space, group, profile
+        self._added: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+
+    def least_time(self, schedule: str, virtual: int) -> float:
+        """The bound of one pipeline."""
+        work = self._space.member(self._group, schedule, virtual, _least_zero(self._group), 1, self._group.shard)
+        found = passes(work, self._profile)
+        key = found[:5]  # everything that `sharding` depends on
+        if key not in self._added:
+            self._added[key] = [self._of_split(work, found, *split) for split in self._space.splits(work)]
+        return found.seconds + min([added + found.bubble * elsewhere for added, elsewhere in self._added[key]])
+
+    def _of_split(self, work: Workload, found: Passes, zero: int, replicas: int, shards: int) -> tuple[float, float]:
+        layout = work._replace(zero_stage=zero, replicate=replicas, shard=shards)
+        gathered, elsewhere, data, update = sharding(layout, self._profile, found)
+        return work.microbatches * gathered + data + update, elsewhere
+
+
+def _least_zero(work: Workload) -> int:
+    """The ZeRO stage with the fastest microbatches: 2 accumulates only shards of gradients and gathers only once."""
+    return 2 if work.data_parallel > 1 else 0
 
 
 def _cell(work: Workload) -> tuple[int, int, int]:

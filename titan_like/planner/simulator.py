@@ -77,7 +77,7 @@ def _passes_of(
     ends = (both_ends if is_last else entry) if is_first else head if is_last else NOTHING
     load = load_of(counts, layers, ends)
     parameters = sum(number * kind.parameters for number, kind in zip(counts, model.parts.kinds, strict=True))
-    parameters += is_first * model.entry_parameters + is_last * model.head_parameters
+    parameters += is_first * model.parts.entry + is_last * model.parts.head
 
     # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages

@@ -75,7 +75,11 @@ class Sharding(NamedTuple):
 
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Estimate one step by closed forms."""
-    found = passes(work, profile)
+    return sharded_step_time(work, profile, passes(work, profile))
+
+
+def sharded_step_time(work: Workload, profile: Profile, found: Passes) -> StepTime:
+    """`step_time` for passes that are known."""
     gathered, elsewhere, data, update = sharding(work, profile, found)
     compute, recomputed, tensor, messages, bubble, other = found.parts
     data += work.microbatches * gathered
@@ -305,7 +309,7 @@ def most_parameters(model: TransformerConfig, counts: RankLayers) -> tuple[int, 
     sizes = [kind.parameters for kind in model.parts.kinds]
     first, whole = sum(map(mul, counts.first, sizes)), model.num_parameters()
     if counts.ends_together:
-        return first + model.entry_parameters + model.head_parameters, whole
+        return first + model.parts.entry + model.parts.head, whole
     table = model.padded_vocab_size * model.hidden_size
     return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table), whole
 

@@ -18,11 +18,7 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
-    """Read an environment variable that torchrun sets to a whole number.
-
-    Raises:
-        ConfigError: it is not a whole number, or not between ``least`` and ``most``.
-    """
+    """Read a whole number that torchrun sets; a `ConfigError` if it is none, or not from ``least`` to ``most``."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
         is_large = text.isdecimal() and len(text) >= len(str(_LARGEST))
@@ -39,26 +35,21 @@ def number_of_processes() -> int:
         ConfigError: variables are not numbers, or contradict each other; one line for each.
     """
     errors: list[ConfigError] = []
-
-    def number(name: str, default: int, least: int = 0, most: int = _LARGEST) -> int:
+    found = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    for name, default in (found | {"MASTER_PORT": 29500}).items():
+        most = 65535 if name == "MASTER_PORT" else _LARGEST
         try:
-            return environment_number(name, default, least, most)
+            found[name] = environment_number(name, default, least=min(default, 1), most=most)
         except ConfigError as error:
             errors.append(error)
-            return default
-
-    world_size = number("WORLD_SIZE", 1, least=1)
-    local_size = number("LOCAL_WORLD_SIZE", 1, least=1)
-    number("GROUP_WORLD_SIZE", 1, least=1)
+    world_size, local_size = found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]
     if not errors and "WORLD_SIZE" in os.environ and local_size > world_size:
         problem = f"must be at most WORLD_SIZE = {world_size}; it is the number of processes on this machine"
         errors.append(ConfigError("environment variable LOCAL_WORLD_SIZE", local_size, problem))
-    for name, of, size in (("RANK", "WORLD_SIZE", world_size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size)):
-        rank = number(name, 0)
-        if not errors and of in os.environ and rank >= size:
-            problem = f"must be below {of} = {size}; number the processes from 0 to {size - 1}"
-            errors.append(ConfigError(f"environment variable {name}", rank, problem))
-    number("MASTER_PORT", 29500, least=1, most=65535)
+    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if not errors and of in os.environ and found[name] >= found[of]:
+            problem = f"must be below {of} = {found[of]}; number the processes from 0 to {found[of] - 1}"
+            errors.append(ConfigError(f"environment variable {name}", found[name], problem))
     if errors:
         raise all_of(errors)
     return world_size
@@ -104,11 +95,7 @@ def is_one_of_several() -> bool:
 
 
 def cluster_size(config: JobConfig) -> int:
-    """GPUs of the job: those of the cluster, else the product of the degrees.
-
-    Raises:
-        ConfigError: the cluster has nodes of unknown size.
-    """
+    """GPUs of the job: the cluster's, else the product of the degrees. Nodes of unknown size are a `ConfigError`."""
     cluster, degrees = config.cluster, config.parallelism
     if cluster.nodes is not None:
         if cluster.gpus_per_node is None:

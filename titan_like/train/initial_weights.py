@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,10 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     path = local_folder(text, _KEY)
     may_differ = model.not_in_weights
     if is_checkpoint(path):
-        family, shape = _model_of_checkpoint(path)
+        if problem := unreadable(path):
+            raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
+        state = read_run_state(path)
+        family, shape = state.config["model"]["family"], state.model
     elif is_hugging_face(path):
         source = open_hugging_face(path, _KEY)
         family, shape = source.family, source.model.model_dump(mode="json")
@@ -57,11 +59,7 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel) -> None:
-    """Read weights into a model in any layout. Every rank calls this and reads only its part of the model.
-
-    Raises:
-        RunError: the files are damaged.
-    """
+    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
     folder = local_folder(path, _KEY)
     try:
         if is_checkpoint(folder):
@@ -95,16 +93,3 @@ def _read_hugging_face(folder: Path, model: ParallelModel) -> str | None:
     except Exception as error:  # a damaged file may raise anything
         return str(error).strip() or type(error).__name__
     return None
-
-
-def _model_of_checkpoint(path: Path) -> tuple[str, dict[str, Any]]:
-    """The family and the shape in a checkpoint's run.json.
-
-    Raises:
-        ConfigError: the checkpoint is damaged.
-    """
-    problem = unreadable(path)
-    if problem is not None:
-        raise ConfigError(_KEY, str(path), f"cannot be loaded ({problem}); name another checkpoint")
-    state = read_run_state(path)
-    return state.config["model"]["family"], state.model

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import Float8, JobConfig, Parallelism
-from titan_like.data.batch_size import batch_sizes_to_check, check_length, check_rampup
+from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_sizes
 from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
@@ -162,7 +162,7 @@ def _check_gpu(name: str | None) -> None:
 def _check_batches(config: JobConfig, layout: Layout) -> None:
     training = config.training
     unit = training.micro_batch_size * layout.data_parallel
-    for size in batch_sizes_to_check(training):
+    for size in rampup_batch_sizes(training):
         if size % unit:
             key = "global_batch_size" if size == training.global_batch_size else "batch_size_rampup"
             below = size // unit * unit
@@ -238,7 +238,7 @@ def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) 
     if layout.pipeline == 1:
         return
     schedule, virtual = config.parallelism.pipeline_schedule, config.parallelism.virtual_stages_per_rank
-    for size in batch_sizes_to_check(config.training):
+    for size in rampup_batch_sizes(config.training):
         microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
         refusal = check_schedule(schedule, layout.pipeline, virtual, microbatches)
         if refusal is not None:

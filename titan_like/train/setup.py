@@ -46,11 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_names(key: str, value: object, cure: str) -> Iterator[None]:
-    """Turn a failed allocation inside this context into a sentence about a setting.
-
-    Raises:
-        ConfigError: memory could not be allocated. All other exceptions pass through.
-    """
+    """Turn a failed allocation inside this context into a `ConfigError` about a setting; others pass through."""
     try:
         yield
     except Exception as error:
@@ -94,11 +90,7 @@ class Run(Settings):
 
 
 def prepare_run(settings: Settings) -> Run:
-    """Check settings against the machine and the data, the quick checks first. New data is tokenized.
-
-    Raises:
-        ConfigError: the user has to change something.
-    """
+    """Check settings against the machine and the data, the quick checks first. New data is tokenized."""
     config, model = settings.config, settings.model
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch's optimizers import the compiler, which makes it
         check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)

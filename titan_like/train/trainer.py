@@ -289,11 +289,7 @@ class Trainer(TrainingState):
         return health.loss_spike_factor > 0 and health.loss_spike_action == "rewind"
 
     def _log_step(self, record: StepRecord, is_last: bool = False) -> None:
-        """Record a step that has been read, and print a log line if one is due.
-
-        Raises:
-            RunError: too many steps in a row had no update.
-        """
+        """Record a step that has been read, and print a log line if one is due."""
         logs = is_last or self._logs(record.step)
         if logs and dist.get_rank() == 0:
             record.sources = self.run.datasets["train"].drawn(record.consumed_samples)

@@ -89,18 +89,16 @@ class TrainingState:
         self.losses = LossWatch(config.health, run.device)
         self.saver = Saver(run.checkpoint_folder, config.checkpoint)
         self.saved_steps: set[int] = set()  # saved by this process since it started
-        is_new = not (config.checkpoint.enable and self._resume(self._is_wanted))
+        is_new = not (
+            config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
+        )
         if is_new and config.checkpoint.initial_load_path is not None:
             load_initial_weights(config.checkpoint.initial_load_path, self.model)
         self.start_step = self.step
         self.console = Console(dist.get_rank() == 0, run.total_steps)
 
     def save(self, is_last: bool = False) -> None:
-        """Save a checkpoint. With `checkpoint.async` the save only starts here, unless it is the last one.
-
-        Raises:
-            RunError: this save or the previous one failed; see `finish_save`.
-        """
+        """Save a checkpoint. With `checkpoint.async` it only starts here, unless it is the last one."""
         self.finish_save()
         state = RunState(
             step=self.step,
@@ -138,10 +136,6 @@ class TrainingState:
         if path is not None:
             self.saved_steps.add(int(path.name.removeprefix("step-")))
             self.console.print(f" saved {path}")
-
-    def _is_wanted(self, step: int) -> bool:
-        """Whether the run may start from this checkpoint: `checkpoint.load_step`, or any if that is not set."""
-        return self.config.checkpoint.load_step in (None, step)
 
     def _is_of_this_run(self, step: int) -> bool:
         """Whether a checkpoint is in this run's past, not on a branch that `checkpoint.load_step` abandoned."""

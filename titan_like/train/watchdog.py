@@ -290,21 +290,13 @@ def _place(stack: Sequence[tuple[CodeType, int | None]]) -> tuple[str, bool]:
         is_ours = file.startswith(_PACKAGE + os.sep)
         waits = waits or "torch/distributed" in file or (is_ours and _waits_at(code, line))
         if is_ours:
-            place = (
-                f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {_function(code)}"
-            )
+            place = f"{Path(file).relative_to(Path(_PACKAGE).parent)}:{line or code.co_firstlineno} in {code.co_name}"
             inner, inner_line = stack[0]
             if inner is not code and "torch" not in inner.co_filename:
                 number = inner_line or inner.co_firstlineno
-                place += f" ({Path(inner.co_filename).name}:{number} in {_function(inner)})"
+                place += f" ({Path(inner.co_filename).name}:{number} in {inner.co_name})"
             return place, waits
     return "an unknown place", waits
-
-
-def _function(code: CodeType) -> str:
-    """The name of the function that code belongs to; a comprehension or lambda has that of the function around it."""
-    named = [name for name in code.co_qualname.split(".") if not name.startswith("<")]
-    return named[-1] if named else code.co_name
 
 
 @lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ import torch
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data import blend, raw_text, shards, stream_blend, stream_reader
+from titan_like.data import blend, raw_text, shards, stream_reader
 from titan_like.data.blend import BlendedSource, shares_of
 from titan_like.data.indexed import StoredTokens
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -36,8 +36,7 @@ from titan_like.data.packed import PackedDataset, corpus_folder, corpus_job
 from titan_like.data.permutation import Permutation
 from titan_like.data.race import RaceSource
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, Source
-from titan_like.data.stream import StreamSource
-from titan_like.data.stream_blend import BlendedStream
+from titan_like.data.stream import BlendedStream, StreamSource
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.registry import model_config
 from titan_like.verify.processes import Member
@@ -50,8 +49,7 @@ _MOST_TEXT = 16 << 20  # bytes that are tokenized for this
 _MOST_DRAWN = 100_000  # samples of a blend that are counted to find the end of an epoch
 _BLOCK = 24  # samples of a blend
 _SMALL = [
-    *((blend, "BLOCK", _BLOCK), (stream_blend, "BLOCK", _BLOCK)),
-    *((stream_reader, "INTERVAL", 2), (stream_reader, "_BATCH", 256)),
+    *((blend, "BLOCK", _BLOCK), (stream_reader, "INTERVAL", 2), (stream_reader, "_BATCH", 256)),
     *((raw_text, "_PIECE", 1 << 14), (raw_text, "_CHUNK", 1 << 12), (raw_text, "_ROWS", 5), (shards, "_ROWS", 5)),
 ]
 
@@ -102,8 +100,6 @@ def short_blocks() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in _SMALL:
             stack.enter_context(patch.object(module, name, value))
-        blend._order.cache_clear()  # its keys do not have the size of a block
-        stack.callback(blend._order.cache_clear)
         yield
 
 

@@ -14,7 +14,6 @@ from titan_like.data.blend import Blend
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
-from titan_like.data.stream_blend import ReaderBlend
 from titan_like.data.stream_reader import Documents, Place, Reader
 
 
@@ -76,10 +75,7 @@ def bookmarks_forget_the_tokens_before() -> Iterator[None]:
 @contextmanager
 def a_blend_restarts_its_sources_in_each_block() -> Iterator[None]:
     """Each block begins with the first sample of every source."""
-    with (
-        patch.object(Blend, "_taken", lambda self, end, k: 0),
-        patch.object(ReaderBlend, "_before", lambda self, reader, block: [0] * (len(self._ends) - 1)),
-    ):
+    with patch.object(Blend, "_places", lambda self, reader, end, k: 0):
         yield
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused, validated, whole
+from titan_like.models.hugging_face import (
+    Fields,
+    RefusedError,
+    Stored,
+    fused,
+    read_fields,
+    validated,
+    whole,
+    written_fields,
+)
 
 MODEL_TYPE = "bert"
 ARCHITECTURE = "BertForMaskedLM"
@@ -21,6 +30,18 @@ HEAD = ("cls.", "classifier.")
 _HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}
 _PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+    ("num_layers", "num_hidden_layers", None),
+    ("hidden_size", "hidden_size", None),
+    ("num_attention_heads", "num_attention_heads", None),
+    ("ffn_hidden_size", "intermediate_size", None),
+    ("vocab_size", "vocab_size", None),
+    ("max_seq_len", "max_position_embeddings", 512),
+    ("num_token_types", "type_vocab_size", 2),
+    ("norm_eps", "layer_norm_eps", 1e-12),
+    ("init_std", "initializer_range", 0.02),
+)
 _UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 
 
@@ -83,42 +104,20 @@ def is_ignored(name: str) -> bool:
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention or an output matrix of its own, which BERT lacks.
-    """
+    """Fields of config.json, or a `RefusedError` for an output matrix of its own, which BERT lacks."""
     if not config.tied_embeddings and config.sentence_head != "choice":
         raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
-    if config.num_kv_heads != config.num_attention_heads:
-        raise RefusedError(
-            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
-            f"but {ARCHITECTURE} has one for each"
-        )
     return {
         "model_type": next(kind for kind, placement in _PLACEMENTS.items() if placement == config.norm_placement),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_hidden_size,
         "hidden_act": "gelu",
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout,
-        "max_position_embeddings": config.max_seq_len,
-        "type_vocab_size": config.num_token_types,
-        "initializer_range": config.init_std,
-        "layer_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
+        **written_fields(config, _FIELDS, ARCHITECTURE),
+        **dict.fromkeys(_DROPOUTS, config.dropout),
     }
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("hidden_act", "gelu")
     fields.must_be("position_embedding_type", "absolute")
     fields.must_be("is_decoder", False)
@@ -128,26 +127,8 @@ def from_fields(fields: Fields) -> TransformerConfig:
     head = next((head for head, ending in _HEADS.items() if name.endswith(ending)), "none")
     if head != "choice":  # which has no output matrix
         fields.must_be("tie_word_embeddings", True)
-    dropout, of_attention = (
-        fields.number(name, 0.1) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    )
-    if dropout != of_attention:
-        problem = f"but hidden_dropout_prob = {dropout}; the models here have one dropout rate, so make them equal"
-        fields.refuse("attention_probs_dropout_prob", problem)
+    found = read_fields(BertConfig, _FIELDS, fields)
+    found["dropout"] = fields.equal_numbers(_DROPOUTS, 0.1, "the models here have one dropout rate")
     return validated(
-        BertConfig,
-        {
-            "norm_placement": _PLACEMENTS[fields.values["model_type"]],
-            "sentence_head": head,
-            "num_layers": fields.integer("num_hidden_layers"),
-            "hidden_size": fields.integer("hidden_size"),
-            "num_attention_heads": fields.integer("num_attention_heads"),
-            "ffn_hidden_size": fields.integer("intermediate_size"),
-            "vocab_size": fields.integer("vocab_size"),
-            "max_seq_len": fields.integer("max_position_embeddings", 512),
-            "num_token_types": fields.integer("type_vocab_size", 2),
-            "norm_eps": fields.number("layer_norm_eps", 1e-12),
-            "init_std": fields.number("initializer_range", 0.02),
-            "dropout": dropout,
-        },
+        BertConfig, {"norm_placement": _PLACEMENTS[fields.values["model_type"]], "sentence_head": head, **found}
     )

@@ -72,18 +72,6 @@ class FirstToken(nn.Module):
         return x[:, :1]
 
 
-class PooledDropout(nn.Module):
-    """Dropout of what is made of the first token."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, 1, hidden] → [batch, 1, hidden]."""
-        return F.dropout(x, self.rate, self.training)
-
-
 class Bert(Transformer):
     """BERT over token sequences [batch, seq]; see `Transformer.forward`.
 
@@ -116,7 +104,7 @@ class Bert(Transformer):
         if config.sentence_head == "pair":
             self.pair = nn.Linear(hidden, 2)
         if config.sentence_head == "choice":
-            self.pooled_dropout, self.choice = PooledDropout(config.dropout), nn.Linear(hidden, 1)
+            self.pooled_dropout, self.choice = nn.Dropout(config.dropout), nn.Linear(hidden, 1)
             self.transform, self.output, self.output_bias = nn.Identity(), nn.Identity(), nn.Identity()
             self.mask_padding, self.token_loss = nn.Identity(), nn.Identity()
         if is_post:  # whose norms bound the residual stream
@@ -167,6 +155,4 @@ class Bert(Transformer):
         return torch.stack(losses)
 
 
-def build(config: BertConfig) -> Bert:
-    """Build the model on the current default device, without initialising its weights."""
-    return Bert(config)
+build = Bert

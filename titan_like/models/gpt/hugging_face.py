@@ -8,12 +8,23 @@ from typing import Any
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused_in_one, validated, whole
+from titan_like.models.hugging_face import Fields, Stored, fused_in_one, read_fields, validated, whole, written_fields
 
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+    ("num_layers", "n_layer", None),
+    ("hidden_size", "n_embd", None),
+    ("num_attention_heads", "n_head", None),
+    ("ffn_hidden_size", "n_inner", 0),  # 4 · n_embd
+    ("vocab_size", "vocab_size", None),
+    ("max_seq_len", "n_positions", None),
+    ("norm_eps", "layer_norm_epsilon", 1e-5),
+    ("init_std", "initializer_range", 0.02),
+    ("tied_embeddings", "tie_word_embeddings", True),
+)
 
 
 def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
@@ -49,60 +60,16 @@ def is_ignored(name: str) -> bool:
 
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention, which GPT-2 lacks.
-    """
-    if config.num_kv_heads != config.num_attention_heads:
-        raise RefusedError(
-            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
-            f"but {ARCHITECTURE} has one for each"
-        )
-    return {
-        "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_seq_len,
-        "n_embd": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_attention_heads,
-        "n_inner": config.ffn_hidden_size,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied_embeddings,
-        **dict.fromkeys(_DROPOUTS, config.dropout),
-    }
+    """The shape as fields of config.json."""
+    fields = {"model_type": MODEL_TYPE, "activation_function": "gelu_new"}
+    return fields | written_fields(config, _FIELDS, ARCHITECTURE) | dict.fromkeys(_DROPOUTS, config.dropout)
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
-    dropout = fields.number(_DROPOUTS[0], 0.1)
-    for field in _DROPOUTS:
-        if fields.number(field, 0.1) != dropout:
-            problem = f"but {_DROPOUTS[0]} = {dropout}; the models here have one dropout rate, so make them equal"
-            fields.refuse(field, problem)
-    hidden = fields.integer("n_embd")
-    return validated(
-        GPTConfig,
-        {
-            "num_layers": fields.integer("n_layer"),
-            "hidden_size": hidden,
-            "num_attention_heads": fields.integer("n_head"),
-            "ffn_hidden_size": fields.integer("n_inner", 4 * hidden),
-            "vocab_size": fields.integer("vocab_size"),
-            "max_seq_len": fields.integer("n_positions"),
-            "norm_eps": fields.number("layer_norm_epsilon", 1e-5),
-            "init_std": fields.number("initializer_range", 0.02),
-            "tied_embeddings": fields.flag("tie_word_embeddings", True),
-            "dropout": dropout,
-        },
-    )
+    dropout = fields.equal_numbers(_DROPOUTS, 0.1, "the models here have one dropout rate")
+    return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields) | {"dropout": dropout})

@@ -53,6 +53,4 @@ class GPT(Transformer):
         return F.dropout(x, self.dropout, self.training)
 
 
-def build(config: GPTConfig) -> GPT:
-    """Build the model on the current default device, without initialising its weights."""
-    return GPT(config)
+build = GPT

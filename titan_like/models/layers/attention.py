@@ -43,13 +43,9 @@ class AttentionCore(nn.Module):
         if bias is not None and visible is not None:
             raise ValueError("attention takes either the keys that queries see, or a bias that hides the others")
         dropout, is_grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
-        if bias is not None:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, dropout_p=dropout, scale=self.scale, enable_gqa=is_grouped
-            )
         # Neither kernel for intervals drops probabilities. torch's takes a mask of all pairs, as dropout does anyway.
         if visible is None or dropout > 0:
-            mask = None if visible is None else visible.mask()
+            mask = bias if visible is None else visible.mask()
             return F.scaled_dot_product_attention(
                 q, k, v,
                 attn_mask=mask,

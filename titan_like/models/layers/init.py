@@ -29,15 +29,12 @@ def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int,
     pieces = []
     for block in range(start // rows_per_block, -(-stop // rows_per_block)):
         first = block * rows_per_block
-        generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
+        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+        own_seed = int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
+        generator = torch.Generator().manual_seed(own_seed)
         rows = torch.randn(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
         pieces.append(rows[max(start - first, 0) : stop - first])
     return torch.cat(pieces).mul_(std) if pieces else torch.empty(0, *shape[1:])
-
-
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
 
 
 @torch.no_grad()

@@ -153,22 +153,8 @@ def empty_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
 
 
-@_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, end: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))
-
-
-@_gradients.register_fake
-def _(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *_others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+_attention.register_fake(lambda q, *_: (empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))))
+_gradients.register_fake(lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,6 +40,8 @@ class ReluMLP(nn.Module):
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) · up(x)) without biases (arXiv 2002.05202)."""
 
+    activation: Callable[[torch.Tensor], torch.Tensor]  # elementwise; of the class
+
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
@@ -47,22 +52,14 @@ class GatedMLP(nn.Module):
         """[batch, seq, hidden] → [batch, seq, hidden]."""
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
-    def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """An elementwise function of [batch, seq, ffn]."""
-        raise NotImplementedError
-
 
 class SwiGLUMLP(GatedMLP):
     """A gated MLP with SiLU, as in Llama."""
 
-    def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """SiLU of [batch, seq, ffn]."""
-        return F.silu(gate)
+    activation = staticmethod(F.silu)
 
 
 class GeGLUMLP(GatedMLP):
     """A gated MLP with GELU in its tanh approximation, as in T5 v1.1."""
 
-    def activation(self, gate: torch.Tensor) -> torch.Tensor:
-        """GELU of [batch, seq, ffn]."""
-        return F.gelu(gate, approximate="tanh")
+    activation = staticmethod(partial(F.gelu, approximate="tanh"))

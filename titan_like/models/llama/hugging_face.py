@@ -7,12 +7,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import Fields, Stored, fused, validated, whole
+from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
 from titan_like.models.llama.config import LlamaConfig
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
 PREFIX = "model."
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+    ("num_layers", "num_hidden_layers", None),
+    ("hidden_size", "hidden_size", None),
+    ("num_attention_heads", "num_attention_heads", None),
+    ("num_kv_heads", "num_key_value_heads", 0),  # one per query head
+    ("ffn_hidden_size", "intermediate_size", None),
+    ("vocab_size", "vocab_size", None),
+    ("max_seq_len", "max_position_embeddings", 2048),
+    ("norm_eps", "rms_norm_eps", 1e-6),
+    ("init_std", "initializer_range", 0.02),
+    ("tied_embeddings", "tie_word_embeddings", False),
+    ("rope_theta", "rope_theta", 10_000.0),
+)
+_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
 
 
 def stored_parameters(config: LlamaConfig) -> Iterator[Stored]:
@@ -47,69 +62,35 @@ def to_fields(config: LlamaConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     return {
         "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "rope_theta": config.rope_theta,
+        **written_fields(config, _FIELDS, ARCHITECTURE),
         "rope_scaling": None
         if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        },
+        else {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()},
     }
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("hidden_act", "silu", "swish")
     fields.must_be("attention_bias", False)
     fields.must_be("attention_dropout", 0.0, 0)
     fields.must_be("mlp_bias", False)
     fields.must_be("sliding_window", None)
     fields.must_be("partial_rotary_factor", None, 1.0, 1)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    found = read_fields(LlamaConfig, _FIELDS, fields)
     if fields.values.get("head_dim") is not None:
-        fields.must_be("head_dim", hidden // heads)
+        fields.must_be("head_dim", found["hidden_size"] // found["num_attention_heads"])
     # transformers 5 keeps rope_theta and the scaling together in rope_parameters.
     rope = fields.table("rope_parameters") or fields.table("rope_scaling")
-    theta = fields.number("rope_theta", 10_000.0)
-    return validated(
-        LlamaConfig,
-        {
-            "num_layers": fields.integer("num_hidden_layers"),
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_kv_heads": fields.integer("num_key_value_heads", heads),
-            "ffn_hidden_size": fields.integer("intermediate_size"),
-            "vocab_size": fields.integer("vocab_size"),
-            "max_seq_len": fields.integer("max_position_embeddings", 2048),
-            "norm_eps": fields.number("rms_norm_eps", 1e-6),
-            "init_std": fields.number("initializer_range", 0.02),
-            "tied_embeddings": fields.flag("tie_word_embeddings", False),
-            "rope_theta": theta if rope is None else rope.number("rope_theta", theta),
-            "rope_scaling": None if rope is None else _rope_scaling(rope),
-        },
-    )
+    if rope is not None:
+        found["rope_theta"] = rope.number("rope_theta", found["rope_theta"])
+        found["rope_scaling"] = _rope_scaling(rope)
+    return validated(LlamaConfig, found)
 
 
 def _rope_scaling(rope: Fields) -> dict[str, Any] | None:
@@ -119,8 +100,6 @@ def _rope_scaling(rope: Fields) -> dict[str, Any] | None:
     if rope.values.get(kind, "default") == "default":
         return None
     return {
-        "factor": rope.number("factor"),
-        "low_freq_factor": rope.number("low_freq_factor"),
-        "high_freq_factor": rope.number("high_freq_factor"),
-        "original_max_seq_len": rope.integer("original_max_position_embeddings"),
+        ours: rope.integer(theirs) if ours == "original_max_seq_len" else rope.number(theirs)
+        for ours, theirs in _SCALING.items()
     }

@@ -57,6 +57,4 @@ class Llama(Transformer):
         return rope_cos_sin(positions, frequencies)
 
 
-def build(config: LlamaConfig) -> Llama:
-    """Build the model on the current default device, without initialising its weights."""
-    return Llama(config)
+build = Llama

@@ -47,11 +47,6 @@ class T5Config(TransformerConfig):
 
     @model_validator(mode="after")
     def _check_divisible(self) -> T5Config:
-        if self.num_attention_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
-                "choose a divisor"
-            )
         if not self.head_size:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
@@ -92,7 +87,3 @@ class T5Config(TransformerConfig):
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Initial weights follow from the sizes. Heads together stay wider or narrower than the hidden states."""
         return {"init_std": self.init_std, "head_size": 16 if self.attention_size > self.hidden_size else 8}
-
-    def one_of_each(self) -> T5Config:
-        """Two encoder layers, the last one among them, and a decoder layer."""
-        return self.model_copy(update=self.with_layers(3))

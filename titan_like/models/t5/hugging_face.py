@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import Fields, RefusedError, Rows, Stored, fused, validated, whole
+from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
 from titan_like.models.t5.config import T5Config
 
 MODEL_TYPE = "t5"
 ARCHITECTURE = "T5ForConditionalGeneration"
 PREFIX = ""
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+    ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
+    ("hidden_size", "d_model", None),
+    ("num_attention_heads", "num_heads", None),
+    ("head_size", "d_kv", None),
+    ("ffn_hidden_size", "d_ff", None),
+    ("vocab_size", "vocab_size", None),
+    ("max_seq_len", "n_positions", 512),
+    ("num_position_buckets", "relative_attention_num_buckets", 32),
+    ("max_position_distance", "relative_attention_max_distance", 128),
+    ("norm_eps", "layer_norm_epsilon", 1e-6),
+    ("init_std", "initializer_factor", 1.0),
+    ("dropout", "dropout_rate", 0.1),
+)
 _MATRICES = {"gated_gelu": {"gate": "wi_0", "up": "wi_1"}, "relu": {"up": "wi"}}
 
 
@@ -40,7 +53,7 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
             cross, other = f"{ours}.cross_attention", f"{theirs}.1.EncDecAttention"
             yield whole(f"{ours}.cross_norm.weight", f"{theirs}.1.layer_norm.weight", (hidden,))
             yield whole(f"{cross}.q.weight", f"{other}.q.weight", (inner, hidden))
-            yield _keys_and_values(config, f"{cross}.kv.weight", (f"{other}.k.weight", f"{other}.v.weight"))
+            yield fused(config, f"{cross}.kv.weight", (hidden,), (f"{other}.k.weight", f"{other}.v.weight"))
             yield whole(f"{cross}.proj.weight", f"{other}.o.weight", (hidden, inner))
         mlp = f"{theirs}.{1 if is_encoder else 2}"
         yield whole(f"{ours}.mlp_norm.weight", f"{mlp}.layer_norm.weight", (hidden,))
@@ -54,87 +67,33 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
         yield whole("output.weight", "lm_head.weight", table, vocab)
 
 
-def _keys_and_values(config: T5Config, name: str, sources: tuple[str, str]) -> Stored:
-    """The fused projection of cross attention, [kv_heads, 2, head_dim] rows, from two tensors."""
-    rows, hidden = config.num_kv_heads * config.head_dim, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sources, (rows, hidden))
-    return Stored(name, (2 * rows, hidden), shapes, partial(_key_and_value_rows, config, sources))
-
-
-def _key_and_value_rows(config: T5Config, sources: tuple[str, str]) -> Iterator[Rows]:
-    size = config.head_dim
-    for number in range(2 * config.num_kv_heads):
-        head, which = divmod(number, 2)
-        yield Rows(number * size, (number + 1) * size, sources[which], head * size)
-
-
 def is_ignored(name: str) -> bool:
     """Whether it is the bias of the first cross attention, which the first released weights have but nothing uses."""
     return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
 def to_fields(config: T5Config) -> dict[str, Any]:
-    """The shape as fields of config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention, which T5 lacks.
-    """
-    if config.num_kv_heads != config.num_attention_heads:
-        raise RefusedError(
-            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
-            f"but {ARCHITECTURE} has one for each"
-        )
+    """The shape as fields of config.json."""
     return {
         "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "d_model": config.hidden_size,
-        "d_kv": config.head_dim,
-        "d_ff": config.ffn_hidden_size,
         "num_layers": config.num_encoder_layers,
-        "num_decoder_layers": config.num_decoder_layers,
-        "num_heads": config.num_attention_heads,
-        "relative_attention_num_buckets": config.num_position_buckets,
-        "relative_attention_max_distance": config.max_position_distance,
-        "n_positions": config.max_seq_len,
-        "dropout_rate": config.dropout,
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_factor": config.init_std,
         "feed_forward_proj": _MLPS[config.mlp],
         "is_encoder_decoder": True,
         "tie_word_embeddings": config.tied_embeddings,
+        **written_fields(config, _FIELDS, ARCHITECTURE),
     }
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
-    """The shape that config.json describes.
-
-    Raises:
-        RefusedError: the model has a feature that this family lacks, or a field is missing or invalid.
-    """
+    """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     encoder_layers = fields.integer("num_layers", 6)
-    decoder_layers = fields.integer("num_decoder_layers", encoder_layers)
+    found = read_fields(T5Config, _FIELDS, fields)
+    found["num_decoder_layers"] = found["num_decoder_layers"] or encoder_layers
+    found["num_layers"] = encoder_layers + found["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
+    found["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
     # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
-    tied = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
-    return validated(
-        T5Config,
-        {
-            "num_layers": encoder_layers + decoder_layers,
-            "num_decoder_layers": decoder_layers,
-            "hidden_size": fields.integer("d_model"),
-            "num_attention_heads": fields.integer("num_heads"),
-            "head_size": fields.integer("d_kv"),
-            "ffn_hidden_size": fields.integer("d_ff"),
-            "vocab_size": fields.integer("vocab_size"),
-            "max_seq_len": fields.integer("n_positions", 512),
-            "num_position_buckets": fields.integer("relative_attention_num_buckets", 32),
-            "max_position_distance": fields.integer("relative_attention_max_distance", 128),
-            "norm_eps": fields.number("layer_norm_epsilon", 1e-6),
-            "init_std": fields.number("initializer_factor", 1.0),
-            "dropout": fields.number("dropout_rate", 0.1),
-            "mlp": next(mlp for mlp, name in _MLPS.items() if name == proj),
-            "tied_embeddings": tied,
-        },
-    )
+    found["tied_embeddings"] = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
+    return validated(T5Config, found)

@@ -184,6 +184,4 @@ class T5(Transformer):
         return std
 
 
-def build(config: T5Config) -> T5:
-    """Build the model on the current default device, without initialising its weights."""
-    return T5(config)
+build = T5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from titan_like.parallel.schedules.simulate import simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, Table, forward_table, outcome, schedule_table, stage_ranks
@@ -11,19 +10,7 @@ from titan_like.parallel.schedules.tables import Action, Table, forward_table, o
 MAX_PENDING_SENDS = 2  # unfinished sends per rank; without waiting, gloo cannot tell whether one has finished
 
 
-class Step(NamedTuple):
-    """A computation (F, B, I, W) or one side of a message.
-
-    F messages carry a stage's output to the next stage. B messages carry the gradient of a stage's input to the
-    previous stage. ``stage`` is the one that sends or receives: ``SEND_F`` of stage 2 pairs with ``RECV_F`` of stage 3.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-def add_communication(table: Table, ranks: list[int]) -> list[list[Step]]:
+def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
     """Insert the messages between stages of different ranks, in an order that cannot deadlock.
 
     NCCL runs the messages between two ranks, in both directions, one after the other in the order in which each rank
@@ -43,23 +30,19 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Step]]:
     Raises:
         ValueError: the table deadlocks even without messages.
     """
-    steps: list[list[Step]] = [[] for _ in table]
+    steps: list[list[Action]] = [[] for _ in table]
     # When an action ends, another rank's list holds only what that rank has finished. Appending a receive there thus
     # puts it before the computation that the rank is busy with.
     for event in sorted(simulate(table, ranks, unit_time), key=lambda event: (event.end, event.rank)):
         _, stage, microbatch = event.action
-        steps[event.rank].append(Step(*event.action))
-        target = _target(event.action)
+        steps[event.rank].append(event.action)
+        # The stage that needs the outcome, if any; it may lie outside the pipeline.
+        target = {"F": stage + 1, "I": stage - 1}.get(outcome(event.action).kind)
         if target is not None and 0 <= target < len(ranks) and ranks[target] != event.rank:
             letter = "F" if event.action.kind == "F" else "B"
-            steps[event.rank].append(Step(f"SEND_{letter}", stage, microbatch))
-            steps[ranks[target]].append(Step(f"RECV_{letter}", target, microbatch))
+            steps[event.rank].append(Action(f"SEND_{letter}", stage, microbatch))
+            steps[ranks[target]].append(Action(f"RECV_{letter}", target, microbatch))
     return steps
-
-
-def _target(action: Action) -> int | None:
-    """The stage that needs the action's outcome, if any; it may lie outside the pipeline."""
-    return {"F": action.stage + 1, "I": action.stage - 1}.get(outcome(action).kind)
 
 
 @dataclass(frozen=True)
@@ -75,12 +58,8 @@ class PipelineShape:
         """Pipeline rank of each stage."""
         return stage_ranks(self.schedule, self.degree, self.virtual_stages)
 
-    def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Step]:
-        """List one rank's passes and messages for one batch, in order.
-
-        Raises:
-            ValueError: the schedule cannot run this number of microbatches.
-        """
+    def steps(self, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
+        """One rank's passes and messages for one batch, in order; `schedule_table` says what is refused."""
         table = schedule_table if backward else forward_table
         actions = table(self.schedule, self.degree, self.virtual_stages, num_microbatches)
         return add_communication(actions, self.ranks)[rank]

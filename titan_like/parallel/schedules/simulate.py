@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.parallel.schedules.tables import (
@@ -115,22 +116,7 @@ def ideal_bubble(schedule: str, pipeline_degree: int, virtual_stages: int, num_m
     return idle / chunks
 
 
-def max_in_flight(table: Table, size: Callable[[int], float] = lambda stage: 1) -> list[float]:
-    """Per rank, the most chunks that it holds at once. A chunk is a microbatch in a stage, held from F until B or W.
-
-    Args:
-        table: per rank, its actions.
-        size: the weight of a chunk in each stage, such as the bytes of its activations.
-    """
-    peaks = []
-    for actions in table:
-        held: float = 0
-        peak: float = 0
-        for action in actions:
-            if action.kind == "F":
-                held += size(action.stage)
-                peak = max(peak, held)
-            elif action.kind in ("B", "W"):
-                held -= size(action.stage)
-        peaks.append(peak)
-    return peaks
+def max_in_flight(table: Table) -> list[int]:
+    """Per rank, the most chunks that it holds at once. A chunk is a microbatch in a stage, held from F until B or W."""
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return [max(accumulate(change[action.kind] for action in actions), default=0) for actions in table]

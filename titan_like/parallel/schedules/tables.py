@@ -31,11 +31,12 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One computation of one stage.
+    """One computation of one stage, or one side of a message.
 
     ``kind`` is F (forward), B (whole backward), or one of B's two halves. I computes the gradient of the stage's input,
     for which the previous stage waits. W computes the gradients of the weights; no stage waits for it, so it can fill
-    idle time.
+    idle time. ``stage`` sends or receives: SEND_F of stage 2, its output, pairs with RECV_F of stage 3, and SEND_B, the
+    gradient of its input, with RECV_B of stage 1.
     """
 
     kind: str
@@ -168,7 +169,9 @@ def _with_weights_by_need(table: Table, most_held: int) -> Table:
     while any(todo) or any(due):
         slot = []
         for rank, actions in enumerate(filled):
-            if todo[rank] and _can_run(todo[rank][0], done, num_stages, held[rank] < most_held):
+            following = todo[rank][0] if todo[rank] else None
+            has_room = following is not None and (following.kind != "F" or held[rank] < most_held)
+            if following is not None and has_room and done.issuperset(inputs(following, num_stages)):
                 action = todo[rank].popleft()
             elif due[rank]:
                 action = due[rank].popleft()
@@ -181,10 +184,6 @@ def _with_weights_by_need(table: Table, most_held: int) -> Table:
             slot.append(outcome(action))
         done.update(slot)
     return filled
-
-
-def _can_run(action: Action, done: set[Action], num_stages: int, has_room: bool) -> bool:
-    return (has_room or action.kind != "F") and done.issuperset(inputs(action, num_stages))
 
 
 SCHEDULES = (
@@ -274,11 +273,7 @@ def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num
 
 
 def forward_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
-    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches.
-
-    Raises:
-        ValueError: `check_schedule` refuses for another reason.
-    """
+    """Only the forward passes of `schedule_table`, for validation, with any number of microbatches."""
     padded = num_microbatches
     if schedule in _IN_GROUPS:
         padded += -num_microbatches % pipeline_degree

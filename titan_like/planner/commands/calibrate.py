@@ -37,8 +37,11 @@ _REASONS = 5  # the most reasons shown for rows that are left out
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument("--profile", type=path_option, help="stack profile to start from: a shipped one or a TOML file")
-    parser.add_argument("--points", type=path_option, metavar="FILE.csv", help="rows measured on one stack")
+    start = "stack profile to start from: a shipped one or a TOML file"
+    parser.add_argument("--profile", type=path_option, required=True, help=start)
+    parser.add_argument(
+        "--points", type=path_option, required=True, metavar="FILE.csv", help="rows measured on one stack"
+    )
     parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the fitted profile")
 
 
@@ -46,14 +49,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Fit a profile and describe it.
 
     Raises:
-        ConfigError: there are no rows to fit to, or no profile to start from.
+        ConfigError: there are no rows to fit to.
     """
     if settings:
         raise ConfigError("command line", settings[0], "calibrate takes no settings of a run")
-    if options.points is None:
-        raise ConfigError("--points", None, "calibrate needs the rows")
-    if options.profile is None:
-        raise ConfigError("--profile", None, "say which profile to start from")
     check_toml(options.out)
     check_scipy()
     start = load_profile(options.profile)

@@ -165,13 +165,8 @@ def largest_model(
 ) -> Capacity | None:
     """The GPT-3-style model with the most parameters that fits on the nodes; None if not even the smallest fits.
 
-    Args:
-        config: the run, for its sequence length, batch, precision and nodes.
-        profile: the stack's constants for the run.
-        table: the model whose vocabulary is used.
-        nodes: the number of nodes.
-        fixed: keys of `CHOSEN` that stay as the run has them.
-        show: called with lines of progress.
+    The run gives sequence length, batch and precision, and ``table`` the vocabulary. Keys of `CHOSEN` in ``fixed`` stay
+    as the run has them. ``show`` is called with lines of progress.
 
     Raises:
         ConfigError: no layout is valid for the run, whatever the memory.

@@ -72,19 +72,15 @@ _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    parser.add_argument("--out", type=path_option, metavar="FILE.toml", help="where to write the profile")
+    parser.add_argument(
+        "--out", type=path_option, required=True, metavar="FILE.toml", help="where to write the profile"
+    )
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Measure this machine and write the profile.
-
-    Raises:
-        ConfigError: there is no file to write to.
-    """
+    """Measure this machine and write the profile."""
     if settings:
         raise ConfigError("command line", settings[0], "microbenchmark takes no settings of a run")
-    if options.out is None:
-        raise ConfigError("--out", None, "say where to write the profile")
     check_toml(options.out)
     began = time.perf_counter()
     is_first = environment_number("RANK", 0) == 0

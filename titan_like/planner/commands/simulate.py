@@ -74,8 +74,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     lines += does_not_fit(forecast.memory)
     result = {
         "seconds": predicted.seconds,
-        "bubble_fraction": summary.bubble,
-        "bubble_fraction_ideal": summary.bubble_ideal,
+        "bubble_fraction": summary.bubble_fraction,
+        "bubble_fraction_ideal": summary.bubble_fraction_ideal,
         "parts": parts,
         "compared": [part._asdict() for part in found],
     }
@@ -144,8 +144,9 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
     names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
     after = ", ".join(f"{name} {milliseconds(parts[name])} ms" for name in names)
     return [
-        f"bubble fraction (idle / compute): {summary.bubble:.3f}, {summary.bubble_simulated:.3f} without messages, "
-        f"{summary.bubble_ideal:.3f} for equal stages",
+        f"bubble fraction (idle / compute): {summary.bubble_fraction:.3f}, "
+        f"{summary.bubble_fraction_simulated:.3f} without messages, "
+        f"{summary.bubble_fraction_ideal:.3f} for equal stages",
         f"after the last pass: {after}; step {milliseconds(parts['step'])} ms",
     ]
 
