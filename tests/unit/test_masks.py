@@ -143,7 +143,7 @@ def test_half_types_round_only_their_inputs_and_outputs() -> None:
 def test_operator_is_correct_for_torch() -> None:
     visible = intervals(2, 12, torch.Generator().manual_seed(0))
     q, k, v = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(interval_attention, (q, k, v, visible.first, visible.end, 0.5))
+    torch.library.opcheck(torch.ops.titan_like.interval_attention.default, (q, k, v, visible.first, visible.end, 0.5))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])  # a mask of all pairs where probabilities may be dropped
@@ -167,7 +167,7 @@ def test_block_mask_is_the_same_mask(seq_len: int) -> None:
 
     generator = torch.Generator().manual_seed(seq_len)
     visible = intervals(2, seq_len, generator)
-    blocks = block_mask(visible.first, visible.end)
+    blocks = block_mask(visible.first, visible.end, seq_len)
     wanted = torch.nn.functional.pad(visible.mask(), (0, -seq_len % 128) * 2)
     tiles = wanted.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))  # [batch, 1, blocks, 128, blocks, 128]
     computed = blocks.to_dense().bool()
