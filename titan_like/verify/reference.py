@@ -322,7 +322,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: JobConfig, step:
 def learning_rate(config: JobConfig, step: int, total: int) -> float:
     """The learning rate of a step, counted from 1, in a run of ``total`` steps."""
     section = config.lr_scheduler
-    peak, floor, warmup = config.optimizer.lr, section.min_lr_ratio, section.warmup_steps
+    peak, floor = config.optimizer.lr, section.min_lr_ratio
+    length = (section.decay_steps or max(1, total // 10)) if section.decay == "wsd" else 0  # of the final decay
+    warmup = min(section.warmup_steps, max(0, total - length))
     if step <= warmup:
         return peak * step / warmup
     if section.decay == "constant":
@@ -330,7 +332,6 @@ def learning_rate(config: JobConfig, step: int, total: int) -> float:
     if section.decay == "inverse_sqrt":
         return peak * max(floor, math.sqrt(max(warmup, 1) / step))
     if section.decay == "wsd":
-        length = section.decay_steps or max(1, total // 10)
         done = max(0.0, (step - (total - length)) / length)
     else:
         done = min(1.0, (step - warmup) / max(1, (section.decay_steps or total) - warmup))
