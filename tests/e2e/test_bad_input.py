@@ -119,8 +119,8 @@ WORLDS = {  # WORLD_SIZE, settings, words
     "no process": ("0", [], ["WORLD_SIZE", '"0"', "at least 1"]),
     "degree that is not available": (
         "2",
-        ["--parallelism.context_parallel_degree=2"],
-        ["parallelism.context_parallel_degree = 2", "not available yet; use 1"],
+        ["--parallelism.expert_parallel_degree=2"],
+        ["parallelism.expert_parallel_degree = 2", "not available yet; use 1"],
     ),
     "heads over three": (
         "3",

@@ -192,7 +192,7 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
     Attention and the MLP each need one all-reduce of the hidden states per pass (arXiv 1909.08053, figure 4). Sequence
     parallelism replaces it by an all-gather and a reduce-scatter, which move as much (arXiv 2205.05198). Its second
     all-gather in the backward pass overlaps with the gradient of the input, so it is not counted. Context parallelism
-    moves keys and values (docs/long_context.md); how much of a ring's messages attention hides is not modelled.
+    gathers keys and values.
     """
     if work.tensor == 1 and work.context == 1:
         return 0.0, 0.0, 0.0
@@ -212,16 +212,9 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
             last = 0 if profile.recompute_whole else 0.5 if work.sequence_parallel else 1
             recomputed = forward * (1 - last / max(sums, 1))
     if work.context > 1:
-        row = work.micro_batch_size * work.seq_len * model.head_dim / work.tensor * element
-        whole, queries = 2 * row * model.num_kv_heads, row * model.num_attention_heads / work.context
-        moved = {  # bytes that all processes together hold of what each of them sends to all others, in both passes
-            "all_gather": (whole, whole if profile.trainer_state else 2 * whole),
-            "ulysses": (whole / work.context + 2 * queries,) * 2,
-            "ring": (whole, 3 * whole),  # gradients of keys and values travel in float32
-        }[work.context_method]
-        there, back = (profile.links.all_gather(size, work.context, work.tensor) for size in moved)
-        forward, backward = forward + there, backward + back
-        recomputed += there * (work.recompute != "none" if profile.trainer_state else recomputed > 0)
+        whole = 2 * work.micro_batch_size * work.seq_len * model.num_kv_heads * model.head_dim / work.tensor * element
+        ring = profile.links.all_gather(whole, work.context, work.tensor)
+        forward, backward, recomputed = forward + ring, backward + 2 * ring, recomputed + (ring if recomputed else 0)
     exposed = profile.tensor_exposed
     return forward * exposed, backward * exposed, recomputed * exposed
 
