@@ -123,7 +123,7 @@ def test_every_method_is_exact_with_every_mask(attended: tuple[int, list[dict[st
                 assert max(errors) < 1e-14, (name, errors)
             else:
                 # Inputs, the result and gradients are rounded once each, by at most 2^-9; an error of the inputs
-                # reaches a result through scores of about 3. Rounded denominators would be off by another 2^-9 · 4.
+                # reaches a result through scores of about 3.
                 assert max(errors) < 6 * 2.0**-9, (name, errors)
 
 

@@ -10,6 +10,7 @@ from titan_like.models.layers.visible import VisibleKeys, block_mask
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.context import Slices
 from titan_like.parallel.pieces import divided, joined, places_of
+from titan_like.parallel.ring_attention import _ring
 from titan_like.train.rules import resolve_settings
 
 
@@ -55,6 +56,19 @@ def test_blocks_of_a_slice_of_queries_say_what_they_see() -> None:
     assert mask.shape == (1, 1, 512, 1024)
     seen = mask.to_dense()[0, 0]
     assert seen.int().tolist() == [[int(128 * key <= last) for key in range(8)] for last in places[127::128].tolist()]
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_ring_merges_denominators_in_float32(is_masked: bool) -> None:
+    """A rounded one would be lost among the rounding of bfloat16 inputs."""
+    q, k, v = (torch.randn(1, heads, 16, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    order = torch.arange(16)[None]
+    first, end = (order * 0, order + 1) if is_masked else (None, None)
+    result, denominator = _ring(q, k, v, first, end, True, 0.5, "", 1, 0)  # of one process, which sends nothing
+    scores = (q.float() @ k.repeat_interleave(2, 1).float().transpose(2, 3)) * 0.5
+    expected = scores.masked_fill(order > order.T, -torch.inf).logsumexp(3)
+    assert result.dtype == torch.bfloat16 and denominator.dtype == torch.float32
+    torch.testing.assert_close(denominator, expected, rtol=0, atol=1e-5)  # bfloat16 rounds it by up to 4e-3
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,9 @@ def test_the_whole_run_s_batches_and_length_are_compared(monkeypatch: pytest.Mon
     assert schedule_problem(config) == "the run has 195 steps, not 198"
     monkeypatch.setattr(observe, "global_batch_size_at", early)
     assert schedule_problem(config) == "the batch after 8 samples has 16, not 8"
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
+def test_a_warm_up_longer_than_the_run_is_shortened_by_both_sides(decay: str) -> None:
+    schedule = ["--lr_scheduler.warmup_steps=494", f"--lr_scheduler.decay={decay}"]
+    assert schedule_problem(load_config([*schedule, "--training.steps=156"])) is None

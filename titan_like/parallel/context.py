@@ -90,23 +90,13 @@ def context_group(size: int, mesh: DeviceMesh) -> Group:
 
 
 class ContextCore(AttentionCore):
-    """Attention of this process's slice, of which others hold the rest."""
+    """Attention of this process's slice, of which others hold the rest.
+
+    Queries, keys and values are those of the slice, [batch, heads, seq / size, head_dim]. ``visible`` is that of
+    `Slices.take`; ``bias`` has a row for each query here and a column for each key of the sequence.
+    """
 
     group: Group
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        visible: VisibleKeys | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As in `AttentionCore`, of this process's queries, keys and values [batch, heads, seq / size, …].
-
-        ``visible`` is that of `Slices.take`; ``bias`` has a row for each query here and a column for each key.
-        """
-        raise NotImplementedError
 
 
 class GatheredCore(ContextCore):

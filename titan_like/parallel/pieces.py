@@ -10,8 +10,8 @@ def places_of(length: int, size: int, rank: int) -> torch.Tensor:
 
     Of 2 · size pieces they are number ``rank`` from the head and from the tail. ``length`` is a multiple of that.
     """
-    pieces = torch.arange(length).chunk(2 * size) if size > 1 else (torch.arange(length),)
-    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank])) if size > 1 else pieces[0]
+    pieces = torch.arange(length).chunk(2 * size)
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 
 def joined(slices: torch.Tensor) -> torch.Tensor:

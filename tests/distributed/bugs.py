@@ -1,0 +1,302 @@
+"""Layouts, and the planted bugs with what shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.mutations import (
+    context,
+    draws,
+    dropout,
+    encoder_decoder,
+    float8,
+    gradients,
+    layers,
+    masks,
+    optimizers,
+    pairs,
+    runs,
+    spans,
+    updates,
+)
+from titan_like.verify.compare import Row
+
+REPO = Path(__file__).parents[2]
+GPT, LLAMA = (str(REPO / f"train_configs/debug_{family}.toml") for family in ("gpt", "llama"))
+ONE = ["--parallelism.data_parallel_shard_degree", "1"]
+PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", *ONE]
+DATA = ["--parallelism.data_parallel_shard_degree", "2"]
+TENSOR = ["--parallelism.tensor_parallel_degree", "2", *ONE]
+SEQUENCE = [*TENSOR, "--parallelism.sequence_parallel", "true"]
+ZERO_3 = [*DATA, "--parallelism.zero_stage", "3"]
+ZERO_0 = [*DATA, "--parallelism.zero_stage", "0"]
+ZERO_1 = [*DATA, "--parallelism.zero_stage", "1"]
+HSDP = [
+    *["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "16"],
+    *[*DATA, "--parallelism.zero_stage", "2"],
+]
+INTERLEAVED = [
+    *["--parallelism.pipeline_schedule", "interleaved_1f1b", "--parallelism.virtual_stages_per_rank", "2"],
+    *PIPELINE,
+]
+THREE_VIRTUAL = [
+    *["--model.overrides.num_layers", "6", "--training.global_batch_size", "16", *INTERLEAVED[:2], *PIPELINE],
+    *["--parallelism.virtual_stages_per_rank", "3"],
+]
+ZERO_BUBBLE = ["--parallelism.pipeline_schedule", "zbv_zero_bubble", "--training.global_batch_size", "32", *PIPELINE]
+ASYNCHRONOUS = ["--checkpoint.async", "true", *ONE]
+TWELVE = [*DATA, "--training.global_batch_size", "48"]  # microbatches, of two processes
+ACCUMULATION = ["--training.global_batch_size", "16", *ONE]
+RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
+LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
+LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
+
+CONTEXT = ["--job.config_file", LLAMA, "--parallelism.context_parallel_degree", "2"]
+RING, ULYSSES = ([*CONTEXT, "--parallelism.context_parallel_method", method, *ONE] for method in ("ring", "ulysses"))
+GATHER = [*CONTEXT, "--parallelism.context_parallel_method", "all_gather", *ONE]
+FOUR, NO_DROPOUT = ["--parallelism.context_parallel_degree", "4"], ["--model.overrides.dropout", "0"]
+GROUPS = ["--model.overrides.num_kv_heads", "4"]
+
+PADDING = ["--parallelism.tensor_parallel_degree", "4", *ONE]
+FLOAT16, BFLOAT16 = (["--training.dtype", dtype, *ONE] for dtype in ("float16", "bfloat16"))
+THREE_MICROBATCHES = [*BFLOAT16, "--training.global_batch_size", "32"]
+RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32", *ONE]
+COMPILED = ["--compile.enable", "true", *ONE]
+DECAY = ["--lr_scheduler.decay_steps", "400", *ONE]
+
+DOCUMENTS = [
+    *["--data.reset_position_ids", "true", "--data.reset_attention_mask", "true"],
+    *["--data.eod_mask_loss", "true", "--data.prefix_lm", "true"],
+]
+LLAMA_MASKS = ["--job.config_file", LLAMA, *DOCUMENTS]
+BERT = ["--job.config_file", str(REPO / "train_configs/debug_bert.toml")]
+BERT_LAYOUT = [*PIPELINE, "--parallelism.tensor_parallel_degree", "2", "--parallelism.sequence_parallel", "true"]
+T5 = ["--job.config_file", str(REPO / "train_configs/debug_t5.toml")]
+PAIRS = ["--job.config_file", str(REPO / "train_configs/debug_bert_pairs.toml")]
+RACE = ["--job.config_file", str(REPO / "train_configs/race.toml")]
+NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
+# Rotary positions are relative, so they show only where tokens see other documents.
+POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
+
+FLOAT8 = ["--float8.enable", "true"]
+FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
+
+ADAFACTOR, MUON = (["--optimizer.name", name] for name in ("adafactor", "muon"))
+
+# Each bug with a layout that shows it, the axis at fault, the row of the first difference, and how the name of the
+# parameter or module at fault begins.
+BUGS = [
+    (gradients.tied_tables_not_summed, PIPELINE, "pipeline_parallel", Row.GRADIENT, "embedding.weight"),
+    (gradients.norm_of_one_stage, PIPELINE, "pipeline_parallel", Row.NORM, ""),
+    (gradients.last_microbatch_dropped, PIPELINE, "pipeline_parallel", Row.GRADIENT, "the loss"),
+    (gradients.last_stage_not_updated, PIPELINE, "pipeline_parallel", Row.UPDATE, "embedding.weight"),
+    (layers.same_start_on_every_stage, PIPELINE, "pipeline_parallel", Row.INITIAL, "layers."),
+    (runs.validation_without_last_microbatch, PIPELINE, "pipeline_parallel", Row.VALIDATION, ""),
+    (gradients.gradient_never_sent, PIPELINE, "pipeline_parallel", Row.RUNS, ""),
+    (updates.bad_gradients_known_to_their_holder, PIPELINE, "pipeline_parallel", Row.SKIPPED, ""),
+    (gradients.receives_never_awaited, INTERLEAVED, "pipeline_parallel", Row.RUNS, ""),
+    (layers.stages_after_the_fourth_in_reverse, THREE_VIRTUAL, "pipeline_schedule", Row.LOSS, "layers."),
+    (layers.middle_stages_swapped, INTERLEAVED, "pipeline_schedule", Row.LOSS, "layers.1."),
+    (gradients.weight_products_of_one_microbatch_lost, ZERO_BUBBLE, "pipeline_schedule", Row.GRADIENT, "layers."),
+    (gradients.third_samples_of_microbatches_lost, DATA, "one_process", Row.LOSS, "the loss"),
+    (
+        layers.rotary_table_ends_at_128,
+        ["--job.config_file", LLAMA, *ONE],
+        "one_process",
+        Row.LONG_GRADIENT,
+        "layers.0.attention.core",
+    ),
+    (
+        layers.rotary_table_of_later_stages_ends_at_128,
+        ["--job.config_file", LLAMA, *PIPELINE],
+        "pipeline_parallel",
+        Row.LONG_GRADIENT,
+        "layers.2.attention.core",
+    ),
+    (layers.learned_positions_end_at_128, DATA, "one_process", Row.LONG_LOSS, "position"),
+    (layers.attention_sees_128_keys, DATA, "one_process", Row.LONG_LOSS, "layers.0.attention.core"),
+    (gradients.tokens_of_one_process, DATA, "data_parallel", Row.LOSS, "the loss"),
+    (gradients.gradients_averaged_over_data, DATA, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (runs.ends_before_its_first_step, DATA, "one_process", Row.RUNS, ""),
+    (runs.crash_at_the_end, DATA, "data_parallel", Row.ENDS, ""),
+    (runs.data_of_one_process_shifted, ZERO_3, "data_parallel", Row.SAMPLES, ""),
+    (gradients.one_shard_not_updated, ZERO_1, "zero_stage", Row.UPDATE, "embedding.weight"),
+    (updates.bad_gradients_known_to_their_holder, ZERO_1, "zero_stage", Row.SKIPPED, ""),
+    (gradients.replicas_not_summed, HSDP, "replicas", Row.GRADIENT, "norm.bias"),
+    (gradients.loss_times_microbatches, ACCUMULATION, "accumulation", Row.GRADIENT, "the loss"),
+    (gradients.microbatches_after_the_fourth_lost, TWELVE, "accumulation", Row.LOSS, ""),
+    (context.positions_by_rank, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.mask_by_local_position, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.labels_of_the_slice_shifted, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.pieces_swapped, GATHER, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.pieces_swapped, [*ULYSSES, *GROUPS], "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.keys_gradient_of_the_last_rank_dropped, GATHER, "context_parallel", Row.GRADIENT, "layers."),
+    (context.heads_come_back_in_reverse, [*ULYSSES, *GROUPS], "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.labels_of_one_process_counted, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.gradients_times_the_processes, GATHER, "context_parallel", Row.GRADIENT, "output"),
+    (context.losses_counted_by_each, GATHER, "context_parallel", Row.LOSS, "the loss"),
+    (context.gradients_summed_over_data_alone, [*GATHER, *ZERO_0[2:]], "context_parallel", Row.GRADIENT, "output"),
+    (context.gradients_averaged_over_slices, [*GATHER, *ZERO_3[2:]], "zero_stage", Row.GRADIENT, "output"),
+    (context.ring_gradients_scaled, RING, "context_parallel", Row.GRADIENT, "layers."),
+    (context.backward_ring_stands_still, RING, "context_parallel", Row.GRADIENT, "layers."),
+    (context.last_step_of_the_ring_skipped, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
+    (
+        context.bidirectional_ring_skips_later_pieces,
+        [*BERT, *RING[2:], "--model.overrides.dropout", "0"],
+        "context_parallel",
+        Row.LOSS,
+        "layers.0.attention.core",
+    ),
+    (layers.row_bias_added_by_each, TENSOR, "tensor_parallel", Row.GRADIENT, "layers."),
+    (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
+    (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
+    (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),
+    (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "the loss"),
+    (
+        layers.positions_begin_anew_in_each_part,
+        LLAMA_SEQUENCE,
+        "sequence_parallel",
+        Row.LOSS,
+        "layers.0.attention",
+    ),
+    (layers.shard_of_padding_is_nan, PADDING, "tensor_parallel", Row.LOSS, "the loss"),
+    (layers.softmax_without_maximum, TENSOR, "tensor_parallel", Row.LARGE_LOSS, "the loss"),
+    (layers.later_blocks_of_shards_misplaced, TENSOR, "tensor_parallel", Row.INITIAL, "embedding.weight"),
+    (layers.later_blocks_of_shards_misplaced, ZERO_3, "zero_stage", Row.INITIAL, "embedding.weight"),
+    (updates.bad_gradients_kept, ACCUMULATION, "one_process", Row.SKIPPED, ""),
+    (updates.learning_rate_waits_in_skipped_steps, DATA, "one_process", Row.RATE, ""),
+    (updates.end_of_decay_forgotten, DECAY, "one_process", Row.RATE, ""),
+    (runs.validation_takes_training_samples, DATA, "one_process", Row.SAMPLES, ""),
+    (runs.validation_on_everything, DATA, "one_process", Row.VALIDATION, ""),
+    (updates.gradients_not_unscaled, FLOAT16, "one_process", Row.CLIPPED, "embedding.weight"),
+    (updates.clipped_before_unscaling, FLOAT16, "one_process", Row.CLIPPED, "embedding.weight"),
+    (updates.vectors_decay, BFLOAT16, "one_process", Row.UPDATE, "layers.0.attention_norm.weight"),
+    (updates.norms_never_updated_in_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "layers.0.attention_norm"),
+    (dropout.same_dropout_everywhere, DATA, "data_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, SEQUENCE, "sequence_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, PIPELINE, "pipeline_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_in_all_heads, TENSOR, "tensor_parallel", Row.MASKS_DIFFER, ""),
+    (dropout.dropout_drawn_anew_in_recomputation, RECOMPUTATION, "recompute", Row.MASKS_AGAIN, ""),
+    (dropout.dropout_halved_in_split_attention, TENSOR, "tensor_parallel", Row.KEPT, "layers.0.attention.core"),
+    (dropout.dropout_halved_in_later_stages, PIPELINE, "pipeline_parallel", Row.KEPT, "layers."),
+    (
+        dropout.dropout_scale_lost_in_split_sequences,
+        SEQUENCE,
+        "sequence_parallel",
+        Row.DROPOUT_LOSS,
+        "",
+    ),
+    (runs.resumed_without_moments, DATA, "resume", Row.WEIGHT, "embedding.weight"),
+    (runs.resumed_without_moments_where_the_layout_stays, DATA, "resume", Row.WEIGHT, "embedding.weight"),
+    (runs.resumed_shards_without_moments, ZERO_1, "zero_stage", Row.WEIGHT, "embedding.weight"),
+    (updates.clipped_by_another_norm_in_half_types, [*DATA, *BFLOAT16[:2]], "data_parallel", Row.CLIPPED, ""),
+    (updates.loss_scale_begins_at_1, FLOAT16, "one_process", Row.LOSS_SCALE, ""),
+    (updates.small_gradients_scaled_up, ACCUMULATION, "one_process", Row.CLIPPED, "embedding.weight"),
+    (runs.later_saves_hold_the_first_one_s_values, ASYNCHRONOUS, "resume", Row.LOSS, ""),
+    (runs.updates_do_not_wait_for_copies, ASYNCHRONOUS, "resume", Row.LOSS, ""),
+    (masks.later_blocks_of_documents_miss_a_key, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (encoder_decoder.encoder_s_bias_in_the_first_stage_alone, [*T5, *PIPELINE], "pipeline_parallel", Row.RUNS, ""),
+    (runs.resumed_from_the_oldest, DATA, "resume", Row.CHECKPOINTS, ""),
+    (runs.oldest_checkpoints_kept, ONE, "resume", Row.CHECKPOINTS, ""),
+    (runs.skipped_steps_forgotten_when_resumed, DATA, "resume", Row.SKIPPED, ""),
+    (runs.cursor_goes_back_after_a_skipped_step, DATA, "resume", Row.SAMPLES, ""),
+    (runs.loop_ends_a_step_early, ONE, "one_process", Row.SCHEDULE, ""),
+    (runs.cursor_of_full_batches, RAMPUP, "resume", Row.SAMPLES, ""),
+    (runs.resumed_one_sample_late, DATA, "resume", Row.SAMPLES, ""),
+    (gradients.last_unit_not_all_reduced, ZERO_0, "data_parallel", Row.GRADIENT, "norm.bias"),
+    (gradients.norm_of_one_shard, ZERO_1, "zero_stage", Row.NORM, ""),
+    (gradients.tied_table_counted_twice, PIPELINE, "pipeline_parallel", Row.NORM, ""),
+    (gradients.recomputation_rounds, RECOMPUTATION, "recompute", Row.GRADIENT, "layers."),
+    (gradients.gradients_summed_in_bfloat16, THREE_MICROBATCHES, "one_process", Row.SAME_TYPE, ""),
+    (dropout.validation_seeds_dropout_anew, ONE, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.validation_in_training_mode, ONE, "one_process", Row.DROPOUT_VALIDATION, ""),
+    (dropout.dropout_scale_lost_in_bfloat16, [*SEQUENCE, *BFLOAT16[:2]], "sequence_parallel", Row.DROPOUT_OWN_TYPE, ""),
+    (dropout.compiled_layers_never_drop, COMPILED, "compile", Row.DROPOUT_AGAIN, ""),
+    (dropout.seed_of_each_trainer, DATA, "one_process", Row.DROPOUT_AGAIN, ""),
+    (dropout.seed_ignored, DATA, "one_process", Row.MASKS_DIFFER, ""),
+    (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),
+    (gradients.gradients_kept_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], "accumulation", Row.SUMS, ""),
+    (gradients.validation_an_update_behind, [*ONE, *BFLOAT16[:2]], "one_process", Row.VALIDATED, ""),
+    (gradients.losses_summed_in_bfloat16, BFLOAT16, "one_process", Row.SUMS, "loss"),
+    (gradients.norm_in_float16, FLOAT16, "one_process", Row.SUMS, "gradient norm"),
+    (updates.loss_scale_never_grows, FLOAT16, "one_process", Row.LOSS_SCALE, ""),
+    (runs.loss_scale_lost_when_resumed, FLOAT16, "resume", Row.RESUMED, ""),
+    (updates.weights_rounded_to_bfloat16, BFLOAT16, "one_process", Row.UPDATE, "embedding.weight"),
+    (updates.betas_swapped, ONE, "one_process", Row.UPDATE, "embedding.weight"),
+    (runs.replicas_draw_the_same_samples, HSDP, "replicas", Row.SAMPLES, ""),
+    (masks.later_stages_attend_causally, [*DOCUMENTS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.later_stages_count_positions_through, [*POSITIONS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.recomputation_attends_causally, [*DOCUMENTS, *RECOMPUTATION], "recompute", Row.GRADIENT, "layers."),
+    (masks.first_part_of_positions_everywhere, [*DOCUMENTS, *SEQUENCE], "sequence_parallel", Row.LOSS, "position"),
+    (masks.second_half_of_heads_sees_all_documents, [*LLAMA_MASKS, *TENSOR], "tensor_parallel", Row.LOSS, "layers.0"),
+    (masks.documents_leak, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (masks.prefix_one_token_short, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, ""),
+    (masks.masks_drawn_by_each_process, [*LLAMA_MASKS, *ZERO_3], "data_parallel", Row.LOSS, "layers.0"),
+    (masks.masks_drawn_by_each_process, [*BERT, *DATA], "data_parallel", Row.LOSS, ""),
+    (masks.masks_drawn_by_each_process, [*T5, *DATA], "data_parallel", Row.LOSS, ""),
+    (spans.decoder_sees_what_it_writes, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
+    (spans.sentinels_in_reverse, [*T5, *DATA], "one_process", Row.LOSS, "embedding"),
+    (spans.padding_carries_a_loss, [*T5, *ONE], "one_process", Row.LOSS, "the loss"),
+    (spans.the_same_spans_in_every_sample_of_validation, [*T5, *DATA], "one_process", Row.VALIDATION, ""),
+    (gradients.tied_tables_not_summed, [*T5, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "encoder_bias.table"),
+    (gradients.tied_table_counted_twice, [*T5, *PIPELINE], "pipeline_parallel", Row.NORM, ""),
+    (encoder_decoder.causal_buckets_in_the_encoder, [*T5, *ONE], "one_process", Row.LOSS, "encoder_bias"),
+    (encoder_decoder.decoder_sees_the_future, [*T5, *ONE], "one_process", Row.LOSS, "layers.2.attention"),
+    (encoder_decoder.encoder_s_norm_touches_the_decoder, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers.1"),
+    (
+        encoder_decoder.cross_attention_reads_what_is_not_normalised,
+        [*T5, *PIPELINE],
+        "pipeline_parallel",
+        Row.LOSS,
+        "layers.1",
+    ),
+    (encoder_decoder.parts_not_shared_out_alike, [*T5, *SEQUENCE], "sequence_parallel", Row.LOSS, "embedding"),
+    (
+        encoder_decoder.gradient_of_the_encoder_s_output_not_summed,
+        [*T5, *TENSOR],
+        "tensor_parallel",
+        Row.GRADIENT,
+        "layers.3.cross_attention:",
+    ),
+    (encoder_decoder.biases_of_other_heads, [*T5, *TENSOR], "tensor_parallel", Row.LOSS, "encoder_bias"),
+    (encoder_decoder.later_stages_begin_a_position_early, [*T5, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.later_stages_of_bert_attend_causally, [*BERT, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (pairs.types_dropped, [*PAIRS, *ONE], "one_process", Row.LOSS, "embedding_norm"),
+    (pairs.padding_is_seen, [*PAIRS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (pairs.classes_swapped_on_one_process, [*NEXT, *DATA], "data_parallel", Row.LOSS, "the loss"),
+    (pairs.classes_swapped, [*NEXT, *ONE], "one_process", Row.LOSS, "the loss"),
+    (masks.replaced_tokens_are_their_own_labels, [*BERT, *DATA], "one_process", Row.LOSS, "the loss"),
+    (draws.loss_on_replaced_tokens_alone, [*BERT, *ONE], "one_process", Row.LOSS, "the loss"),
+    (draws.draws_ignore_the_sample, [*T5, *ONE], "one_process", Row.LOSS, "embedding"),
+    (draws.prefixes_take_half_at_most, [*DOCUMENTS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (pairs.pairs_drawn_by_each_process, [*NEXT, *ZERO_3], "data_parallel", Row.LOSS, ""),
+    (
+        pairs.pairs_divided_by_tokens,
+        [*PAIRS, "--data.mlm_probability", "0.5", *ONE],
+        "one_process",
+        Row.LOSS,
+        "the loss",
+    ),
+    (pairs.pairs_weigh_as_much_as_tokens, [*PAIRS, *ONE], "one_process", Row.GRADIENT, "the loss"),
+    (pairs.losses_under_each_other_s_names, [*PAIRS, *ONE], "one_process", Row.LOSS, "the loss"),
+    (pairs.each_rank_takes_its_own_first_token, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.LOSS, "first_token"),
+    (pairs.first_token_gets_no_gradient, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "first_token"),
+    (pairs.gradients_of_the_pooler_summed, [*PAIRS, *SEQUENCE], "sequence_parallel", Row.GRADIENT, "pair"),
+    (pairs.later_stages_see_padding, [*PAIRS, *PIPELINE], "pipeline_parallel", Row.LOSS, "layers."),
+    (masks.labels_past_documents_on_one_process, [*DOCUMENTS, *DATA], "data_parallel", Row.LOSS, ""),
+    (masks.mask_of_the_first_sample_for_all, [*LLAMA_MASKS, *ONE], "one_process", Row.LOSS, "layers.0.attention"),
+    (masks.validation_attends_causally, [*DOCUMENTS, *DATA], "one_process", Row.VALIDATION, ""),
+    (masks.prefixes_drawn_from_the_start_when_resumed, [*DOCUMENTS, *DATA], "resume", Row.SAMPLES, ""),
+    (optimizers.row_means_of_own_columns, [*ADAFACTOR, *TENSOR], "tensor_parallel", Row.UPDATE, "layers.0"),
+    (optimizers.column_means_of_own_rows, [*ADAFACTOR, *ZERO_3], "zero_stage", Row.UPDATE, "embedding.weight"),
+    (optimizers.clipped_by_the_norm_of_a_shard, [*ADAFACTOR, *ZERO_1], "zero_stage", Row.UPDATE, "embedding.weight"),
+    (optimizers.skipped_steps_counted_as_updates, [*ADAFACTOR, *DATA], "one_process", Row.UPDATE, "embedding.weight"),
+    (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
+    (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
+    (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
+    (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
+    (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
+    # Scales that are powers of 2 matter only to numbers that are too small for float8.
+    (float8.each_rank_scales_its_own_part, [*FLOAT8_ROWS, *SEQUENCE], "tensor_parallel", Row.GRADIENT, ""),
+]
