@@ -154,7 +154,7 @@ def test_generation_refuses_a_bad_option(here: Any) -> None:
 def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     first: subprocess.CompletedProcess[str], home: Path, here: Any
 ) -> None:
-    before = lines_of(home)
+    before, events = lines_of(home), sorted((home / "out" / "tensorboard").iterdir())
     code, out, err = here(
         "train.py", *SHORT, f"--job.dump_folder={home}/out", "--training.steps=6", "--metrics.wandb=false"
     )
@@ -163,6 +163,7 @@ def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     assert " nothing to train: the checkpoint is at step 6 of 6" in out
     assert iterations(out) == []
     assert lines_of(home) == before
+    assert sorted((home / "out" / "tensorboard").iterdir()) == events  # a run that trains nothing writes nothing
 
     settings = [*SHORT, f"--job.dump_folder={home}/out", "--training.steps=9"]
     printed = train_on(2, home / "log.txt", settings, environment={"HOME": str(home)})
@@ -172,8 +173,8 @@ def test_finished_run_has_nothing_to_train_and_a_longer_one_goes_on(
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[:6] == before
     assert [line["consumed_samples"] for line in lines[6:]] == [56, 64, 72]
-    events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 10))
+    accumulator = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
+    assert [event.step for event in accumulator.Scalars("loss")] == list(range(1, 10))
     runs = [path.name for path in (home / "out" / "wandb").glob("offline-run-*")]
     assert len(runs) == 2
     assert len({name.rpartition("-")[2] for name in runs}) == 1  # the same run goes on

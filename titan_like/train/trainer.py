@@ -66,7 +66,9 @@ class Trainer(TrainingState):
         if self.compile_cache is not None and (told := self.compile_cache.describe_work()):
             self.console.print(f" {told}")
         self.profiler = StepProfiler(config, self.mesh, self.pipeline, run.device, self.console.print)
-        self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if dist.get_rank() == 0 else []
+        # TensorBoard would drop what other files have of later steps, and reads files by the clock in their names.
+        writes = dist.get_rank() == 0 and self.step < run.total_steps
+        self.writers: list[Writer] = build_writers(config, self.step, self.run_id) if writes else []
         self.scorer = Scorer(config, self.model, self.mesh, run.device, one_length=config.compile.enable)
         self.remark = remark
         peak_name = config.cluster.gpu or device_name(run.device)
