@@ -71,12 +71,17 @@ print(json.dumps(
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak memory")
 def test_peak_memory_is_a_few_shards_in_both_directions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    # Every tensor is a mapping of its own, given back when it is freed, so that no phase lives on another's leavings.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(SHARD)]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
     assert found["bytes"] > 8 * SHARD and found["files"] > 8
-    assert found["whole"] > 6 * SHARD  # a model that is whole in memory is seen, less what freed memory it takes
+    assert found["whole"] > 8 * SHARD  # a model that is whole in memory is seen
     assert found["import"] < 4 * SHARD
     assert found["export"] < 4 * SHARD
