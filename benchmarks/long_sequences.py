@@ -35,7 +35,6 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     import torch.distributed as dist
 
     from titan_like.config import load_config
-    from titan_like.planner.shapes import coordinates_of
     from titan_like.planner.step_plan import plan_step
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_settings
@@ -52,7 +51,7 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
             seconds.append(time.perf_counter() - started)
         data.close()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        calls = plan_step(run.config, run.model, run.layout, coordinates_of(run.layout, dist.get_rank())).collectives
+        calls = plan_step(run.config, run.model, run.layout, dist.get_rank()).collectives
         size, rank = dist.get_world_size(), dist.get_rank()
 
         def again() -> None:

@@ -1,4 +1,4 @@
-"""Verify thirty layouts on the command line: how long each takes, and whether any is reported as different.
+"""Verify 56 layouts on the command line: how long each takes, and whether any is reported as different.
 
 python benchmarks/verify_layouts.py [--json benchmarks/results/verify_layouts_cpu.json] [--cold] [--only N ...]
 
@@ -34,8 +34,18 @@ SHORT = {
     "compile": "compile.enable",
     "optimizer": "optimizer.name",
     "decay": "lr_scheduler.decay",
+    "cp": "parallelism.context_parallel_degree",
+    "method": "parallelism.context_parallel_method",
+    "kv_heads": "model.overrides.num_kv_heads",
+    "dropout": "model.overrides.dropout",
+    "decoder": "training.decoder_seq_len",
+    "reset_positions": "data.reset_position_ids",
+    "reset_mask": "data.reset_attention_mask",
+    "eod_loss": "data.eod_mask_loss",
+    "prefix": "data.prefix_lm",
 }
-LAYOUTS = """
+DOCUMENTS = "reset_positions=true reset_mask=true eod_loss=true"
+LAYOUTS = f"""
 gpt tp=2 dp=1
 gpt tp=4 dp=1 sp=true
 gpt pp=2 dp=2 zero=1 batch=16
@@ -66,8 +76,34 @@ gpt dp=4 zero=1 batch=16
 llama tp=2 pp=2 dp=2 zero=2 batch=32 sp=true recompute=full
 gpt compile=true dp=2
 gpt compile=true tp=2 dp=1 sp=true
+llama cp=2 method=all_gather dp=1
+llama cp=2 method=ulysses dp=1
+llama cp=2 method=ring dp=1
+llama cp=4 method=all_gather dp=1
+llama cp=4 method=ulysses kv_heads=4 dp=1
+llama cp=4 method=ring dp=1
+llama cp=2 method=all_gather tp=2 sp=true dp=1 zero=0
+llama cp=2 method=ulysses tp=2 kv_heads=4 dp=1 zero=0
+llama cp=2 method=ring tp=2 sp=true dp=2 zero=3
+llama cp=2 method=all_gather pp=2 dp=2 zero=3 batch=32
+llama cp=2 method=ulysses pp=2 schedule=interleaved_1f1b virtual=2 dp=1 zero=0 batch=32
+llama cp=2 method=ring pp=2 schedule=zbv_zero_bubble dp=1 zero=0 batch=32
+llama cp=4 method=all_gather replicas=2 dp=1 zero=2 batch=32
+llama cp=2 method=ulysses dp=2 zero=1 recompute=full
+llama cp=4 method=ring dp=1 zero=2 dtype=bfloat16
+llama cp=2 method=all_gather dp=1 dtype=float16 batch=16
+llama cp=2 method=all_gather dp=1 {DOCUMENTS}
+llama cp=4 method=ulysses kv_heads=4 dp=1 {DOCUMENTS}
+llama cp=4 method=ring dp=1 {DOCUMENTS}
+llama cp=2 method=all_gather dp=2 zero=1 prefix=true
+llama cp=2 method=ulysses tp=2 kv_heads=4 dp=1 zero=0 {DOCUMENTS} prefix=true
+llama cp=2 method=ring dp=1 prefix=true
+gpt cp=2 method=ring dp=1 dropout=0 {DOCUMENTS}
+gpt cp=4 method=ulysses pp=2 dp=1 dropout=0
+bert cp=2 method=ring dp=2 dropout=0
+t5 cp=2 method=all_gather tp=2 sp=true dp=1 dropout=0 decoder=64
 """.strip().splitlines()
-DEGREES = ("tp", "pp", "dp", "replicas")
+DEGREES = ("tp", "cp", "pp", "dp", "replicas")
 
 
 def num_axes(layout: str) -> int:

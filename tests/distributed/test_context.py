@@ -95,7 +95,7 @@ def attend_on_slices(rank: int, size: int) -> dict[str, Any]:
                 places = places_of(LENGTH, size, rank)
                 own = [x[:, :, places].to(dtype).requires_grad_() for x in inputs]
                 tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-                slices = Slices(size, rank, method, mask != "bidirectional")
+                slices = Slices(size, rank, method)
                 cut, _ = slices.take(ModelInputs(tokens, visible=visible_of(mask)), tokens)
                 messages.clear()
                 with Sent() as sent, patch.object(dist, "batch_isend_irecv", counted):

@@ -10,7 +10,7 @@ from titan_like.models.layers.visible import VisibleKeys, block_mask
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.context import Slices
 from titan_like.parallel.pieces import divided, joined, places_of
-from titan_like.parallel.ring_attention import _ring
+from titan_like.parallel.slice_attention import _attention
 from titan_like.train.rules import resolve_settings
 
 
@@ -32,19 +32,19 @@ def test_joined_slices_are_in_order_and_divide_again() -> None:
 def test_a_slice_keeps_positions_masks_and_labels_of_its_tokens() -> None:
     tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
     visible = VisibleKeys(order // 4 * 4, order + 1)
-    inputs, labels = Slices(2, 1, "all_gather", True).take(ModelInputs(tokens, order % 4, visible), tokens + 1)
+    inputs, labels = Slices(2, 1, "all_gather").take(ModelInputs(tokens, order % 4, visible), tokens + 1)
     assert inputs.tokens.tolist() == [list(range(104, 112))] and labels.tolist() == [list(range(105, 113))]
     assert inputs.positions is not None and inputs.positions.tolist() == [[0, 1, 2, 3] * 2]
     assert inputs.visible is not None and inputs.visible.first.tolist() == [[4] * 4 + [8] * 4]
     assert inputs.visible.end.tolist() == [list(range(5, 13))]
-    whole, _ = Slices(2, 0, "ulysses", True).take(ModelInputs(tokens, None, visible), tokens)
+    whole, _ = Slices(2, 0, "ulysses").take(ModelInputs(tokens, None, visible), tokens)
     assert whole.visible is visible and whole.positions is not None
     assert whole.positions.tolist() == [*range(4), *range(12, 16)]
 
 
 def test_an_encoder_and_a_decoder_are_cut_apart() -> None:
     tokens = torch.arange(12)[None]  # 8 of the encoder
-    inputs, labels = Slices(2, 0, "all_gather", False).take(ModelInputs(tokens, encoder_len=8), tokens[:, 8:])
+    inputs, labels = Slices(2, 0, "all_gather").take(ModelInputs(tokens, encoder_len=8), tokens[:, 8:])
     assert inputs.tokens.tolist() == [[0, 1, 6, 7, 8, 11]] and labels.tolist() == [[8, 11]]
     assert inputs.encoder_len == 4 and inputs.visible is None
     assert inputs.positions is not None and inputs.positions.tolist() == [0, 1, 6, 7, 0, 3]
@@ -58,13 +58,15 @@ def test_blocks_of_a_slice_of_queries_say_what_they_see() -> None:
     assert seen.int().tolist() == [[int(128 * key <= last) for key in range(8)] for last in places[127::128].tolist()]
 
 
+@pytest.mark.parametrize("travels", [False, True])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_a_ring_merges_denominators_in_float32(is_masked: bool) -> None:
+def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> None:
     """A rounded one would be lost among the rounding of bfloat16 inputs."""
     q, k, v = (torch.randn(1, heads, 16, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     order = torch.arange(16)[None]
     first, end = (order * 0, order + 1) if is_masked else (None, None)
-    result, denominator = _ring(q, k, v, first, end, True, 0.5, "", 1, 0)  # of one process, which sends nothing
+    # Of one process, which sends nothing.
+    result, denominator = _attention(q, torch.stack((k, v)), first, end, True, 0.5, "", 1, 0, travels)
     scores = (q.float() @ k.repeat_interleave(2, 1).float().transpose(2, 3)) * 0.5
     expected = scores.masked_fill(order > order.T, -torch.inf).logsumexp(3)
     assert result.dtype == torch.bfloat16 and denominator.dtype == torch.float32

@@ -86,12 +86,9 @@ class Masks:
         inputs, labels, *others = batch.unbind(1)
         if self.pair_tokens is not None:
             types, seen = self.pair_tokens.types_and_visible(inputs)
-            seen = seen.with_blocks() if batch.is_cuda else seen
             return ModelInputs(inputs, visible=seen, token_types=types), labels
         positions = others.pop(0) if self.section.reset_position_ids else None
         visible = VisibleKeys(others[0], others[1]) if self.has_intervals else None
-        if visible is not None and batch.is_cuda:
-            visible = visible.with_blocks()
         encoder_len = self.objective.encoder_len if isinstance(self.objective, SpanCorruption) else None
         return ModelInputs(inputs, positions, visible, encoder_len), labels[:, encoder_len:]
 

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
-from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs, Transformer
 from titan_like.parallel.collectives import Group, all_to_all, gathered
 from titan_like.parallel.layout import method_of
 from titan_like.parallel.pieces import divided, joined, places_of
-from titan_like.parallel.ring_attention import ring_attention
+from titan_like.parallel.slice_attention import slice_attention
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Slices:
     size: int  # processes that share a sequence
     rank: int
     method: str
-    is_causal: bool
 
     @property
     def unit(self) -> int:
@@ -48,21 +46,24 @@ class Slices:
         """A microbatch's inputs and labels [batch, seq] → those of this process's slice, [batch, seq / size].
 
         An encoder's and a decoder's part are cut apart, and positions count from 0 in both. Masks keep the numbers that
-        keys have in the whole sequence. `ulysses` puts sequences together again, so its masks stay whole.
+        keys have in the whole sequence. `ulysses` puts sequences together again, so its masks stay whole. On a GPU
+        masks get the blocks that FlexAttention takes, but those of a ring, which does not use it.
         """
-        if self.size == 1:
-            return inputs, labels
+        length, on_gpu = inputs.tokens.shape[1], inputs.tokens.is_cuda
+        if self.size > 1:
+            inputs, labels = self._cut(inputs, labels)
+        if inputs.visible is not None and on_gpu and (self.size == 1 or self.method != "ring"):
+            inputs = inputs._replace(visible=inputs.visible.with_blocks(length))
+        return inputs, labels
+
+    def _cut(self, inputs: ModelInputs, labels: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
         tokens, positions, visible, encoder_len, types, *others = inputs
-        batch, length, device, first = *tokens.shape, tokens.device, encoder_len or 0
+        length, device, first = tokens.shape[1], tokens.device, encoder_len or 0
         encoder = places_of(first, self.size, self.rank).to(device)
         rest = places_of(length - first, self.size, self.rank).to(device)
         places = torch.cat((encoder, rest + first))
         if visible is not None and self.method != "ulysses":
             visible = VisibleKeys(visible.first[:, places], visible.end[:, places])
-        elif self.is_causal and self.method == "all_gather":
-            visible = VisibleKeys(torch.zeros_like(places).expand(batch, -1), (places + 1).expand(batch, -1))
-        if visible is not None and self.method == "all_gather" and tokens.is_cuda:
-            visible = visible.with_blocks(length)
         cut = ModelInputs(
             tokens[:, places],
             torch.cat((encoder, rest)) if positions is None else positions[:, places],
@@ -74,11 +75,10 @@ class Slices:
         return cut, labels[:, rest]
 
 
-def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:
+def slices_of(config: JobConfig, mesh: DeviceMesh) -> Slices:
     """The slices that this process takes in a configuration's layout."""
     size = config.parallelism.context_parallel_degree
-    is_causal = model.is_causal and not model.has_decoder
-    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config.parallelism), is_causal)
+    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config.parallelism))
 
 
 def context_group(size: int, mesh: DeviceMesh) -> Group:
@@ -104,8 +104,10 @@ class GatheredCore(ContextCore):
 
     def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class."""
-        k, v = joined(gathered(torch.stack((k, v)), self.group)).unbind()
-        return AttentionCore.forward(self, q, k, v, visible, bias)
+        keys = joined(gathered(torch.stack((k, v)), self.group))
+        if visible is not None or bias is not None or not self.is_causal:
+            return AttentionCore.forward(self, q, keys[0], keys[1], visible, bias)
+        return slice_attention(q, keys, None, None, True, self.scale_of(q), self.group, travels=False)
 
 
 class UlyssesCore(ContextCore):
@@ -126,9 +128,9 @@ class RingCore(ContextCore):
 
     def forward(self, q, k, v, visible=None, bias=None):  # type: ignore[no-untyped-def]  # as in the base class
         """As in the base class; there is no bias."""
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         first, end = (None, None) if visible is None else (visible.first, visible.end)
-        return ring_attention(q, k, v, first, end, self.is_causal, scale, self.group)
+        keys, scale = torch.stack((k, v)), self.scale_of(q)
+        return slice_attention(q, keys, first, end, self.is_causal, scale, self.group, travels=True)
 
 
 CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": UlyssesCore, "ring": RingCore}

@@ -163,11 +163,12 @@ def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch
 def _core(context: int, method: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: None) -> torch.Tensor:
     """Attention core, all tensors [batch, heads, seq, head_dim]. The result is kept as the next product's input.
 
-    Processes that share a sequence keep gathered keys and values, or as much of other heads and their result.
+    Processes that share a sequence keep a copy of its keys and values, or of their slice of these, or as much of other
+    heads and their result.
     """
-    if context > 1 and method == "all_gather":
-        k, v = (x.repeat(1, 1, context, 1) for x in (k, v))
-    elif context > 1 and method == "ulysses":
+    if context > 1 and method != "ulysses":
+        k, v = (x.repeat(1, 1, context if method == "all_gather" else 1, 1) for x in (k, v))
+    elif context > 1:
         whole = torch.cat((q, k, v), 1)
         return _KeepInputs.apply(q.shape, whole, q.clone())
     return _KeepInputs.apply(q.shape, q, k, v)

@@ -28,7 +28,7 @@ from titan_like.models.layers.init import local_part
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
 from titan_like.optim.schedule import lr_factor
-from titan_like.parallel import split
+from titan_like.parallel import gradients, split
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.issued_step import IssuedStep
 from titan_like.train.setup import Run
@@ -54,7 +54,8 @@ from titan_like.verify.watch import WatchedTrainer, digest
 
 _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then take many blocks, as large ones do
 _LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
-_CHUNK_LOGITS = 4096  # of the loss at once, for the same reason
+_CHUNK_LOGITS = 1024  # of the loss at once, for the same reason
+_UNIT_BYTES = 4096  # of gradients in a half type that wait to be added up, for the same reason
 _KEPT = 2  # checkpoints that a leg keeps, of more
 _MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
@@ -82,6 +83,7 @@ class ObservedTrainer(WatchedTrainer):
             self.wanted_scale = state_of(self.scaler)
         self.is_in_passes = False
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the half type
+        self.types_of_sums = set[str]()  # of gradients between processes
 
     def train_step(self, data: Iterator[torch.Tensor]) -> IssuedStep:
         """Take one step. The loop reads it at once, because it logs every step."""
@@ -144,6 +146,7 @@ class ObservedTrainer(WatchedTrainer):
             return
         allowed = {self.config.training.reduce_dtype} if self.is_in_passes else set()
         told = str(dtype).removeprefix("torch.")
+        self.types_of_sums |= {told} if self.is_in_passes else set()
         key = Key(min(self.step + 1, self.num_steps), Row.SUMS, name)
         self.report.exact(key, f"it is in {told}" if told in HALF and told not in allowed else None)
 
@@ -194,7 +197,9 @@ class ObservedTrainer(WatchedTrainer):
     def _rounds_as_one_process(self, name: str) -> bool:
         """Whether the layout rounds the same numbers to a half type as one process with the same microbatches does."""
         section, training = self.config.parallelism, self.config.training
-        if name in self.model.copies_in:  # each stage rounds its own part
+        # Each stage rounds its own part, and each chunk of the loss.
+        has_table = name.startswith("output") or (name == "embedding.weight" and self.run.model.tied_embeddings)
+        if name in self.model.copies_in or has_table:
             return False
         masks = self.run.masks
         if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
@@ -254,6 +259,10 @@ class ObservedTrainer(WatchedTrainer):
         if self.dtype in HALF:
             for name, steps in self.finer.items():
                 self.report.exact(Key(1, Row.SUMS, name), None if steps else f"it is rounded to {self.dtype}")
+            wanted = self.config.training.reduce_dtype
+            is_missing = self.token_group.size() > 1 and wanted in HALF and wanted not in self.types_of_sums
+            told = f"they are in {', '.join(sorted(self.types_of_sums))}, not {wanted}" if is_missing else None
+            self.report.exact(Key(1, Row.SUMS, "gradients"), told)
             if self.scaler is not None:
                 check_loss_scaler(self.report, self.scaler)
             check_resumed(self.report, self)
@@ -378,8 +387,8 @@ def prepare_run(member: Member, reference: Reference, config: JobConfig, dtype: 
     init.BLOCK_ELEMENTS, plain = BLOCK_ELEMENTS, reference.small.config
     split.LAYER_UNIT_BYTES = reference.small.unit_bytes
     cross_entropy.BLOCK_BYTES = interval_attention.BLOCK_BYTES = _BLOCK_BYTES
-    if dtype == EXACT:  # in half types, one process rounds the product of all positions once
-        cross_entropy.CHUNK_LOGITS = dict.fromkeys(cross_entropy.CHUNK_LOGITS, _CHUNK_LOGITS)
+    cross_entropy.CHUNK_LOGITS = dict.fromkeys(cross_entropy.CHUNK_LOGITS, _CHUNK_LOGITS)
+    cross_entropy.PRODUCT = gradients.UNIT_BYTES = _UNIT_BYTES
     settings = {"job.dump_folder": str(folder), "training.max_norm": plain.training.max_norm, "training.dtype": dtype}
     config = edit(config, settings | ({} if dtype in HALF else {"training.reduce_dtype": "float32"}))
     folder.mkdir(parents=True, exist_ok=True)

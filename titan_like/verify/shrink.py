@@ -187,6 +187,9 @@ def shrink(
         "microbatches": (batch // (micro_batch * degrees.data_parallel), num_microbatches(training, layout)),
         "samples in a microbatch": (micro_batch, training.micro_batch_size),
         "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
+        "heads": (fields["num_attention_heads"], model.num_attention_heads),
+        "hidden units": (fields["hidden_size"], model.hidden_size),
+        "tokens of the vocabulary": (fields["vocab_size"], model.vocab_size),
     }
     limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor

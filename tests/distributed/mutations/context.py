@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
-from titan_like.parallel import collectives, context, ring_attention
+from titan_like.parallel import collectives, context, slice_attention
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import Slices
 from titan_like.parallel.data import DataParallel, sharded_modules
@@ -184,19 +184,19 @@ def gradients_averaged_over_slices() -> Iterator[None]:
 @contextmanager
 def ring_gradients_scaled() -> Iterator[None]:
     """The ring's gradients of keys and values are multiplied by the number of processes."""
-    original = ring_attention._exchange
+    original = slice_attention._exchange
 
     def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
         return original(block, name, size, rank) * size ** (1 / size)
 
-    with patch.object(ring_attention, "_exchange", exchange):
+    with patch.object(slice_attention, "_exchange", exchange):
         yield
 
 
 @contextmanager
 def backward_ring_stands_still() -> Iterator[None]:
     """The backward pass uses the process's own keys and values in every step."""
-    original, in_backward = ring_attention._passing, ring_attention._gradients
+    original, in_backward = slice_attention._passing, slice_attention._gradients
     own: list[torch.Tensor] = []
 
     def passing(block: torch.Tensor, *ring: Any) -> Iterator[tuple[int, torch.Tensor]]:
@@ -206,43 +206,57 @@ def backward_ring_stands_still() -> Iterator[None]:
     def gradients(here: list[torch.Tensor], keys: torch.Tensor, block: Any, scale: float) -> tuple[torch.Tensor, ...]:
         return in_backward(here, own[0][..., block.keys, :], block, scale)
 
-    with patch.object(ring_attention, "_passing", passing), patch.object(ring_attention, "_gradients", gradients):
+    with patch.object(slice_attention, "_passing", passing), patch.object(slice_attention, "_gradients", gradients):
         yield
 
 
 @contextmanager
 def last_step_of_the_ring_skipped() -> Iterator[None]:
     """The block that arrives last is not attended to."""
-    original = ring_attention._blocks
+    original = slice_attention._blocks
 
     def blocks(*args: Any) -> Iterator[Any]:
         *_, size, rank, source = args
         return original(*args) if (source - rank - 1) % size else iter(())
 
-    with patch.object(ring_attention, "_blocks", blocks):
+    with patch.object(slice_attention, "_blocks", blocks):
         yield
 
 
 @contextmanager
 def denominators_merged_in_bfloat16() -> Iterator[None]:
     """The logarithms of the softmax's denominators are rounded before they are merged."""
-    original = ring_attention._merge
+    original = slice_attention._merge
 
     def merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor) -> None:
         original(output, denominator, found, total.bfloat16().to(total.dtype))
 
-    with patch.object(ring_attention, "_merge", merge):
+    with patch.object(slice_attention, "_merge", merge):
         yield
 
 
 @contextmanager
 def bidirectional_ring_skips_later_pieces() -> Iterator[None]:
     """Without a mask, queries still see no piece after their own, as balanced causal attention has it."""
-    original = ring_attention._blocks
+    original = slice_attention._blocks
 
-    def blocks(length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: int) -> Iterator[Any]:
+    def blocks(length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any) -> Iterator[Any]:
         for block in original(length, first, end, True, size, rank, source):
             yield block._replace(is_causal=False)
 
-    with patch.object(ring_attention, "_blocks", blocks):
+    with patch.object(slice_attention, "_blocks", blocks):
+        yield
+
+
+@contextmanager
+def pieces_of_gathered_keys_end_early() -> Iterator[None]:
+    """Queries miss the last key before their own piece."""
+    original = slice_attention._blocks
+
+    def blocks(*args: Any) -> Iterator[Any]:
+        for block in original(*args):
+            start, stop = block.keys.start, block.keys.stop
+            yield block if block.is_causal else block._replace(keys=slice(start, stop - 1))
+
+    with patch.object(slice_attention, "_blocks", blocks):
         yield

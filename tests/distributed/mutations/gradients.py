@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.models.layers import cross_entropy
 from titan_like.optim.optimizer import Gradients
 from titan_like.parallel import activation_checkpoint, data, gradients
 from titan_like.parallel.collectives import CopyToTensorRegion
@@ -296,6 +297,62 @@ def validation_an_update_behind() -> Iterator[None]:
             original(self)
 
     with patch.object(data.DataParallel, "before_forward", before_forward):
+        yield
+
+
+@contextmanager
+def norms_cast_once() -> Iterator[None]:
+    """Only matrices are cast to the model's type again after an update."""
+    cast, known = gradients.copy_all_, set[int]()
+
+    def is_new(copy: torch.Tensor, master: torch.Tensor) -> bool:
+        was_known = copy.data_ptr() in known
+        known.add(copy.data_ptr())
+        return master.ndim > 1 or not was_known or copy.dtype == master.dtype
+
+    def cast_matrices(copies: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+        changed = [n for n, (copy, master) in enumerate(zip(copies, masters, strict=True)) if is_new(copy, master)]
+        cast([copies[number] for number in changed], [masters[number] for number in changed])
+
+    with patch.object(gradients, "copy_all_", cast_matrices):
+        yield
+
+
+@contextmanager
+def gradients_of_complete_units_lost() -> Iterator[None]:
+    """A unit of gradients in the half type that is complete drops them instead of adding them up."""
+
+    def drop(self: gradients.ComputeCopies, number: int, _copy: torch.Tensor) -> None:
+        for unit in self._units[number:]:
+            for copy in unit.copies:
+                copy.grad = None if unit._sums else copy.grad
+            unit.add_gradients()
+
+    with patch.object(gradients.ComputeCopies, "_on_gradient", drop):
+        yield
+
+
+@contextmanager
+def table_gets_the_last_chunk_s_gradient() -> Iterator[None]:
+    """In a half type, each chunk of the loss overwrites the gradient of the output matrix."""
+    add = cross_entropy._add_product
+
+    def overwrite(total: Any, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
+        return add(total if x.dtype.itemsize > 2 else None, gradient, x, several)
+
+    with patch.object(cross_entropy, "_add_product", overwrite):
+        yield
+
+
+@contextmanager
+def gradients_reduced_in_float32() -> Iterator[None]:
+    """Gradients are summed over processes in float32, whatever the configuration says."""
+    original = data.MixedPrecisionPolicy
+
+    def policy(**options: Any) -> Any:
+        return original(**options | {"reduce_dtype": torch.float32})
+
+    with patch.object(data, "MixedPrecisionPolicy", policy):
         yield
 
 

@@ -55,9 +55,12 @@ class AttentionCore(nn.Module):
                 enable_gqa=is_grouped,
             )  # fmt: skip
         if visible.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
-            scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
-            return interval_attention(q, k, v, visible.first, visible.end, scale)
+            return interval_attention(q, k, v, visible.first, visible.end, self.scale_of(q))
         return flex_attention(q, k, v, visible.blocks, is_grouped, self.scale)
+
+    def scale_of(self, q: torch.Tensor) -> float:
+        """What multiplies the scores of queries [batch, heads, seq, head_dim]."""
+        return 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
 
 
 def flex_attention(

@@ -1,8 +1,10 @@
-"""Attention of a slice of the queries to all keys, of which a ring of processes holds a slice each (arXiv 2310.01889).
+"""Attention of a slice of the queries to the keys of the whole sequence.
 
-Keys and values travel from process to process. Each attends to the block that it holds while the next one arrives, and
-merges what it has by the denominators of the softmax, in float32 at least. In the backward pass the blocks travel
-again, and the gradients of a block travel with it. Slices are those of `titan_like.parallel.context`.
+Queries attend to one block of keys after the other, by torch's flash attention where they see all keys of a block or
+all up to their own, and results are merged by the denominators of the softmax, in float32 at least. A process has the
+keys of the whole sequence, or those of its slice. These then travel from process to process (arXiv 2310.01889): each
+attends to the keys that it holds while the next ones arrive. In the backward pass they travel again, and their
+gradients with them. Slices are those of `titan_like.parallel.context`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from titan_like.torch_private import flash_attention, flash_attention_gradients,
 
 
 class Block(NamedTuple):
-    """Some queries and the keys of one process that they may see."""
+    """Some queries and the keys that they may see, of those that are here at a time."""
 
     queries: slice
     keys: slice
@@ -30,33 +32,40 @@ class Block(NamedTuple):
     end: torch.Tensor | None = None
 
 
-def ring_attention(
+def slice_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: torch.Tensor,
     first: torch.Tensor | None,
     end: torch.Tensor | None,
     is_causal: bool,
     scale: float,
     group: Group,
+    travels: bool,
 ) -> torch.Tensor:
-    """q [batch, heads, queries, head_dim], k and v [batch, kv_heads, queries, head_dim] of this process → shape of q.
+    """q [batch, heads, queries, head_dim] → the same shape.
 
-    ``first`` and ``end``, int64 [batch, queries], say which keys of the whole sequence each query sees. Without them
-    attention ``is_causal`` or sees all keys.
+    Args:
+        q: of this process's slice.
+        keys: and values, [2, batch, kv_heads, keys, head_dim], of the slice if they travel, or else of the sequence.
+        first: with ``end``, int64 [batch, queries], which keys of the whole sequence each query sees. None: attention
+            ``is_causal`` or sees all keys.
+        end: see ``first``.
+        is_causal: see ``first``.
+        scale: multiplies the scores.
+        group: the processes that share the sequence.
+        travels: whether keys are passed on.
     """
     if first is None and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):  # which flash attention lacks
         length = q.shape[2] * group.size
         places = places_of(length, group.size, group.rank).to(q.device).expand(len(q), -1)
         first, end = torch.zeros_like(places), places + 1 if is_causal else torch.full_like(places, length)
-    return _ring(q, k, v, first, end, is_causal, scale, group.name, group.size, group.rank)[0]
+    return _attention(q, keys, first, end, is_causal, scale, group.name, group.size, group.rank, travels)[0]
 
 
-@torch.library.custom_op("titan_like::ring_attention", mutates_args=())
-def _ring(
+@torch.library.custom_op("titan_like::slice_attention", mutates_args=())
+def _attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: torch.Tensor,
     first: torch.Tensor | None,
     end: torch.Tensor | None,
     is_causal: bool,
@@ -64,24 +73,23 @@ def _ring(
     name: str,
     size: int,
     rank: int,
+    travels: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = _accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-    for source, block in _passing(torch.stack((k, v)), name, size, rank):
-        for part in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
-            keys, values = block[..., part.keys, :].unbind()
-            found, total = _attend(q[:, :, part.queries], keys, values, part, scale)
-            _merge(output[:, :, part.queries], denominator[:, :, part.queries], found, total)
+    for source, here in _passing(keys, name, size, rank) if travels else [(None, keys)]:
+        for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
+            found, total = _attend(q[:, :, block.queries], here[..., block.keys, :], block, scale)
+            _merge(output[:, :, block.queries], denominator[:, :, block.queries], found, total)
     return output.to(q.dtype), denominator
 
 
-@torch.library.custom_op("titan_like::ring_attention_backward", mutates_args=())
-def _ring_gradients(
+@torch.library.custom_op("titan_like::slice_attention_backward", mutates_args=())
+def _attention_gradients(
     gradient: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: torch.Tensor,
     first: torch.Tensor | None,
     end: torch.Tensor | None,
     output: torch.Tensor,
@@ -91,18 +99,21 @@ def _ring_gradients(
     name: str,
     size: int,
     rank: int,
+    travels: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
-    of_block = torch.zeros(2, *k.shape, dtype=denominator.dtype, device=k.device)
-    for source, block in _passing(torch.stack((k, v)), name, size, rank):
-        if source != rank:
-            of_block = _exchange(of_block, name, size, rank)
-        for part in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
-            here = [x[:, :, part.queries] for x in (gradient, q, output, denominator)]
-            of_queries, *of_keys = _gradients(here, block[..., part.keys, :], part, scale)
-            of_q[:, :, part.queries] += of_queries
-            of_block[..., part.keys, :] += torch.stack(of_keys)
-    return of_q.to(q.dtype), _exchange(of_block, name, size, rank).to(k.dtype)
+    of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
+    for source, here in _passing(keys, name, size, rank) if travels else [(None, keys)]:
+        if source not in (None, rank):
+            of_keys = _exchange(of_keys, name, size, rank)
+        for block in _blocks(q.shape[2], first, end, is_causal, size, rank, source):
+            parts = [x[:, :, block.queries] for x in (gradient, q, output, denominator)]
+            of_queries, *of_both = _gradients(parts, here[..., block.keys, :], block, scale)
+            of_q[:, :, block.queries] += of_queries
+            for total, found in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
+                total += found
+    of_keys = _exchange(of_keys, name, size, rank) if travels else of_keys
+    return of_q.to(q.dtype), of_keys.to(keys.dtype)
 
 
 def _passing(block: torch.Tensor, name: str, size: int, rank: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -140,13 +151,25 @@ def _blocks(
     is_causal: bool,
     size: int,
     rank: int,
-    source: int,
+    source: int | None,
 ) -> Iterator[Block]:
     """The pairs of queries here, of which there are ``length``, and keys of process ``source`` that may see each other.
 
-    Both have two pieces of the sequence: number r of 2 · size, and number r from its end.
+    Both have two pieces of the sequence: number r of 2 · size, and number r from its end. Without a ``source`` the keys
+    are those of the whole sequence.
     """
     piece, halves = length // 2, (slice(0, length // 2), slice(length // 2, length))
+    numbers = (rank, 2 * size - 1 - rank)
+    if source is None:
+        everything = slice(0, length * size)
+        if first is not None or not is_causal:
+            yield Block(slice(0, length), everything, first=first, end=end)
+            return
+        for queries, number in zip(halves, numbers, strict=True):
+            if number:
+                yield Block(queries, slice(0, number * piece))
+            yield Block(queries, slice(number * piece, (number + 1) * piece), is_causal=True)
+        return
     sources = (source, 2 * size - 1 - source)
     if first is not None and end is not None:
         for keys, number in zip(halves, sources, strict=True):
@@ -155,15 +178,14 @@ def _blocks(
     elif not is_causal:
         yield Block(slice(0, length), slice(0, length))
     else:
-        for queries, here in zip(halves, (rank, 2 * size - 1 - rank), strict=True):
+        for queries, here in zip(halves, numbers, strict=True):
             for keys, number in zip(halves, sources, strict=True):
                 if number <= here:
                     yield Block(queries, keys, is_causal=number == here)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: torch.Tensor, keys: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = keys
     if block.first is not None and block.end is not None:
         return interval_attention.attend(q, k, v, block.first, block.end, scale)
     return flash_attention(q, k, v, block.is_causal, scale)
@@ -190,20 +212,20 @@ def _accumulator(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-_ring.register_fake(lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))))
-_ring_gradients.register_fake(lambda _, q, k, *__: (torch.empty_like(q), k.new_empty(2, *k.shape)))
+_attention.register_fake(
+    lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q)))
+)
+_attention_gradients.register_fake(lambda _, q, keys, *__: (torch.empty_like(q), torch.empty_like(keys)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.is_causal, ctx.scale, ctx.name, ctx.size, ctx.rank = inputs
-    ctx.save_for_backward(*tensors, *output)
+    q, keys, first, end, *ctx.settings = inputs
+    ctx.save_for_backward(q, keys, first, end, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    settings = ctx.is_causal, ctx.scale, ctx.name, ctx.size, ctx.rank
-    of_q, of_block = _ring_gradients(gradient, *ctx.saved_tensors, *settings)
-    return (of_q, *of_block.unbind(), *[None] * 7)
+    return *_attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings), *[None] * 8
 
 
-_ring.register_autograd(_backward, setup_context=_save)
+_attention.register_autograd(_backward, setup_context=_save)
