@@ -219,8 +219,8 @@ BUGS = [
     (gradients.gradients_reduced_in_bfloat16, [*TENSOR[:2], *ZERO_1, *BFLOAT16[:2]], "data_parallel", Row.SUMS, ""),
     (gradients.gradients_kept_in_bfloat16, [*TENSOR, *BFLOAT16[:2]], "accumulation", Row.SUMS, ""),
     (gradients.validation_an_update_behind, [*ONE, *BFLOAT16[:2]], "one_process", Row.VALIDATED, ""),
-    (gradients.norms_cast_once, [*ONE, *BFLOAT16[:2]], "one_process", Row.VALIDATED, "norm.weight"),
-    (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.GRADIENT, ""),
+    (gradients.norms_cast_once, ["--job.config_file", LLAMA, *BFLOAT16], "one_process", Row.VALIDATED, ""),
+    (gradients.gradients_of_complete_units_lost, THREE_MICROBATCHES, "accumulation", Row.SUMS, ""),
     (gradients.table_gets_the_last_chunk_s_gradient, BFLOAT16, "one_process", Row.GRADIENT, "embedding.weight"),
     (
         gradients.gradients_reduced_in_float32,
