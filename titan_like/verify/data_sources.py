@@ -220,7 +220,8 @@ def _stream(request: DataRequest) -> Defined:
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
-    has_any = has_weight and any((get(reader)[1] != IGNORED).any() for reader in range(readers))
+    firsts = map(get, range(readers if has_weight else 0))
+    has_any = request.split == "train" or any((first[1] != IGNORED).any() for first in firsts)
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 
 

@@ -316,7 +316,8 @@ def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenI
     Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
     (inputs, labels), section, order = sample.tolist(), config.data, range(sample.shape[1])
-    documents = list(accumulate(order, lambda begin, t: t if inputs[t - 1] == ids.end_of_document else begin))
+    begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
+    documents = list(accumulate(begins, max))  # where each token's begins
     positions = [t - documents[t] if section.reset_position_ids else t for t in order]
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}

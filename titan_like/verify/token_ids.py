@@ -53,13 +53,15 @@ def ids_of_tokenizer(spec: str) -> TokenIds:
         return TokenIds(256, 257, 258, 258, 259, 260, range(259, 359), range(256), in_words, in_words)
     library = tokenizer.tokenizer
     vocab, is_word_piece = library.get_vocab(with_added_tokens=True), isinstance(library.model, models.WordPiece)
-    named = [next((vocab[name] for name in names if name in vocab), -1) for names in _NAMES]
-    sentinels = [vocab[name] for name in takewhile(vocab.__contains__, map("<extra_id_{}>".format, count()))]
+    end, mask, pad, first, separator, padding = (
+        next((vocab[name] for name in names if name in vocab), -1) for names in _NAMES
+    )
     special = {vocab.get(name) for name in (*chain(*_NAMES), "[UNK]", "<unk>")}
     special |= {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    ordinary = [number for number in range(max(vocab.values()) + 1) if number not in special]
     pieces = {number: piece for piece, number in vocab.items() if piece and number not in special}
-    if is_word_piece:
-        return TokenIds(*named, sentinels, ordinary, {n for n, piece in pieces.items() if piece[:2] == "##"}, pieces)
     begins, ends = ({n for n, piece in pieces.items() if is_of_word(piece[at])} for at in (0, -1))
-    return TokenIds(*named, sentinels, ordinary, begins, ends)
+    if is_word_piece:
+        begins, ends = {n for n, piece in pieces.items() if piece.startswith("##")}, set(pieces)
+    sentinels = [vocab[name] for name in takewhile(vocab.__contains__, map("<extra_id_{}>".format, count()))]
+    ordinary = [number for number in range(max(vocab.values()) + 1) if number not in special]
+    return TokenIds(end, mask, pad, first, separator, padding, sentinels, ordinary, begins, ends)
