@@ -11,7 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def define(config: JobConfig, split: str) -> Defined:
     paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
     paths = paths if weights or section.dataset == "indexed" else [section.paths]
     makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
-    make, sections = makers.get(section.dataset, _own), [section.model_copy(update={"paths": own}) for own in paths]
+    make = makers.get(section.dataset, partial(_own, is_alone=len(paths) == 1))
+    sections = [section.model_copy(update={"paths": own}) for own in paths]
     common = (split, seq_len, config.job.seed, model.vocab_size, folder)
     requests = [DataRequest(own, *common, number) for number, own in enumerate(sections)]
     parts = list(map(make, requests))
@@ -91,11 +92,11 @@ def _without_labels(sample: torch.Tensor) -> torch.Tensor:
     return torch.stack((sample[0], torch.full_like(sample[1], IGNORED)))
 
 
-def _own(request: DataRequest) -> Defined:
-    """A dataset of the user's own, which may have its own order."""
+def _own(request: DataRequest, is_alone: bool) -> Defined:
+    """A dataset of the user's own. It may have its own order, which a blend of held-out samples does not follow."""
     kind = load_entry("data.dataset", find_dataset(request.section))
     source: Source = kind(request)
-    has_order = kind.__getitem__ is not Source.__getitem__
+    has_order = kind.__getitem__ is not Source.__getitem__ and (is_alone or request.split == "train")
     return Defined(source.__getitem__, len(source)) if has_order else _ordered(request, source.sample, len(source))
 
 
