@@ -102,7 +102,7 @@ def compare_with_definition(config: JobConfig) -> Found:
         source, defined = sources[split], define(config, split)
         if len(source) != len(defined):
             return Found(problem=f"{split}: {len(source)} samples, and should be {len(defined)}")
-        wanted = cache(partial(rows_of, defined, config, model, ids))
+        wanted = cache(partial(rows_of, defined, config, ids))
         try:
             stored = pickle.dumps(source)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

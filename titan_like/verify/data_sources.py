@@ -1,8 +1,7 @@
 """The samples of a run's own data by definition, from its configuration and its files.
 
-Shared with the product are the keyed permutation, the division of weights into whole shares, the encoding of text, the
-lists of files, the cache's folder, and what reads an index, parquet or arrow. Nothing else is: no dataset of the
-product's is opened here. A dataset of the user's own defines its samples itself.
+Shared with the product are the keyed permutation, the division of weights into whole shares, the encoding of text,
+lists of files, and what reads an index, parquet or arrow. A dataset of the user's own defines its samples itself.
 """
 
 from __future__ import annotations
@@ -62,21 +61,16 @@ def define(config: JobConfig, split: str) -> Defined:
     paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
     paths = paths if weights or section.dataset == "indexed" else [section.paths]
     makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
-    make = makers.get(section.dataset, partial(_own, is_alone=len(paths) == 1))
-    sections = [section.model_copy(update={"paths": own}) for own in paths]
     common = (split, seq_len, config.job.seed, model.vocab_size, folder)
-    requests = [DataRequest(own, *common, number) for number, own in enumerate(sections)]
-    parts = list(map(make, requests))
+    requests = [DataRequest(section.model_copy(update={"paths": own}), *common, n) for n, own in enumerate(paths)]
+    parts = list(map(makers.get(section.dataset, partial(_own, is_alone=len(paths) == 1)), requests))
     kept = [number for number, part in enumerate(parts) if len(part)]  # a source may have nothing held out
     weights = [weights[number] if weights else len(parts[number]) for number in kept]
     return _blend(requests[0], [parts[number] for number in kept], weights) if len(parts) > 1 and kept else parts[0]
 
 
 def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 1) -> Defined:
-    """Each position once an epoch, in the order that the seed, the part of a blend and the epoch choose.
-
-    ``together`` samples stay together. Held-out samples are in order, and the others have no labels.
-    """
+    """``together`` positions at a time, each once an epoch; of held-out data in order, and then without labels."""
 
     def get(index: int) -> torch.Tensor:
         if request.split == "train":
@@ -117,10 +111,7 @@ def _window(tokens: Any) -> torch.Tensor:
 
 
 def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
-    """Where splits begin and end: at the end of the document that is nearest to the share of the splits before.
-
-    Where that leaves a split that has a weight without tokens, the share itself counts.
-    """
+    """Where splits begin and end: the end of a document nearest to their share, or that if one would have no token."""
     total, shares, bounds = len(dataset.tokens), [weight / sum(weights) for weight in weights], [0]
     for split in (1, 2):
         exact = round(sum(shares[:split]) * total)
@@ -221,8 +212,7 @@ def _stream(request: DataRequest) -> Defined:
         return _window(tokens[begin : begin + seq_len + 1])
 
     has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
-    firsts = map(get, range(readers if has_weight else 0))
-    has_any = request.split == "train" or any((first[1] != IGNORED).any() for first in firsts)
+    has_any = request.split == "train" or (has_weight and any((get(i)[1] != IGNORED).any() for i in range(readers)))
     return Defined(get, UNKNOWN_LENGTH if has_any else 0)
 
 

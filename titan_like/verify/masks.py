@@ -18,7 +18,6 @@ from torch import nn
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import Samples
-from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.model import Llama
@@ -41,7 +40,7 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
     ids = ids_of_samples(model.vocab_size)
 
     def describe(index: int) -> torch.Tensor:
-        sample = _of_objective(samples, config, model, ids, index)
+        sample = _of_objective(samples, config, ids, index)
         if model.predictions != ("tokens",):
             return _with_types(sample, ids.separator)
         if not has_masks(config.data):
@@ -53,9 +52,9 @@ def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> to
     return torch.stack([describe(index) for index in indices])
 
 
-def rows_of(samples: Samples, config: JobConfig, model: TransformerConfig, ids: TokenIds, index: int) -> torch.Tensor:
+def rows_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
     """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 5, seq]."""
-    sample, section = _of_objective(samples, config, model, ids, index)[:2], config.data
+    sample, section = _of_objective(samples, config, ids, index)[:2], config.data
     if not has_masks(section):
         return sample
     has_intervals = section.reset_attention_mask or section.prefix_lm
@@ -63,10 +62,9 @@ def rows_of(samples: Samples, config: JobConfig, model: TransformerConfig, ids: 
     return _with_masks(sample, index, config, ids)[rows]
 
 
-def _of_objective(
-    samples: Samples, config: JobConfig, model: TransformerConfig, ids: TokenIds, index: int
-) -> torch.Tensor:
+def _of_objective(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
     """int64 [2, seq], or of span corruption [3, seq], whose last row is 1 at the encoder's positions."""
+    model = model_config(config.model)
     is_pair = "pair" in model.predictions
     sample = _pair(samples, index, config, ids) if is_pair else samples[index]
     if model.objective == "span_corruption":
@@ -265,8 +263,7 @@ def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
 def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
     """A pair of sentences, int64 [2, seq], from the draws of `SentencePairs`. The first label is the class."""
     random, objective = _generator(b"sentence pairs", config.job.seed, index), config.data.sentence_objective
-    given = samples[index]
-    size = given.shape[1]
+    given, size = samples[index], samples[index].shape[1]
     text = _text_of(given, size - 3, random, ids)
     cut = 1 + int(random.random() * (len(text) - 1))
     one, two, is_other = text[:cut], text[cut:], random.random() < 0.5

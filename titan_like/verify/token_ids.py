@@ -51,16 +51,14 @@ def ids_of_tokenizer(spec: str) -> TokenIds:
     if isinstance(tokenizer, ByteTokenizer):
         in_words = {byte for byte in range(256) if byte >= 128 or is_of_word(chr(byte))}
         return TokenIds(256, 257, 258, 258, 259, 260, range(259, 359), range(256), in_words, in_words)
-    library = tokenizer.tokenizer
-    vocab, is_word_piece = library.get_vocab(with_added_tokens=True), isinstance(library.model, models.WordPiece)
-    end, mask, pad, first, separator, padding = (
-        next((vocab[name] for name in names if name in vocab), -1) for names in _NAMES
-    )
+    library, vocab = tokenizer.tokenizer, tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+    named = (next((vocab[name] for name in names if name in vocab), -1) for names in _NAMES)
+    end, mask, pad, first, separator, padding = named
     special = {vocab.get(name) for name in (*chain(*_NAMES), "[UNK]", "<unk>")}
     special |= {number for number, token in library.get_added_tokens_decoder().items() if token.special}
     pieces = {number: piece for piece, number in vocab.items() if piece and number not in special}
     begins, ends = ({n for n, piece in pieces.items() if is_of_word(piece[at])} for at in (0, -1))
-    if is_word_piece:
+    if isinstance(library.model, models.WordPiece):
         begins, ends = {n for n, piece in pieces.items() if piece.startswith("##")}, set(pieces)
     sentinels = [vocab[name] for name in takewhile(vocab.__contains__, map("<extra_id_{}>".format, count()))]
     ordinary = [number for number in range(max(vocab.values()) + 1) if number not in special]
