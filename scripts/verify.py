@@ -150,7 +150,8 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     lines += [f"not applicable: {reason}" for reason in verdict.not_applicable]
     lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":
-        lines.append(f"same: this layout computes the training of one process ({seconds:.0f} s)")
+        unread = f"; its data was not read: {verdict.unread}" if verdict.unread else ""
+        lines.append(f"same: this layout computes the training of one process{unread} ({seconds:.0f} s)")
     if verdict.outcome == "undecided":
         from titan_like.verify.processes import TOO_LONG  # which imports torch
 

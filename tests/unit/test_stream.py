@@ -26,7 +26,7 @@ from titan_like.data.stream import StreamSource, tokenized_times
 from titan_like.data.stream_reader import INTERVAL
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
-from titan_like.verify.data import _definition as definition
+from titan_like.verify.data_sources import define
 
 SEQ = 8
 EOD = ByteTokenizer.eod_id
@@ -80,6 +80,12 @@ def source_of(folder, of="train", cache="cache", **section):
     return StreamSource(DataRequest(Data(**section), of, SEQ, 0, 257, folder / cache))
 
 
+def defined_of(source):
+    """The samples of a source of `source_of` by definition."""
+    request, settings = source.request, {"job": {"seed": 0}, "training": {"seq_len": SEQ}}
+    return define(JobConfig(data=request.section, **settings), request.split)
+
+
 def samples_of(source, indices):
     return {index: source[index].tolist() for index in indices}
 
@@ -87,9 +93,9 @@ def samples_of(source, indices):
 @pytest.mark.parametrize("num_readers", [1, 2, 3, 4, 16])
 def test_samples_are_those_of_the_definition(folder, num_readers):
     source = source_of(folder, num_readers=num_readers)
-    defined = definition(source)
+    defined = defined_of(source)
     assert source[0].dtype == torch.int64
-    assert all(torch.equal(source[index], defined(index)) for index in range(400))  # many epochs of a small share
+    assert all(torch.equal(source[index], defined[index]) for index in range(400))  # many epochs of a small share
 
 
 @pytest.mark.parametrize("num_readers", [1, 3, 10])
@@ -199,9 +205,9 @@ def test_the_order_depends_on_the_seed_and_the_part_of_a_blend(folder):
 
 def test_validation_is_in_order_and_has_no_labels_after_its_end(folder):
     source = source_of(folder, "validation")
-    defined = definition(source)
+    defined = defined_of(source)
     found = {index: source[index] for index in [*range(200), 10**9]}
-    assert all(torch.equal(sample, defined(index)) for index, sample in found.items())
+    assert all(torch.equal(sample, defined[index]) for index, sample in found.items())
     has_labels = [bool((found[index][1] != IGNORED_LABEL).all()) for index in found]
     assert has_labels[:3] == [True] * 3 and has_labels[-4:] == [False] * 4
     assert set(found[10**9][0].tolist()) == {EOD}

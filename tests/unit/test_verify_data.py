@@ -13,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from pyarrow import ipc
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from scripts.verify import format_verdict
 from tests.distributed.mutations import data
 from tests.unit.race_cases import VOCABULARY, write_race
 from titan_like.config import load_config
@@ -22,6 +25,8 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.open_source import open_data
+from titan_like.data.registry import DATASETS
+from titan_like.data.source import Source
 from titan_like.models.registry import model_config
 from titan_like.verify import data as verify_data
 from titan_like.verify.compare import DATA, Row
@@ -52,6 +57,18 @@ def write_indexed(prefix: Path, seed: int, documents: int) -> None:
             writer.end_document()
 
 
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "is", "the", "number", "of", "text", *"0123456789,:.", "th"]
+PIECES += ["##is", "##er", "##s", *(f"##{digit}" for digit in range(10)), "<extra_id_1>", "<extra_id_0>"]
+
+
+def write_word_pieces(path: Path) -> None:
+    """A tokenizer of word pieces, with special tokens of BERT's and T5's."""
+    vocab = {piece: number for number, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.save(str(path))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small data of every kind. Epochs end within the samples that are read, and so do pieces of ``long.jsonl``."""
@@ -72,6 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "long.jsonl", 9, 2000)
     for number in range(30):
         (folder / f"{number}.txt").write_text(f"{number} is the number of this text, " * (1 + number % 7))
+    write_word_pieces(folder / "pieces.json")
     (folder / "race").mkdir()
     write_race(folder / "race", {"train": 8, "dev": 4, "test": 4})
     return folder
@@ -101,6 +119,12 @@ STREAMS = [*STREAM, '--data.paths=[3, "FOLDER/shards/0.jsonl", 1, "FOLDER/shards
 RACE = ["--model.family=bert", "--model.overrides.sentence_head=choice", "--data.dataset=race"]
 RACE += ["--data.paths=FOLDER/race", "--data.tokenizer=FOLDER/race/tokenizer.json"]
 RACE += [f"--model.overrides.vocab_size={len(VOCABULARY)}"]
+PIECES_OF = ["--data.tokenizer=FOLDER/pieces.json", f"--model.overrides.vocab_size={len(PIECES)}"]
+WORDS = ["--model.family=bert", "--model.flavor=debug", "--data.mlm_whole_words=true", "--data.mlm_probability=0.4"]
+PAIRS = [*WORDS, "--model.overrides.sentence_head=pair", "--data.sentence_objective=sentence_order"]
+VOCAB = "--model.overrides.vocab_size=261"  # bytes and special tokens
+DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
+SPANS = ["--model.family=t5", "--model.flavor=debug", "--data.mean_noise_span_length=1"]
 KINDS = {
     "text": TEXT,
     "blend of texts": ["--data.dataset=text", '--data.paths=[2, "FOLDER/1*.txt", 1, "FOLDER/2*.txt"]'],
@@ -116,7 +140,12 @@ KINDS = {
     "race": RACE,
     "prefixes": [*BLEND, "--data.prefix_lm=true", "--data.reset_attention_mask=true"],
     "masked tokens of a stream": [*STREAM, "--model.family=bert", "--model.flavor=debug"],
-    "spans": [*INDEXED, "--model.family=t5", "--model.flavor=debug"],
+    "documents": [*INDEXED, *DOCUMENTS],
+    "words of bytes": [*BLEND, *WORDS, "--data.mlm_max_ngram=2"],
+    "pairs of word pieces": [*TEXT, *PIECES_OF, *PAIRS],
+    "next sentences in a blend": [*BLEND, *PAIRS, "--data.sentence_objective=next_sentence", VOCAB],
+    "spans": [*INDEXED, *SPANS, "--training.decoder_seq_len=9"],
+    "spans of word pieces": [*TEXT, *PIECES_OF, *SPANS],
 }
 
 
@@ -125,6 +154,37 @@ def test_every_kind_of_data_is_what_its_definition_says(folder: Path, kind: str,
     found = checked(config_of(folder, *KINDS[kind]), tmp_path)
     assert found.problem is None and found.unchecked is None
     assert found.covered.startswith("samples 0–47 of train") and "of validation" in found.covered
+
+
+class Own(Source):
+    """A dataset of a user's own."""
+
+    fingerprint = "own"
+
+    def __len__(self) -> int:
+        return 100 if self.request.split == "train" else 30
+
+    def sample(self, position: int) -> torch.Tensor:
+        tokens = torch.arange(SEQ + 1) * 7 + position + len(self.request.section.paths[0])
+        return torch.stack((tokens[:-1], tokens[1:]))
+
+
+class OwnOrder(Own):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample((7 * index + self.request.part + self.request.seed) % len(self))
+
+
+@pytest.mark.parametrize("kind", [Own, OwnOrder])
+@pytest.mark.parametrize("paths", ['["a"]', '[1, "a", 2, "bb"]'])
+def test_a_dataset_of_one_s_own_defines_itself(
+    kind: type, paths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DATASETS, "own", f"{__name__}:{kind.__name__}")
+    config = config_of(tmp_path, "--job.seed=3", "--data.dataset=own", f"--data.paths={paths}")
+    found = checked(config, tmp_path)
+    assert found.problem is None and found.unchecked is None
+    with data.the_run_has_another_seed():
+        assert "train, read by 1 ranks" in str(checked(config, tmp_path).problem)
 
 
 # Each bug with kinds of data that show it, and the word that says where: sample 0 on one rank is right, for example.
@@ -136,11 +196,26 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
     (data.a_blend_restarts_its_sources_in_each_block, ["blend", "blend of texts", "blend of streams"], "0 workers"),
     (data.epochs_have_the_first_one_s_order, ["indexed", "text", "blend", "stream"], "1 ranks with 0 workers"),
     (data.orders_forget_the_seed, ["indexed", "blend"], "1 ranks with 0 workers"),
-    (data.an_epoch_lacks_its_last_sample, ["indexed", "text"], "1 ranks with 0 workers"),
+    (data.an_epoch_lacks_its_last_sample, ["indexed", "text"], "samples, and should be"),
     (data.windows_overlap_by_a_token, ["indexed", "text"], "1 ranks with 0 workers"),
     (data.ranks_share_a_sample, ["indexed", "stream", "race"], "4 ranks with 0 workers"),
     (data.a_resumed_run_repeats_a_sample, ["text", "blend of streams"], "from sample"),
     (data.workers_change_the_order, ["blend", "stream", "text"], "1 ranks with 2 workers"),
+    (data.held_out_samples_are_those_of_training, ["indexed", "stream"], "validation"),
+    (data.the_run_has_another_seed, ["indexed", "stream", "blend of streams"], "train, read by 1 ranks"),
+    (data.samples_are_a_token_shorter, ["text"], "train: "),
+    (data.every_source_of_a_blend_is_its_first, ["blend", "blend of streams"], "train, read by 1 ranks"),
+    (data.a_run_swaps_its_splits, ["indexed"], "train: "),
+    (data.a_blend_swaps_its_weights, ["blend", "blend of streams"], "train, read by 1 ranks"),
+    (data.sources_without_weights_count_alike, ["blend by sizes"], "train, read by 1 ranks"),
+    (data.a_held_out_blend_ends_early, ["blend"], "validation: "),
+    (data.splits_cut_documents, ["indexed"], "train: "),
+    (data.validation_has_the_test_split_s_weight, ["text"], "validation: "),
+    (data.answers_are_those_of_other_questions, ["race"], "train, read by 1 ranks"),
+    (data.passages_come_first, ["race"], "train, read by 1 ranks"),
+    (data.sentinels_are_in_reverse, ["spans"], "train, read by 1 ranks"),
+    (data.the_end_hides_tokens, ["words of bytes"], "train, read by 1 ranks"),
+    (data.every_piece_is_a_word, ["words of bytes", "pairs of word pieces"], "train, read by 1 ranks"),
 ]
 
 
@@ -171,7 +246,9 @@ def test_a_bug_in_the_data_is_no_fault_of_the_layout_s(folder: Path) -> None:
 def test_data_that_is_not_there_is_no_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = verdict_of(config_of(folder, "--data.dataset=text", "--data.paths=/no/such/file"))
     assert missing.outcome == "same" and not missing.checks
-    assert missing.not_applicable[-1].startswith('data: data.paths = "/no/such/file": no such file')
+    assert missing.unread.startswith('data.paths = "/no/such/file": no such file')
+    last = format_verdict(missing, [DATA], 1.0).split("\n")[-1]
+    assert last.startswith("same: ") and last.endswith(f"; its data was not read: {missing.unread} (1 s)")
     config = config_of(folder, *TEXT)
     monkeypatch.setattr(verify_data, "_MOST_TEXT", 100)
     member = Member(0, 1, folder / "member", 0, "cpu")

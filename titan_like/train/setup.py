@@ -100,8 +100,14 @@ def prepare_run(settings: Settings) -> Run:
         check_room(checkpoint_folder(config), saved)
     if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
         _check_memory(settings, saved)
-    tasks, masks = validation_tasks(config, model), masks_of(config, model)
-    return Run(config, model, settings.layout, device, open_data(config, model), masks, tasks)
+    tasks, (datasets, masks) = validation_tasks(config, model), open_run_data(config, model)
+    return Run(config, model, settings.layout, device, datasets, masks, tasks)
+
+
+def open_run_data(config: JobConfig, model: TransformerConfig) -> tuple[dict[str, Source], Masks]:
+    """The splits that the run reads, and what it adds to their samples. New data is tokenized."""
+    masks = masks_of(config, model)  # what it refuses is refused before tokenizing, which may take hours
+    return open_data(config, model), masks
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> None:

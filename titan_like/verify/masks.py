@@ -6,59 +6,72 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.config.schema import Data, JobConfig
-from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.span_corruption import SpanCorruption
+from titan_like.config.schema import JobConfig
+from titan_like.data.sentence_pairs import Samples
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.model import Llama
+from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer, replace_forward
-from titan_like.verify.samples import (
-    END_OF_DOCUMENT,
-    FIRST,
-    IGNORED,
-    MASK,
-    PAD,
-    PADDING,
-    SEPARATOR,
-    Samples,
-    has_masks,
-    masks_of_run,
-)
+from titan_like.verify.samples import IGNORED, has_masks
+from titan_like.verify.token_ids import TokenIds, ids_of_samples
 
 _Mask = torch.Tensor | None
 
 
 def described(samples: Samples, indices: Iterable[int], config: JobConfig) -> torch.Tensor:
-    """Samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
+    """Small samples as int64 [n, 2, seq]: inputs and labels, of the model's objective.
 
     Of span corruption, [n, 3, seq]: inputs, labels, and 1 at the encoder's positions. If [data] asks for masks,
     [n, 3 + seq, seq]: inputs, labels, positions, and for each query the keys that it sees. If samples are pairs of
     sentences, [n, 4 + seq, seq]: with the types of the tokens after the positions.
     """
-    masks, seed = masks_of_run(config), config.job.seed
-    objective = masks.objective
+    model = model_config(config.model)
+    ids = ids_of_samples(model.vocab_size)
 
     def describe(index: int) -> torch.Tensor:
-        sample = samples[index] if masks.pairs is None else _pair(samples, index, masks.pairs.objective, seed)
-        if isinstance(objective, SpanCorruption):
-            return _without_spans(sample, index, objective, config.data, seed)
-        if isinstance(objective, MaskedTokens):
-            sample = _with_masked_tokens(sample, index, config.data, samples.vocab_size, seed, masks.pairs is not None)
-        if masks.pair_tokens is not None:
-            return _with_types(sample)
-        return _with_masks(sample, index, config.data, seed) if has_masks(config.data) else sample
+        sample = _of_objective(samples, config, ids, index)
+        if model.predictions != ("tokens",):
+            return _with_types(sample, ids.separator)
+        if not has_masks(config.data):
+            return sample
+        *rows, first, end = _with_masks(sample, index, config, ids)
+        keys = torch.arange(len(end))
+        return torch.cat((torch.stack(rows), (first[:, None] <= keys) & (keys < end[:, None])))
 
     return torch.stack([describe(index) for index in indices])
+
+
+def rows_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
+    """Sample ``index`` of the run in the rows that the trainer reads, int64 [2 to 5, seq]."""
+    sample, section = _of_objective(samples, config, ids, index)[:2], config.data
+    if not has_masks(section):
+        return sample
+    has_intervals = section.reset_attention_mask or section.prefix_lm
+    rows = [0, 1, *[2] * section.reset_position_ids, *[3, 4] * has_intervals]
+    return _with_masks(sample, index, config, ids)[rows]
+
+
+def _of_objective(samples: Samples, config: JobConfig, ids: TokenIds, index: int) -> torch.Tensor:
+    """int64 [2, seq], or of span corruption [3, seq], whose last row is 1 at the encoder's positions."""
+    model = model_config(config.model)
+    is_pair = "pair" in model.predictions
+    sample = _pair(samples, index, config, ids) if is_pair else samples[index]
+    if model.objective == "span_corruption":
+        return _without_spans(sample, index, config, ids)
+    if model.objective == "mlm" and "tokens" in model.predictions:
+        return _with_masked_tokens(sample, index, config, ids, keeps_class=is_pair)
+    return sample
 
 
 def model_arguments(batch: torch.Tensor) -> tuple[torch.Tensor | int | None, ...]:
@@ -81,7 +94,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
 
     ``in_pairs`` gives causal attention a mask of all pairs too, which a kernel rounds in another way.
     """
-    takes_pairs = has_masks(config.data) or masks_of_run(config).pair_tokens is not None
+    takes_pairs = has_masks(config.data) or model_config(config.model).predictions != ("tokens",)
     if isinstance(model, Llama):
         model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
     for name, module in model.named_modules():
@@ -164,12 +177,11 @@ def _by_rank(values: np.ndarray) -> list[int]:
     return sorted(range(len(values)), key=lambda place: values[place])
 
 
-def _without_spans(
-    sample: torch.Tensor, index: int, objective: SpanCorruption, section: Data, seed: int
-) -> torch.Tensor:
+def _without_spans(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
     """int64 [2, raw] → [3, seq]. Texts and spans alternate, and both are cut at random places into as many pieces."""
-    tokens, given = sample.tolist()
-    num_noise, random = max(1, round(len(tokens) * section.noise_density)), _generator(b"span corruption", seed, index)
+    (tokens, given), section = sample.tolist(), config.data
+    random = _generator(b"span corruption", config.job.seed, index)
+    num_noise = max(1, round(len(tokens) * section.noise_density))
     num_spans = max(1, round(num_noise / section.mean_noise_span_length))
 
     def pieces(total: int) -> list[int]:
@@ -184,7 +196,7 @@ def _without_spans(
         targets.append(token)
         labels.append(IGNORED if label == IGNORED else token)
 
-    sentinels = iter(objective.sentinel_ids)
+    sentinels = iter(ids.sentinels)
     for t, token in enumerate(tokens):
         if is_noise[t] and not (t > 0 and is_noise[t - 1]):
             sentinel = next(sentinels)
@@ -194,32 +206,30 @@ def _without_spans(
             write(token, given[t])
         else:
             inputs.append(token)
-    inputs.append(END_OF_DOCUMENT)
-    write(END_OF_DOCUMENT, given[-1])
-    while len(targets) < objective.length.decoder:
-        write(PAD, IGNORED)
-    decoder_inputs = [PAD, *targets[:-1]]
+    inputs.append(ids.end_of_document)
+    write(ids.end_of_document, given[-1])
+    while len(targets) < config.training.decoder_seq_len:
+        write(ids.pad, IGNORED)
+    decoder_inputs = [ids.pad, *targets[:-1]]
     in_encoder = [1] * len(inputs) + [0] * len(targets)
     return torch.tensor([inputs + decoder_inputs, [IGNORED] * len(inputs) + labels, in_encoder])
 
 
 def _with_masked_tokens(
-    sample: torch.Tensor, index: int, section: Data, vocab_size: int, seed: int, keeps_class: bool
+    sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds, keeps_class: bool
 ) -> torch.Tensor:
     """int64 [2, seq] → [2, seq]. The label of a chosen token is the token; the class of a pair is the first label.
 
     Words are tried in random order. Of n-grams of a drawn length, the longest is taken that has no token which cannot
     be chosen or has been, and not more than are still to be chosen.
     """
-    random = _generator(b"masked tokens", seed, index)
-    tokens, given = sample.tolist()
-    special = {END_OF_DOCUMENT, MASK, FIRST, SEPARATOR, PADDING}
-    ordinary = [token for token in range(vocab_size) if token not in special]
-    free = {t for t, token in enumerate(tokens) if token not in special and given[t] != IGNORED}
+    section, random = config.data, _generator(b"masked tokens", config.job.seed, index)
+    (tokens, given), ordinary = sample.tolist(), set(ids.ordinary)
+    free = {t for t, token in enumerate(tokens) if token in ordinary and given[t] != IGNORED}
     left, chosen = max(1, round(len(free) * section.mlm_probability)) if free else 0, set[int]()
     words = list[list[int]]()
     for t, token in enumerate(tokens):
-        if t > 0 and section.mlm_whole_words and token % 3 and tokens[t - 1] % 3:
+        if section.mlm_whole_words and t > 0 and token in ids.continuing and tokens[t - 1] in ids.continued:
             words[-1].append(t)
         else:
             words.append([t])
@@ -229,8 +239,9 @@ def _with_masked_tokens(
         drawn = 1 + sum(lengths[word] >= sum(weights[:n]) for n in range(1, len(weights)))
         for n in range(drawn, 0, -1):
             span = {t for one in words[word : word + n] for t in one}
-            if word + n <= len(words) and span <= free - chosen and len(span) <= left:
+            if word + n <= len(words) and span <= free and len(span) <= left:
                 chosen |= span
+                free -= span
                 left -= len(span)
                 break
     labels = [token if t in chosen else IGNORED for t, token in enumerate(tokens)]
@@ -238,9 +249,8 @@ def _with_masked_tokens(
         labels[0] = given[0]
     kinds, others = random.random(len(tokens)).tolist(), random.random(len(tokens)).tolist()
     for t in chosen:
-        tokens[t] = (
-            MASK if kinds[t] < 0.8 else ordinary[int(others[t] * len(ordinary))] if kinds[t] < 0.9 else tokens[t]
-        )
+        if kinds[t] < 0.9:
+            tokens[t] = ids.mask if kinds[t] < 0.8 else ids.ordinary[int(others[t] * len(ids.ordinary))]
     return torch.tensor([tokens, labels])
 
 
@@ -250,11 +260,11 @@ def _prefix_length(size: int, seed: int, index: int, begin: int) -> int:
     return int.from_bytes(digest, "little") % size
 
 
-def _pair(samples: Samples, index: int, objective: str, seed: int) -> torch.Tensor:
+def _pair(samples: Samples, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
     """A pair of sentences, int64 [2, seq], from the draws of `SentencePairs`. The first label is the class."""
-    random = _generator(b"sentence pairs", seed, index)
-    given, size = samples[index], samples.seq_len
-    text = _text_of(given, size - 3, random)
+    random, objective = _generator(b"sentence pairs", config.job.seed, index), config.data.sentence_objective
+    given, size = samples[index], samples[index].shape[1]
+    text = _text_of(given, size - 3, random, ids)
     cut = 1 + int(random.random() * (len(text) - 1))
     one, two, is_other = text[:cut], text[cut:], random.random() < 0.5
     if is_other and objective == "sentence_order":
@@ -262,10 +272,10 @@ def _pair(samples: Samples, index: int, objective: str, seed: int) -> torch.Tens
     elif is_other:
         drawn = int(random.random() * len(samples))
         others = [samples[(drawn + more) % len(samples)] for more in (0, 1)]
-        other = _text_of(others[torch.equal(others[0][0], given[0])], size - 3, random)
+        other = _text_of(others[torch.equal(others[0][0], given[0])], size - 3, random, ids)
         two = other[max(len(other) - len(two), int(len(other) > 1)) :]  # never a whole text of several tokens
-    row = [(FIRST, False), *one, (SEPARATOR, False), *two, (SEPARATOR, False)]
-    row += [(PADDING, False)] * (size - len(row))
+    row = [(ids.first, False), *one, (ids.separator, False), *two, (ids.separator, False)]
+    row += [(ids.padding, False)] * (size - len(row))
     is_held_out = bool((given[1] == IGNORED).all())
     labels = [token if has_label and not is_held_out else IGNORED for token, has_label in row]
     if len(text) > 1 and not is_held_out:
@@ -273,10 +283,10 @@ def _pair(samples: Samples, index: int, objective: str, seed: int) -> torch.Tens
     return torch.tensor([[token for token, _ in row], labels])
 
 
-def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator) -> list[tuple[int, bool]]:
+def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator, ids: TokenIds) -> list[tuple[int, bool]]:
     """Tokens around a random one of a sample, int64 [2, seq], up to the ends of its document, and who has a label."""
     inputs, labels = sample.tolist()
-    ends = [at for at, token in enumerate(inputs) if token in (END_OF_DOCUMENT, FIRST, SEPARATOR)]
+    ends = [at for at, token in enumerate(inputs) if token in (ids.end_of_document, ids.first, ids.separator)]
     places = [at for at in range(len(inputs)) if at not in ends]
     if not places:
         return []
@@ -287,35 +297,32 @@ def _text_of(sample: torch.Tensor, most: int, random: np.random.Generator) -> li
     return [(inputs[at], labels[at] != IGNORED) for at in range(begin, min(end, begin + most))]
 
 
-def _with_types(sample: torch.Tensor) -> torch.Tensor:
+def _with_types(sample: torch.Tensor, separator: int) -> torch.Tensor:
     """A pair of sentences, int64 [2, seq] → [4 + seq, seq]."""
     inputs, labels = sample.tolist()
     positions = list(range(len(inputs)))
-    first, last = (at for at in positions if inputs[at] == SEPARATOR)
+    first, last = (at for at in positions if inputs[at] == separator)
     seen = [int(at <= last) for at in positions]
     types = [int(first < at <= last) for at in positions]
     return torch.tensor([inputs, labels, positions, types, *[seen] * len(inputs)])
 
 
-def _with_masks(sample: torch.Tensor, index: int, section: Data, seed: int) -> torch.Tensor:
-    """int64 [2, seq] → [3 + seq, seq]."""
-    inputs, labels = sample.tolist()
-    seq_len, document, documents = len(inputs), 0, []
-    for token in inputs:
-        documents.append(document)
-        document += token == END_OF_DOCUMENT
-    positions = [t - documents.index(documents[t]) if section.reset_position_ids else t for t in range(seq_len)]
-    segments = documents if section.reset_attention_mask else [0] * seq_len
-    prefix = set()
-    for segment in set(segments) if section.prefix_lm else ():
-        members = [t for t in range(seq_len) if segments[t] == segment]
-        prefix |= set(members[: _prefix_length(len(members), seed, index, members[0])])
-    for t in range(seq_len):
-        crosses = section.eod_mask_loss and inputs[t] == END_OF_DOCUMENT
-        if crosses or (section.prefix_lm_loss == "targets" and t + 1 in prefix and segments[t] == segments[t + 1]):
-            labels[t] = IGNORED
+def _with_masks(sample: torch.Tensor, index: int, config: JobConfig, ids: TokenIds) -> torch.Tensor:
+    """int64 [2, seq] → [5, seq]: inputs, labels, positions, and of each query the first key and the end of the keys.
 
-    own, is_prefix = torch.tensor(segments), torch.tensor([t in prefix for t in range(seq_len)])
-    is_earlier = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-    seen = (own[:, None] == own) & (is_earlier | (is_prefix[:, None] & is_prefix))
-    return torch.cat((torch.tensor([inputs, labels, positions]), seen))
+    Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
+    """
+    (inputs, labels), section, order = sample.tolist(), config.data, range(sample.shape[1])
+    begins = [t * (t > 0 and inputs[t - 1] == ids.end_of_document) for t in order]
+    documents = list(accumulate(begins, max))  # where each token's begins
+    positions = [t - documents[t] if section.reset_position_ids else t for t in order]
+    segments = documents if section.reset_attention_mask else [0 for _ in order]
+    prefix_ends = {begin: begin for begin in segments}
+    for begin, size in Counter(segments).items() if section.prefix_lm else ():
+        prefix_ends[begin] += _prefix_length(size, config.job.seed, index, begin)
+    for t in order:
+        crosses = section.eod_mask_loss and inputs[t] == ids.end_of_document
+        if crosses or (section.prefix_lm_loss == "targets" and t + 1 < prefix_ends[segments[t]]):
+            labels[t] = IGNORED
+    ends = [max(t + 1, prefix_ends[segments[t]]) for t in order]
+    return torch.tensor([inputs, labels, positions, segments, ends])

@@ -44,6 +44,7 @@ class Verdict:
     blame: Blame | None = None  # if something differs
     place: str | None = None  # the module at fault, if it was found
     reason: str = ""  # if undecided
+    unread: str = ""  # why the run's own data was not read
     not_applicable: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)  # sizes that are smaller than the run's
 
@@ -123,7 +124,7 @@ class Verifier:
         (made,) = self._start(check_data, 1, self.small.original).wait(self.timeout)
         unchecked = made.reason if made.is_undecided else made.result and made.result.unchecked
         if unchecked:
-            verdict.not_applicable.append(f"data: {unchecked}")
+            verdict.unread = unchecked
             return
         problem = f"reading it fails: {made.reason}" if made.result is None else made.result.problem
         verdict.checks.append(Check(DATA, 0, Row.DATA, "", float(bool(problem)), detail=problem or made.result.covered))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from titan_like.data import source, stream, stream_reader
-from titan_like.data.blend import Blend
+from titan_like.data import open_source, packed, race, source, stream, stream_reader
+from titan_like.data.blend import Blend, BlendedSource, Share
+from titan_like.data.indexed import IndexedDataset
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.packed import PackedDataset
 from titan_like.data.permutation import Permutation
+from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.stream_reader import Documents, Place, Reader
+from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from titan_like.train import setup
 
 
 @contextmanager
@@ -165,4 +170,168 @@ def workers_change_the_order() -> Iterator[None]:
         original(self, dataset, sampler, num_workers, *others)
 
     with patch.object(BackgroundLoader, "__init__", init):
+        yield
+
+
+def requests_with(**changed: Any) -> Any:
+    """A bug: every source of the run is opened with these fields of its request."""
+    original = open_source.open_source
+
+    def opened(request: source.DataRequest) -> source.Source:
+        return original(replace(request, **changed))
+
+    return patch.object(open_source, "open_source", opened)
+
+
+@contextmanager
+def held_out_samples_are_those_of_training() -> Iterator[None]:
+    """Validation reads the training split."""
+    with requests_with(split="train"):
+        yield
+
+
+@contextmanager
+def the_run_has_another_seed() -> Iterator[None]:
+    """Data is opened with a seed that is not the run's."""
+    with requests_with(seed=12345):
+        yield
+
+
+@contextmanager
+def samples_are_a_token_shorter() -> Iterator[None]:
+    """Data is opened with another length than the run's."""
+    with requests_with(seq_len=15):
+        yield
+
+
+@contextmanager
+def every_source_of_a_blend_is_its_first() -> Iterator[None]:
+    """All sources of a blend have the order of part 0."""
+
+    def changed(request: source.DataRequest, **fields: Any) -> source.DataRequest:
+        return replace(request, **{**fields, "part": 0})
+
+    with patch.object(open_source, "replace", changed):
+        yield
+
+
+@contextmanager
+def a_run_swaps_its_splits() -> Iterator[None]:
+    """The trainer takes the held-out samples for training."""
+    original = setup.open_data
+
+    def opened(*arguments: Any) -> dict[str, source.Source]:
+        found = original(*arguments)
+        return {"train": found["validation"], "validation": found["train"]}
+
+    with patch.object(setup, "open_data", opened):
+        yield
+
+
+@contextmanager
+def a_blend_swaps_its_weights() -> Iterator[None]:
+    """The first source has the weight of the last, and so on."""
+    original = open_source.shares_of
+
+    def shares_of(*arguments: Any, **named: Any) -> list[Share]:
+        shares = original(*arguments, **named)
+        return [Share(other.weight, share.paths) for share, other in zip(shares, shares[::-1], strict=True)]
+
+    with patch.object(open_source, "shares_of", shares_of):
+        yield
+
+
+@contextmanager
+def sources_without_weights_count_alike() -> Iterator[None]:
+    """Each has the same share of a blend, whatever its size."""
+    original = BlendedSource.__init__
+
+    def init(self: BlendedSource, request: source.DataRequest, sources: Any, weights: Any) -> None:
+        original(self, request, sources, [weight or 1.0 for weight in weights])
+
+    with patch.object(BlendedSource, "__init__", init):
+        yield
+
+
+@contextmanager
+def a_held_out_blend_ends_early() -> Iterator[None]:
+    """The last sample of a held-out blend has no labels."""
+    original = BlendedSource._length_without_repetition.func  # type: ignore[attr-defined]
+    with patch.object(BlendedSource, "_length_without_repetition", property(lambda self: original(self) - 1)):
+        yield
+
+
+@contextmanager
+def splits_cut_documents() -> Iterator[None]:
+    """Splits end at their exact share of the tokens, inside of documents."""
+    with patch.object(IndexedDataset, "nearest_document_end", lambda self, token: token):
+        yield
+
+
+@contextmanager
+def validation_has_the_test_split_s_weight() -> Iterator[None]:
+    """The weights of the held-out splits are swapped."""
+    original = packed.split_weights
+
+    def weights(text: str) -> tuple[float, float, float]:
+        train, validation, test = original(text)
+        return train, test, validation
+
+    with patch.object(packed, "split_weights", weights):
+        yield
+
+
+@contextmanager
+def answers_are_those_of_other_questions() -> Iterator[None]:
+    """Each question of RACE has the answer of the one before it."""
+    original = race.read_questions
+
+    def read_questions(*arguments: Any) -> list[race.Question]:
+        questions = original(*arguments)
+        return [
+            replace(one, answer=other.answer)
+            for one, other in zip(questions, [questions[-1], *questions], strict=False)
+        ]
+
+    with patch.object(race, "read_questions", read_questions):
+        yield
+
+
+@contextmanager
+def passages_come_first() -> Iterator[None]:
+    """The samples of RACE have the passage before the question."""
+    original = PairTokens.join
+
+    def join(self: PairTokens, one: np.ndarray, two: np.ndarray, seq_len: int) -> np.ndarray:
+        return original(self, two, one, seq_len)
+
+    with patch.object(race.PairTokens, "join", join):
+        yield
+
+
+@contextmanager
+def sentinels_are_in_reverse() -> Iterator[None]:
+    """The first span gets the last sentinel."""
+    with patch.object(ByteTokenizer, "sentinel_ids", ByteTokenizer.sentinel_ids[::-1]):
+        yield
+
+
+@contextmanager
+def the_end_hides_tokens() -> Iterator[None]:
+    """The end of a document stands in the place of masked tokens."""
+    with patch.object(ByteTokenizer, "mask_id", ByteTokenizer.eod_id):
+        yield
+
+
+@contextmanager
+def every_piece_is_a_word() -> Iterator[None]:
+    """Pieces that continue a word begin another."""
+
+    def word_joins(self: Any) -> np.ndarray:
+        return np.zeros((2, self.vocab_size), dtype=bool)
+
+    bytes_alone, others = (
+        patch.object(kind, "word_joins", word_joins) for kind in (ByteTokenizer, HuggingFaceTokenizer)
+    )
+    with bytes_alone, others:
         yield

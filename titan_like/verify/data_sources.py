@@ -1,0 +1,246 @@
+"""The samples of a run's own data by definition, from its configuration and its files.
+
+Shared with the product are the keyed permutation, the division of weights into whole shares, the encoding of text,
+lists of files, and what reads an index, parquet or arrow. A dataset of the user's own defines its samples itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_like.config.entry_points import load_entry
+from titan_like.config.schema import JobConfig
+from titan_like.data import blend, raw_text, shards
+from titan_like.data.indexed import IndexedDataset
+from titan_like.data.lengths import sample_length
+from titan_like.data.packed import corpus_folder, corpus_job
+from titan_like.data.permutation import Permutation
+from titan_like.data.registry import find_dataset
+from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source
+from titan_like.data.tokenizer import build_tokenizer
+from titan_like.models.registry import model_config
+from titan_like.verify.samples import IGNORED
+from titan_like.verify.token_ids import ids_of_tokenizer
+
+Sample = Callable[[int], torch.Tensor]  # by its number: int64 [2, seq]
+
+
+class Defined:
+    """The samples of a split, int64 [2, seq] each, by their number in the run."""
+
+    def __init__(self, sample: Sample, length: int, epoch_end: int | None = None) -> None:
+        """``epoch_end``: where the first epoch ends, if not at the length."""
+        self._sample, self._length = cache(sample), length
+        self.epoch_end = length % UNKNOWN_LENGTH if epoch_end is None else epoch_end
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._sample(index)
+
+
+def define(config: JobConfig, split: str) -> Defined:
+    """A split of the run's data: one source, or a blend of those whose weights and paths come in turn."""
+    section, model = config.data, model_config(config.model)
+    folder, seq_len = Path(config.job.dump_folder, "data_cache"), sample_length(config, model).raw
+    try:
+        weights = [float(text) for text in section.paths[::2]] if len(section.paths) > 1 else []
+    except ValueError:
+        weights = []
+    paths = [[path] for path in (section.paths[1::2] if weights else section.paths)]
+    paths = paths if weights or section.dataset == "indexed" else [section.paths]
+    makers = {"text": _windows, "stdlib": _windows, "indexed": _windows, "hf": _stream, "race": _race}
+    common = (split, seq_len, config.job.seed, model.vocab_size, folder)
+    requests = [DataRequest(section.model_copy(update={"paths": own}), *common, n) for n, own in enumerate(paths)]
+    parts = list(map(makers.get(section.dataset, partial(_own, is_alone=len(paths) == 1)), requests))
+    kept = [number for number, part in enumerate(parts) if len(part)]  # a source may have nothing held out
+    weights = [weights[number] if weights else len(parts[number]) for number in kept]
+    return _blend(requests[0], [parts[number] for number in kept], weights) if len(parts) > 1 and kept else parts[0]
+
+
+def _ordered(request: DataRequest, sample: Sample, length: int, together: int = 1) -> Defined:
+    """``together`` positions at a time, each once an epoch; of held-out data in order, and then without labels."""
+
+    def get(index: int) -> torch.Tensor:
+        if request.split == "train":
+            (epoch, place), option = divmod(index // together, length // together), index % together
+            order = Permutation(length // together, request.seed, request.part, epoch)
+            return sample(order(place) * together + option)
+        return sample(index) if index < length else _without_labels(sample(0))
+
+    return Defined(get, length)
+
+
+def _without_labels(sample: torch.Tensor) -> torch.Tensor:
+    return torch.stack((sample[0], torch.full_like(sample[1], IGNORED)))
+
+
+def _own(request: DataRequest, is_alone: bool) -> Defined:
+    """A dataset of the user's own. It may have its own order, which a blend of held-out samples does not follow."""
+    kind = load_entry("data.dataset", find_dataset(request.section))
+    source: Source = kind(request)
+    has_order = kind.__getitem__ is not Source.__getitem__ and (is_alone or request.split == "train")
+    return Defined(source.__getitem__, len(source)) if has_order else _ordered(request, source.sample, len(source))
+
+
+def _windows(request: DataRequest) -> Defined:
+    """Window i of the split's tokens in a file."""
+    section, size, split = request.section, request.seq_len, SPLITS.index(request.split)
+    is_indexed = section.dataset == "indexed"
+    path = section.paths[0] if is_indexed else corpus_folder(corpus_job(section), request.cache_folder) / "tokens"
+    dataset = IndexedDataset(path)
+    begin, end = _bounds(dataset, [float(weight) for weight in section.split.split(",")])[split : split + 2]
+    tokens = np.memmap(dataset.tokens.path, dataset.dtype, "r")[begin:end]
+    return _ordered(request, lambda i: _window(tokens[i * size : (i + 1) * size + 1]), max(0, len(tokens) - 1) // size)
+
+
+def _window(tokens: Any) -> torch.Tensor:
+    """Inputs, and the same a token later."""
+    return torch.from_numpy(np.array([tokens[:-1], tokens[1:]], dtype=np.int64))
+
+
+def _bounds(dataset: IndexedDataset, weights: list[float]) -> list[int]:
+    """Where splits begin and end: the end of a document nearest to their share, or that if one would have no token."""
+    total, shares, bounds = len(dataset.tokens), [weight / sum(weights) for weight in weights], [0]
+    for split in (1, 2):
+        exact = round(sum(shares[:split]) * total)
+        after = bisect_right(range(dataset.num_documents), exact, key=dataset.document_end)
+        ends = [dataset.document_end(number) for number in (after - 1, min(after, dataset.num_documents - 1))]
+        nearest = min(ends, key=lambda end: abs(end - exact))
+        is_empty = weights[split - 1] > 0 and nearest <= bounds[-1]
+        takes_all = any(weights[split:]) and nearest >= total
+        bounds.append(max(bounds[-1], exact if is_empty or takes_all else nearest))
+    return [*bounds, total]
+
+
+def _race(request: DataRequest) -> Defined:
+    """[CLS] question with an option [SEP] passage [SEP], padded, for each of four options."""
+    section, size = request.section, request.seq_len
+    ids, tokenizer = ids_of_tokenizer(section.tokenizer), build_tokenizer(section.tokenizer)
+    rows = list[tuple[str, str, int]]()  # question with an option, passage, and of the first option the answer
+    for file in sorted(Path(section.paths[0], "train" if request.split == "train" else "dev").rglob("*.txt")):
+        for record in map(json.loads, filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
+            asked = zip(record["questions"], record["options"], record["answers"], strict=True)
+            for question, options, answer in asked:
+                blank = question if "_" in question else f"{question} _"
+                labels = ["ABCD".index(answer), IGNORED, IGNORED, IGNORED]
+                rows += [(blank.replace("_", options[n]), record["article"], labels[n]) for n in range(4)]
+
+    def sample(position: int) -> torch.Tensor:
+        *texts, label = rows[position]
+        one, two = (tokenizer.encode(" ".join(text.split())).tolist() for text in texts)
+        one = one[: min(128, (size - 3) // 2)]
+        row = [ids.first, *one, ids.separator, *two[: size - 3 - len(one)], ids.separator]
+        return torch.tensor([row + [ids.padding] * (size - len(row)), [label] + [IGNORED] * (size - 1)])
+
+    return _ordered(request, sample, len(rows), together=4)
+
+
+def _blend(request: DataRequest, parts: list[Defined], weights: list[float]) -> Defined:
+    """The next sample of the source whose turn it is; of streams, the next of the same reader.
+
+    Sources divide the places of each block. Their ends are rounded down after adding the block's number with its three
+    hexadecimal digits reversed. A source's samples in a block come in order, or else their places are.
+    """
+    is_stream, is_train = len(parts[0]) == UNKNOWN_LENGTH, request.split == "train"
+    readers, period, lengths = request.section.num_readers if is_stream else 1, blend.PERIOD, [*map(len, parts)]
+    slots = -(-blend.BLOCK // readers)
+    shares = np.array(blend.apportion(blend.apportion(weights, blend.BLOCK * period), slots * readers * period))
+    ends = (shares.cumsum() + [[int(f"{block:03x}"[::-1], 16)] for block in range(period)]) // period
+
+    @cache
+    def taken(reader: int) -> np.ndarray:
+        """How many samples of each source a reader takes before each block, up to a period: [blocks + 1, sources]."""
+        places = np.diff(np.maximum(0, -((reader - ends) // readers)), prepend=0)
+        return np.pad(places.cumsum(0), ((1, 0), (0, 0)))
+
+    @cache
+    def drawn(reader: int, block: int) -> list[tuple[int, int]]:
+        """The source of each of a reader's samples in a block, and how many of the source's come before it."""
+        key = ("stream", request.seed, block, reader) if is_stream else ("blend", request.seed, block)
+        turns = [reader + readers * place for place in map(Permutation(slots, *key), range(slots))]
+        before = (block // period * taken(reader)[-1] + taken(reader)[block % period]).tolist()
+        own_ends, numbers = ends[block % period].tolist(), dict[int, tuple[int, int]]()
+        for place in sorted(turns) if is_train and not is_stream else turns:
+            source = bisect_right(own_ends, place)
+            numbers[place] = source, before[source]
+            before[source] += 1
+        return [numbers[place] for place in turns]
+
+    def get(index: int) -> torch.Tensor:
+        if not (is_train or is_stream) and index >= end:
+            return _without_labels(get(0))
+        number, reader = divmod(index, readers)
+        source, before = drawn(reader, number // slots)[number % slots]
+        return parts[source][before * readers + reader]
+
+    if is_stream:
+        return Defined(get, UNKNOWN_LENGTH)
+    periods = int((lengths // shares).min())
+    block = periods * period + int((periods * shares + taken(0) > lengths).any(1).argmax()) - 1
+    repeats = [before >= lengths[source] for source, before in drawn(0, block)]
+    end = block * slots + repeats.index(True)  # up to the first sample that repeats one of its source's
+    return Defined(get, sum(lengths) if is_train else end, end)
+
+
+def _stream(request: DataRequest) -> Defined:
+    """Windows over all documents of a reader, one after the other."""
+    section, seq_len, readers = request.section, request.seq_len, request.section.num_readers
+    end, tokenizer = ids_of_tokenizer(section.tokenizer).end_of_document, build_tokenizer(section.tokenizer)
+    found, held = shards.find_shards(section.paths)[0], dict[int, list[int]]()
+    documents = [_documents(request, found, reader) for reader in range(readers)]
+
+    def get(index: int) -> torch.Tensor:
+        number, reader = divmod(index, readers)
+        tokens, begin = held.setdefault(reader, []), number * seq_len
+        while len(tokens) <= begin + seq_len:
+            document = next(documents[reader], None)
+            if document is None:
+                return _without_labels(_window([end] * (seq_len + 1)))
+            tokens += [*tokenizer.encode(document).tolist(), end]
+        return _window(tokens[begin : begin + seq_len + 1])
+
+    has_weight = float(section.split.split(",")[SPLITS.index(request.split)]) > 0
+    has_any = request.split == "train" or (has_weight and any((get(i)[1] != IGNORED).any() for i in range(readers)))
+    return Defined(get, UNKNOWN_LENGTH if has_any else 0)
+
+
+def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> Iterator[str]:
+    """A reader's documents. It has every R-th shard, and takes turns with others in those that are then left."""
+    section, is_train, split = request.section, request.split == "train", SPLITS.index(request.split)
+    readers, rest = section.num_readers, len(found) % section.num_readers
+    groups, dealt = math.gcd(rest, readers), len(found) - rest
+    shared = range(dealt + reader % groups, len(found), groups)
+    mine = [(shard, 1, 0) for shard in range(reader, dealt, readers)]
+    mine += [(shard, readers // groups, reader // groups) for shard in shared]
+    weights = [float(weight) for weight in section.split.split(",")]
+    low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
+    for epoch in count() if is_train else range(1):
+        order = Permutation(len(mine), "stream", request.seed, request.part, reader, epoch)
+        for place in range(len(mine)):
+            shard, modulus, turn = mine[order(place) if is_train else place]
+            for record, text in _records(found[shard], section.text_key):
+                among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
+                if record % modulus == turn and low <= among_splits < high:
+                    yield json.loads(text)[section.text_key] if found[shard].name.endswith(".jsonl") else text
+
+
+def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
+    """The number of each record that is not an empty line, from 0, and its text or line."""
+    if shard.name.endswith(".jsonl"):
+        with open(shard.name, encoding="utf-8-sig", newline="\n") as lines:
+            yield from ((number, line) for number, line in enumerate(lines) if line.strip())
+    else:
+        for piece in shard.pieces(key, 0, 1):
+            yield from ((number - 1, str(text)) for number, text in raw_text.texts_of(piece, key))
