@@ -78,7 +78,8 @@ def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> 
     """The slices that this process takes in a configuration's layout."""
     size = config.parallelism.context_parallel_degree
     is_causal = model.is_causal and not model.has_decoder
-    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config.parallelism), is_causal)
+    method = method_of(config, model).name
+    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method, is_causal)
 
 
 def context_group(size: int, mesh: DeviceMesh) -> Group:
