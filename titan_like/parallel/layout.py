@@ -122,9 +122,9 @@ _SMALL = 0.5  # gathered keys and values, relative to what else a layer keeps
 def best_method(model: TransformerConfig, size: int, tensor: int, may_be_ring: bool) -> Method:
     """What ``auto`` stands for if ``size`` processes share each sequence: the method that sends least and fits.
 
-    With h heads and k key-value heads of d elements, a layer moves 2kd elements a token with all_gather, (2h + 2k)d /
-    size with ulysses. Of its slice's tokens it keeps, for each, 2kd · size gathered elements, and others: the inputs of
-    its norms and products, twice the width 2hd of attention and twice that of the MLP (docs/long_context.md).
+    With h heads and k key-value heads of d elements, a layer moves 2kd elements a token of the sequence with
+    all_gather, and (2h + 2k)d / size with ulysses. For each token of a slice, gathered keys and values are 2kd · size
+    elements. What else a layer keeps is about four times the widths of residual stream, attention and MLP.
     """
     heads, kv_heads = model.num_attention_heads, model.num_kv_heads
     if model.has_decoder:
