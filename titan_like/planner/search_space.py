@@ -79,8 +79,8 @@ class Space:
         """
         self._check_fixed()
         found = False
-        for context in self._choices("context", self._contexts()):
-            for tensor in self._choices("tensor", divisors(self.num_gpus // context)):
+        for context in self._contexts():
+            for tensor in self._choices("tensor", divisors(self.num_gpus)):
                 for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
                     for work in self._with_tensor(context, tensor, sequence):
                         found = True
@@ -95,12 +95,13 @@ class Space:
             ConfigError: about the last of the fixed degrees, or about the stages.
         """
         # Fixed degrees must divide the GPUs, and all together must use every GPU.
-        names = [degree.name for degree in DEGREES if _KEY[degree.name] in self.fixed]
-        degrees = {_KEY[name]: self._choices(name, [])[0] for name in names}
+        choices = {"context": self._contexts()}
+        choices |= {degree.name: self._choices(degree.name, []) for degree in DEGREES if degree.name not in choices}
+        degrees = {_KEY[name]: found[0] for name, found in choices.items() if len(found) == 1}
         if 0 in degrees.values():
             raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
         product = prod(degrees.values())
-        if self.num_gpus % product or (len(names) == len(DEGREES) and product != self.num_gpus):
+        if self.num_gpus % product or (len(degrees) == len(DEGREES) and product != self.num_gpus):
             key = list(degrees)[-1]
             given = {of: degree for of, degree in degrees.items() if degree != 1 or of == key}
             factors = " × ".join(f"{of.partition('.')[2]} {degree}" for of, degree in given.items())
@@ -128,13 +129,10 @@ class Space:
         return ConfigError("number of GPUs", self.num_gpus, problem)
 
     def _contexts(self) -> list[int]:
-        """The context degrees to try if none is fixed: those of long enough slices, and the configuration's."""
+        """The context degrees to try: the fixed one, or those of long enough slices and the configuration's."""
         own, length = self.config.parallelism.context_parallel_degree, self._base.seq_len
-        return [
-            size
-            for size in divisors(self.num_gpus)
-            if size in (1, own) or (length >= _SLICE * size and length % (2 * size) == 0)
-        ]
+        long = [n for n in divisors(self.num_gpus) if length >= _SLICE * n and length % (2 * n) == 0]
+        return self._choices("context", sorted({1, own, *long}))
 
     def _with_tensor(self, context: int, tensor: int, sequence: bool) -> Iterator[Workload]:
         # The trainer's rules are asked as early as they can be decided, so that each refusal prunes most layouts.
