@@ -172,6 +172,8 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
     recomputed = 0.0
     if work.recompute == "full":
         recomputed = forward - (0 if profile.recompute_whole else last_product)
+    elif work.recompute == "selective" and profile.trainer_state:  # everything but products with weights
+        recomputed = core_forward + forward_bytes / bandwidth
     elif work.recompute == "selective" and not work.flash:
         recomputed = core_forward
     forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(work, profile, parts)
