@@ -93,7 +93,7 @@ def describe(found: Found) -> str:
     """The best layouts as a table."""
     lines = [*summary(found), ""]
     lines.append(
-        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>9s} {'micro':>5s} "
+        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>12s} {'micro':>5s} "
         f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why"
     )
     best = found.best
@@ -115,7 +115,7 @@ def _columns(one: Candidate, best: Candidate) -> str:
     schedule = work.schedule if work.pipeline > 1 else ""
     slower = f"{100 * (one.time.total / best.time.total - 1):+.1f} %"
     return (
-        f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>9s} {work.micro_batch_size:>5d} "
+        f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>12s} {work.micro_batch_size:>5d} "
         f"{recompute:11s} {one.time.total:9.3f} {slower:>7s} {one.memory_bytes / 2**30:6.1f}"
     )
 
