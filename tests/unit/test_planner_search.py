@@ -116,6 +116,7 @@ CASES = [
     ("gpt", "gpt3_175b", 768, 1536, "A100", ["--model.overrides.dropout=0.1", "--compile.enable=true"]),
     ("llama", "llama3.1_8b", 64, 256, "H100", ["--training.batch_size_rampup=[64,64,6400]"]),
     ("llama", "llama3.1_70b", 120, 480, "H100", []),
+    ("llama", "llama3.1_8b", 64, 16, "H100", ["--training.seq_len=65536"]),  # which processes may share
 ]
 
 
