@@ -1,4 +1,4 @@
-"""Draw the pictures in docs/planner.md: predictions of published experiments. Needs matplotlib.
+"""Draw the pictures in docs/planner.md and docs/long_context.md: predictions. Needs matplotlib.
 
     python benchmarks/planner_pictures.py
     python benchmarks/planner_pictures.py --only jean_zay
@@ -18,10 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.stack_memory import memory
 from titan_like.config import load_config
 from titan_like.config.schema import ActivationCheckpoint
+from titan_like.metrics.devices import find_device
 from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.metrics.timeline_plot import draw
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.planner.predict import predict
+from titan_like.models.registry import config_class, flavors
+from titan_like.planner.memory import memory as own_memory
+from titan_like.planner.predict import default_profile, predict
 from titan_like.planner.profile import Profile, builtin_profiles
 from titan_like.planner.simulator import timeline
 from titan_like.planner.step_time import step_time
@@ -252,6 +255,34 @@ def draw_simulated(path: Path) -> None:
     draw([("76B parameters, 4 ranks of 3 stages, predicted", timeline(forecast.work, forecast.profile))], path)
 
 
+def long_sequences(seq_len: int, gpus: int) -> Curves:
+    """GiB of activations on a GPU by the number of processes that share a sequence, one curve per method."""
+    model = config_class("llama").model_validate(flavors("llama")["llama3.1_8b"] | {"max_seq_len": seq_len})
+    profile = default_profile(find_device("H100"))
+    curves: Curves = {}
+    for method in ("all_gather", "ulysses", "ring"):
+        points = []
+        for size in (1, 2, 4, 8, 16):
+            if method == "ulysses" and model.num_kv_heads % size:
+                continue
+            shards = gpus // size
+            work = Workload(model, seq_len, 1, shards, context=size, context_method=method, shard=shards, zero_stage=3)
+            found = own_memory(work._replace(recompute="full"), profile)
+            points.append(Point(size, found.ranks[0].activations / 2**30, found.fits))
+        curves[method] = points
+    return curves
+
+
+def draw_long_sequences(path: Path) -> None:
+    """Draw a panel for each length."""
+    made, panels = figure(2)
+    for panel, tokens, gpus in zip(panels, (131072, 1048576), (32, 64), strict=True):
+        title = f"Llama 3.1 8B, {tokens:,} tokens, {gpus} H100, ZeRO 3, recomputation"
+        curves = shown(long_sequences(tokens, gpus))
+        plot(panel, curves, "processes that share a sequence", "GiB of activations", title, doubling=True)
+    made.savefig(path, dpi=130)
+
+
 def shown(curves: Curves) -> Curves:
     """The curves as text."""
     for name, points in curves.items():
@@ -266,6 +297,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "bubble_batch_size": draw_bubble,
     "jean_zay": draw_jean_zay,
     "simulated": draw_simulated,
+    "long_sequences": draw_long_sequences,
 }
 
 

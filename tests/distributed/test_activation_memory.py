@@ -152,7 +152,7 @@ def measure_passes(config: JobConfig) -> dict[str, int]:
     tokens = torch.randint(97, 123, (config.training.micro_batch_size, length.positions))
     labels, encoder_len = (tokens[:, length.encoder :], length.encoder) if length.decoder else (tokens, None)
     whole = ModelInputs(tokens, encoder_len=encoder_len)
-    inputs, labels = slices_of(config, mesh).take(whole, labels)
+    inputs, labels = slices_of(config, stage.module.config, mesh).take(whole, labels)
 
     def loss() -> torch.Tensor:
         others = {

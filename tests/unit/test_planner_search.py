@@ -57,7 +57,7 @@ def everything(settings, gpus):
             of_pipeline, (False, True), splits, recompute
         ):
             layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, micro, mode, every
-            values = zip(SEARCHED, layout, strict=True)
+            values = zip(SEARCHED, (*layout, 1), strict=True)  # the last is the context degree
             config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values)])
             try:
                 check_rules(config, model_config(config.model), resolve_layout(config.parallelism, gpus))
@@ -116,6 +116,7 @@ CASES = [
     ("gpt", "gpt3_175b", 768, 1536, "A100", ["--model.overrides.dropout=0.1", "--compile.enable=true"]),
     ("llama", "llama3.1_8b", 64, 256, "H100", ["--training.batch_size_rampup=[64,64,6400]"]),
     ("llama", "llama3.1_70b", 120, 480, "H100", []),
+    ("llama", "llama3.1_8b", 64, 16, "H100", ["--training.seq_len=65536"]),  # which processes may share
 ]
 
 

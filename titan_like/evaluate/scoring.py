@@ -87,7 +87,7 @@ class Scorer:
         self.config, self.model, self.mesh, self.device = config, model, mesh, device
         self._one_length = one_length
         dp_mesh = data_parallel_mesh(mesh)
-        self._slices = slices_of(config, mesh)
+        self._slices = slices_of(config, model.stages[0].module.config, mesh)
         self._dp_rank, self._dp_size = (
             number // self._slices.size for number in (dp_mesh.get_local_rank(), dp_mesh.size())
         )

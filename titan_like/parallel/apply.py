@@ -109,7 +109,7 @@ def build_stage(
             problem = f"{error}; correct the family's sharding module"
             raise ConfigError("model.family", config.model.family, problem) from None
     if context is not None:
-        apply_context_parallel(module, context, method_of(section))
+        apply_context_parallel(module, context, method_of(config, model_config).name)
     if config.float8.enable:
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao

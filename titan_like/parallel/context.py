@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
+from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs, Transformer
@@ -75,10 +76,11 @@ class Slices:
         return cut, labels[:, rest]
 
 
-def slices_of(config: JobConfig, mesh: DeviceMesh) -> Slices:
+def slices_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -> Slices:
     """The slices that this process takes in a configuration's layout."""
     size = config.parallelism.context_parallel_degree
-    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method_of(config.parallelism))
+    method = method_of(config, model).name
+    return Slices(size, mesh["dp_shard"].get_local_rank() % size, method)
 
 
 def context_group(size: int, mesh: DeviceMesh) -> Group:

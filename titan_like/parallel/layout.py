@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titan_like.config.errors import ConfigError
-from titan_like.config.schema import Parallelism
+from titan_like.config.schema import JobConfig, Parallelism
+from titan_like.models.config import TransformerConfig
 
 
 class Degree(NamedTuple):
@@ -92,7 +93,46 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     return Layout.of(parallelism.model_copy(update={"data_parallel_shard_degree": shard}))
 
 
-def method_of(parallelism: Parallelism) -> str:
-    """How processes that share a sequence attend: `context_parallel_method`, where ``auto`` is ``all_gather``."""
-    method = parallelism.context_parallel_method
-    return "all_gather" if method == "auto" else method
+class Method(NamedTuple):
+    """How processes that share a sequence attend to all of it."""
+
+    name: str  # "all_gather", "ulysses" or "ring"
+    reason: str
+
+    @property
+    def told(self) -> str:
+        """The method and the reason in words."""
+        return f"sequences shared by {self.name} ({self.reason})"
+
+
+def method_of(config: JobConfig, model: TransformerConfig) -> Method:
+    """A run's `context_parallel_method`, with ``auto`` decided by `best_method`: the same on every process."""
+    section, data = config.parallelism, config.data
+    if section.context_parallel_method != "auto":
+        return Method(section.context_parallel_method, "as set")
+    # On a GPU, a ring has fast kernels in half types alone, and none for masks other than the causal one.
+    may_be_ring = config.training.dtype in ("bfloat16", "float16")
+    may_be_ring &= not (data.reset_attention_mask or data.prefix_lm)
+    return best_method(model, section.context_parallel_degree, section.tensor_parallel_degree, may_be_ring)
+
+
+_SMALL = 0.5  # gathered keys and values, relative to what else a layer keeps
+
+
+def best_method(model: TransformerConfig, size: int, tensor: int, may_be_ring: bool) -> Method:
+    """What ``auto`` stands for if ``size`` processes share each sequence: the method that sends least and fits.
+
+    With h heads and k key-value heads of d elements, a layer moves 2kd elements a token of the sequence with
+    all_gather, and (2h + 2k)d / size with ulysses. For each token of a slice, gathered keys and values are 2kd · size
+    elements. What else a layer keeps is about four times the widths of residual stream, attention and MLP.
+    """
+    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
+    if model.has_decoder:
+        return Method("all_gather", "others have no biases of positions")
+    sent = (heads + kv_heads) / (size * kv_heads)
+    if kv_heads // tensor % size == 0 and sent < 1:
+        return Method("ulysses", f"sends {sent:.0%} of what all_gather does")
+    others = 4 * (model.hidden_size + model.attention_size + model.ffn_hidden_size)
+    gathered = 2 * size * kv_heads * model.head_dim / others
+    told = f"all keys and values are {gathered:.0%} of a layer's other activations"
+    return Method("ring" if may_be_ring and gathered > _SMALL else "all_gather", told)

@@ -64,8 +64,9 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
     if part == "recompute":
         return recomputed(work)
     if part == "tensor":
-        across = work.tensor > profile.gpus_per_node
-        return f"tensor {work.tensor}" + (f" over {-(-work.tensor // profile.gpus_per_node)} nodes" if across else "")
+        across, shared = work.tensor > profile.gpus_per_node, f", context {work.context}" if work.context > 1 else ""
+        over = f" over {-(-work.tensor // profile.gpus_per_node)} nodes" if across else ""
+        return f"tensor {work.tensor}{over}{shared}"
     if part in ("messages", "bubble"):
         stages = stages_per_rank(work.schedule, work.virtual_stages)
         of = f"pipeline {work.pipeline}" + (f" × {stages} stages" if stages > 1 else "")
@@ -108,6 +109,8 @@ def described(work: Workload) -> str:
     if work.pipeline > 1:
         stages = f" × {work.virtual_stages} stages" if work.virtual_stages > 1 else ""
         parts.append(f"pipeline {work.pipeline}{stages} ({work.schedule})")
+    if work.context > 1:
+        parts.append(f"context {work.context} ({work.context_method})")
     replicas = f"{work.replicate} × " if work.replicate > 1 else ""
     parts.append(f"data {replicas}{work.shard} (ZeRO {work.zero_stage})")
     parts.append(f"microbatches of {work.micro_batch_size}, recomputation {recomputed(work)}")

@@ -42,6 +42,7 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
+from titan_like.parallel.layout import method_of
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.tables import Action
@@ -126,6 +127,7 @@ def dry_run(config: JobConfig) -> DryRun:
     data = describe_data(config, model)
     warmup = describe_warmup(config.lr_scheduler, total_steps(config.training))
     notes = [*([warmup] if warmup else []), *_check_this_machine(config, model)]
+    notes += [method_of(config, model).told] if layout.context > 1 else []
     # The process's part of the model, as the real recipe builds it.
     with fake_process_group(rank, world_size):
         mesh = build_mesh(layout, "cpu")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from titan_like.models.parts import Core
 from titan_like.planner.profile import Profile
 from titan_like.planner.shapes import LayerDescription, description
-from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_dtype
+from titan_like.planner.workload import BYTES, NARROW, Workload, element_bytes, stored_dtype
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
@@ -75,9 +75,11 @@ def attention_times(work: Workload, profile: Profile, core: Core) -> tuple[float
 
     Fused attention (arXiv 2205.14135) is bound by computation, with five products in the backward pass and two in the
     forward pass. Unfused attention has two batched products forward and four backward, and reads and writes the matrix
-    for softmax, dropout and mask.
+    for softmax, dropout and mask. A ring of processes adds up float32 results of each one's keys
+    (`titan_like.parallel.ring_attention`).
     """
-    heads, width = work.model.num_attention_heads / work.tensor, work.model.head_dim
+    heads, heads_of_keys = (n / work.tensor for n in (work.model.num_attention_heads, work.model.num_kv_heads))
+    width = work.model.head_dim
     lengths = work.seq_len, work.decoder_seq_len
     rows, columns = lengths[core.queries] / work.context, lengths[core.keys]
     flops = 4 * work.micro_batch_size * heads * rows * columns * width
@@ -86,7 +88,13 @@ def attention_times(work: Workload, profile: Profile, core: Core) -> tuple[float
         half = 0.5 if profile.causal_half and is_causal else 1.0
         peak = profile.device.peak_flops(stored_dtype(work.dtype))
         forward = half * flops / (peak * profile.attention_efficiency)
-        return forward, 2.5 * forward
+        backward = 2.5 * forward
+        if work.context > 1 and work.context_method == "ring":
+            size = work.context * work.micro_batch_size * width / profile.memory_rate
+            queries, values = size * rows * heads, size * columns / work.context * 2 * heads_of_keys
+            forward += (6 * 4 + element_bytes(work.dtype)) * queries  # both are scaled, then added up
+            backward += 3 * 4 * (queries + values)
+        return forward, backward
     batch = work.micro_batch_size * heads
     score = gemm_time(rows, columns, width, batch, stored_dtype(work.dtype), profile)
     value = gemm_time(rows, width, columns, batch, stored_dtype(work.dtype), profile)
@@ -164,6 +172,8 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
     recomputed = 0.0
     if work.recompute == "full":
         recomputed = forward - (0 if profile.recompute_whole else last_product)
+    elif work.recompute == "selective" and profile.trainer_state:  # everything but products with weights
+        recomputed = core_forward + forward_bytes / bandwidth
     elif work.recompute == "selective" and not work.flash:
         recomputed = core_forward
     forward_tensor, backward_tensor, recomputed_tensor = _layer_communication(work, profile, parts)
@@ -191,18 +201,17 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
 
     Attention and the MLP each need one all-reduce of the hidden states per pass (arXiv 1909.08053, figure 4). Sequence
     parallelism replaces it by an all-gather and a reduce-scatter, which move as much (arXiv 2205.05198). Its second
-    all-gather in the backward pass overlaps with the gradient of the input, so it is not counted. Context parallelism
-    gathers keys and values.
+    all-gather in the backward pass overlaps with the gradient of the input, so it is not counted.
     """
     if work.tensor == 1 and work.context == 1:
         return 0.0, 0.0, 0.0
-    model, element = work.model, element_bytes(work.dtype)
     forward = backward = recomputed = 0.0
     if work.tensor > 1:
+        nbytes = work.model.hidden_size * element_bytes(work.dtype)
         sums = sum(parts.leaves)
         for stack, tokens in enumerate(work.stack_tokens):
             if tokens:
-                one = profile.links.all_reduce(tokens * model.hidden_size * element, work.tensor, 1)
+                one = profile.links.all_reduce(tokens * nbytes, work.tensor, 1)
                 forward += parts.leaves[stack] * one
                 # Cross attention also takes the encoder's positions, whose gradients are summed.
                 backward += sum(region.memory > 0 and region.stack != stack for region in parts.regions) * one
@@ -212,11 +221,35 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
             last = 0 if profile.recompute_whole else 0.5 if work.sequence_parallel else 1
             recomputed = forward * (1 - last / max(sums, 1))
     if work.context > 1:
-        whole = 2 * work.micro_batch_size * work.seq_len * model.num_kv_heads * model.head_dim / work.tensor * element
-        ring = profile.links.all_gather(whole, work.context, work.tensor)
-        forward, backward, recomputed = forward + ring, backward + 2 * ring, recomputed + (ring if recomputed else 0)
+        for core in filter(None, parts.cores):
+            there, back = _context_communication(work, profile, core)
+            forward, backward = forward + there, backward + back
+            recomputed += there * (work.recompute != "none")
     exposed = profile.tensor_exposed
     return forward * exposed, backward * exposed, recomputed * exposed
+
+
+def _context_communication(work: Workload, profile: Profile, core: Core) -> tuple[float, float]:
+    """Seconds that an attention core waits for the processes that share the sequence: forward and backward.
+
+    Gathers and all-to-alls are waited for. A ring's keys and values arrive during attention to those that are there.
+    In the backward pass that holds for the first arrival only: later ones come before gradients, for which each step
+    waits (`titan_like.parallel.ring_attention`).
+    """
+    model, size, element, links = work.model, work.context, element_bytes(work.dtype), profile.links
+    lengths, row = (work.seq_len, work.decoder_seq_len), work.micro_batch_size * model.head_dim / work.tensor
+    queries = row * lengths[core.queries] / size * model.num_attention_heads * element  # bytes of a process
+    values = 2 * row * lengths[core.keys] / size * model.num_kv_heads * element
+    if work.context_method == "ulysses":
+        one_way = (links.all_to_all(nbytes, size, work.tensor) for nbytes in (queries + values, queries))
+        return (sum(one_way),) * 2
+    gather = links.all_gather(values * size, size, work.tensor)
+    if work.context_method == "all_gather":
+        return gather, gather
+    send = gather / (size - 1)  # to the next process, at the same time as all others
+    sums = links.all_gather(values * size * max(1, BYTES["float32"] / element), size, work.tensor) / (size - 1)
+    forward, backward = (max(0.0, send - seconds / size) for seconds in attention_times(work, profile, core))
+    return (size - 1) * forward, backward + (size - 2) * send + size * sums
 
 
 @lru_cache(maxsize=65536)

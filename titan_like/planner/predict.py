@@ -207,7 +207,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         replicate=layout.replicate,
         shard=layout.shard,
         context=layout.context,
-        context_method=method_of(parallelism),
+        context_method=method_of(config, model).name,
         schedule=schedule if layout.pipeline > 1 else "1f1b",
         virtual_stages=virtual if layout.pipeline > 1 else 1,
         sequence_parallel=parallelism.sequence_parallel,

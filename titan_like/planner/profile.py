@@ -104,6 +104,17 @@ class Links:
         latency, per_byte = _ring(self, size, stride)
         return latency + nbytes * per_byte
 
+    def all_to_all(self, nbytes: float, size: int, stride: int) -> float:
+        """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
+
+        What leaves a node shares all of its network cards.
+        """
+        if self._stays_inside(size, stride):
+            return self.all_gather(nbytes, size, stride)
+        inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
+        slowest = max(inside / self.nvlink, (1 - inside) * self.gpus_per_node / self.node)
+        return self.ring_latency(size, stride) + nbytes * slowest
+
     def _stays_inside(self, size: int, stride: int) -> bool:
         """Whether no ring leaves its node. If groups do not divide a node evenly, some of them span two nodes."""
         ranks = size * stride

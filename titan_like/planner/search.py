@@ -332,7 +332,7 @@ class PipelineBounds:
 
 def _least_zero(work: Workload) -> int:
     """The ZeRO stage with the fastest microbatches: 2 accumulates only shards of gradients and gathers only once."""
-    return 2 if work.data_parallel > 1 else 0
+    return 2 if work.data_parallel * work.context > 1 else 0
 
 
 def _cell(work: Workload) -> tuple[int, int, int]:
@@ -350,6 +350,7 @@ _SCHEDULES = {name: number for number, name in enumerate(dict.fromkeys(("1f1b", 
 
 def _order(work: Workload) -> tuple[int, ...]:
     return (
+        work.context,
         work.pipeline,
         work.tensor,
         _MODES[work.recompute],

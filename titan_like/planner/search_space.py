@@ -1,8 +1,9 @@
 """Every layout that the trainer accepts for a model, a batch and a number of GPUs.
 
 The trainer's own rules decide what is valid. They are checked in parts, each once for all layouts that it is the same
-for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Context
-and expert parallelism stay as the configuration has them.
+for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Expert
+parallelism stays as the configuration has it. Processes share long sequences only: each has at least 4,096 tokens of
+one, and fewer where the configuration says so.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.layout import DEGREES, Layout
+from titan_like.parallel.layout import DEGREES, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import check_pipeline, check_rules, check_tensor_parallel
+from titan_like.train.rules import check_context_parallel, check_pipeline, check_rules, check_tensor_parallel
 
 # The keys that a search chooses, each with its name in `Workload`.
 SEARCHED = {
@@ -35,9 +36,11 @@ SEARCHED = {
     "training.micro_batch_size": "micro_batch_size",
     "activation_checkpoint.mode": "recompute",
     "activation_checkpoint.every_n_layers": "recompute_every",
+    "parallelism.context_parallel_degree": "context",
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
+_SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
 _EVERY = (1, 2, 3, 4, 8)  # recompute every n-th layer
 
 
@@ -60,8 +63,7 @@ class Space:
         if config.parallelism.data_parallel_shard_degree == -1:
             self.fixed = fixed - {"parallelism.data_parallel_shard_degree"}
         self.config = config
-        context = config.parallelism.context_parallel_degree
-        self._base = workload_of(config, model, Layout(1, 1, 1, context, 1))._replace(
+        self._base = workload_of(config, model, Layout(1, 1, 1, 1, 1))._replace(
             recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
@@ -77,11 +79,12 @@ class Space:
         """
         self._check_fixed()
         found = False
-        for tensor in self._choices("tensor", divisors(self.num_gpus)):
-            for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
-                for work in self._with_tensor(tensor, sequence):
-                    found = True
-                    yield work
+        for context in self._contexts():
+            for tensor in self._choices("tensor", divisors(self.num_gpus)):
+                for sequence in self._choices("sequence_parallel", [False, True] if tensor > 1 else [False]):
+                    for work in self._with_tensor(context, tensor, sequence):
+                        found = True
+                        yield work
         if not found:
             raise self.no_layout()
 
@@ -91,14 +94,14 @@ class Space:
         Raises:
             ConfigError: about the last of the fixed degrees, or about the stages.
         """
-        # Fixed degrees must divide the GPUs, and all together with the context degree must use every GPU.
-        degrees = {"parallelism.context_parallel_degree": self._base.context}
-        names = [degree.name for degree in DEGREES if _KEY.get(degree.name) in self.fixed]
-        degrees |= {_KEY[name]: self._choices(name, [])[0] for name in names}
+        # Fixed degrees must divide the GPUs, and all together must use every GPU.
+        choices = {"context": self._contexts()}
+        choices |= {degree.name: self._choices(degree.name, []) for degree in DEGREES if degree.name not in choices}
+        degrees = {_KEY[name]: found[0] for name, found in choices.items() if len(found) == 1}
         if 0 in degrees.values():
             raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
         product = prod(degrees.values())
-        if self.num_gpus % product or (len(names) == 4 and product != self.num_gpus):
+        if self.num_gpus % product or (len(degrees) == len(DEGREES) and product != self.num_gpus):
             key = list(degrees)[-1]
             given = {of: degree for of, degree in degrees.items() if degree != 1 or of == key}
             factors = " × ".join(f"{of.partition('.')[2]} {degree}" for of, degree in given.items())
@@ -125,12 +128,18 @@ class Space:
         problem = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
         return ConfigError("number of GPUs", self.num_gpus, problem)
 
-    def _with_tensor(self, tensor: int, sequence: bool) -> Iterator[Workload]:
+    def _contexts(self) -> list[int]:
+        """The context degrees to try: the fixed one, or those of long enough slices and the configuration's."""
+        own, length = self.config.parallelism.context_parallel_degree, self._base.seq_len
+        long = [n for n in divisors(self.num_gpus) if length >= _SLICE * n and length % (2 * n) == 0]
+        return self._choices("context", sorted({1, own, *long}))
+
+    def _with_tensor(self, context: int, tensor: int, sequence: bool) -> Iterator[Workload]:
         # The trainer's rules are asked as early as they can be decided, so that each refusal prunes most layouts.
-        context = self._base.context
-        work = self._base._replace(tensor=tensor, sequence_parallel=sequence)
-        left = self.num_gpus // (tensor * context)
-        if self.num_gpus % (tensor * context) or not self._accepts(check_tensor_parallel, work):
+        work = self._base._replace(context=context, tensor=tensor, sequence_parallel=sequence)
+        work = work._replace(context_method=method_of(self.configured(work), self.model).name)
+        left, rest = divmod(self.num_gpus, tensor * context)
+        if rest or not all(self._accepts(rule, work) for rule in (check_tensor_parallel, check_context_parallel)):
             return
         for pipeline in self._choices("pipeline", [p for p in divisors(left) if p <= self.model.num_layers]):
             if left % pipeline:

@@ -358,7 +358,7 @@ def _context_parallel_calls(
     A recomputed layer repeats what its forward pass moves.
     """
     training, section, recompute = config.training, config.parallelism, config.activation_checkpoint
-    size, method, length = section.context_parallel_degree, method_of(section), sample_length(config, model)
+    size, method, length = section.context_parallel_degree, method_of(config, model).name, sample_length(config, model)
     element, kinds, parts = BYTES[training.dtype], kinds_of_layers(model), description(model)
     lengths, row = (length.encoder, length.decoder), training.micro_batch_size * model.head_dim
     heads, kv_heads = (n // section.tensor_parallel_degree for n in (model.num_attention_heads, model.num_kv_heads))

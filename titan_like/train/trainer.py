@@ -32,6 +32,7 @@ from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor
 from titan_like.parallel.compile_cache import CompileCache
+from titan_like.parallel.layout import method_of
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
 from titan_like.train.issued_step import IssuedStep, copy_to_host, stamp
@@ -429,4 +430,5 @@ def describe_run(run: Run) -> str:
     return (
         f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
+        + (f", {method_of(run.config, run.model).told}" if run.layout.context > 1 else "")
     )

@@ -72,7 +72,7 @@ class TrainingState:
         dp_mesh = data_parallel_mesh(mesh)
         self.token_group = dp_mesh.get_group()  # of the ranks with other samples, or other slices of the same ones
         self.dp_rank, self.dp_size = dp_mesh.get_local_rank() // run.layout.context, run.layout.data_parallel
-        self.slices = slices_of(config, mesh)
+        self.slices = slices_of(config, run.model, mesh)
         self.pp_group = mesh.get_group("pp")
 
         seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)

@@ -20,7 +20,7 @@ from titan_like.data.batch_size import rampup_batch_sizes
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout, resolve_layout
+from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 from titan_like.parallel.split import LAYER_UNIT_BYTES, layers_per_stage
 from titan_like.train.rules import check_rules
@@ -103,6 +103,7 @@ def shrink(
     virtual = section.virtual_stages_per_rank if keep_layout else min(section.virtual_stages_per_rank, 3)
     stages = degrees.pipeline * stages_per_rank(section.pipeline_schedule, virtual) if degrees.pipeline > 1 else 1
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
+    method = method_of(config, model).name  # that of the original: `auto` could choose another one for a small model
     unit = degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)  # that sequences are multiples of
     per_stage = section.pipeline_layers if full_size and keep_layout else None
     if not full_size:
@@ -113,7 +114,7 @@ def shrink(
             had = layout.pipeline * stages_per_rank(section.pipeline_schedule, section.virtual_stages_per_rank)
             per_stage = two_kinds(layers_per_stage(config, model, had), sum(model.layer_counts[:-1]), stages)
         for_float8 = config.float8.enable
-        groups = degrees.context if section.context_parallel_method == "ulysses" else 1
+        groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
         fields |= fields_of_length(model, training.seq_len, seq_len)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
@@ -157,6 +158,7 @@ def shrink(
         "optimizer.clip_threshold": min(config.optimizer.clip_threshold, 0.5),
         "lr_scheduler.warmup_steps": warmup,
         "lr_scheduler.decay_steps": decay_steps,
+        "parallelism.context_parallel_method": method,
         "parallelism.virtual_stages_per_rank": virtual,
         "parallelism.pipeline_layers": per_stage,
         "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),

@@ -53,6 +53,7 @@ CHOSEN = (
 
 _LEAST_MEMORY = {"parallelism.zero_stage": 3, "training.micro_batch_size": 1}
 _PLAIN = {
+    "parallelism.context_parallel_degree": 1,
     "parallelism.pipeline_schedule": "1f1b",
     "parallelism.virtual_stages_per_rank": 1,
     "parallelism.data_parallel_replicate_degree": 1,

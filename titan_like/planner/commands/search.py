@@ -93,7 +93,7 @@ def describe(found: Found) -> str:
     """The best layouts as a table."""
     lines = [*summary(found), ""]
     lines.append(
-        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>9s} {'micro':>5s} "
+        f"{'':>3s} {'tensor':>7s} {'pipeline':>9s} {'schedule':23s} {'ZeRO':>4s} {'data':>12s} {'micro':>5s} "
         f"{'recompute':11s} {'step s':>9s} {'slower':>7s} {'GiB':>6s}  why"
     )
     best = found.best
@@ -110,11 +110,12 @@ def _columns(one: Candidate, best: Candidate) -> str:
     tensor = f"{work.tensor}{' sp' if work.sequence_parallel else ''}"
     pipeline = f"{work.pipeline}" + (f" × {work.virtual_stages}" if work.virtual_stages > 1 else "")
     data = f"{work.replicate} × {work.shard}" if work.replicate > 1 else f"{work.shard}"
+    data += f" cp {work.context}" if work.context > 1 else ""
     recompute = work.recompute + (f" 1/{work.recompute_every}" if work.recompute_every > 1 else "")
     schedule = work.schedule if work.pipeline > 1 else ""
     slower = f"{100 * (one.time.total / best.time.total - 1):+.1f} %"
     return (
-        f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>9s} {work.micro_batch_size:>5d} "
+        f"{tensor:>7s} {pipeline:>9s} {schedule:23s} {work.zero_stage:>4d} {data:>12s} {work.micro_batch_size:>5d} "
         f"{recompute:11s} {one.time.total:9.3f} {slower:>7s} {one.memory_bytes / 2**30:6.1f}"
     )
 

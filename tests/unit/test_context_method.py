@@ -1,0 +1,175 @@
+"""Which method lets processes share a sequence: the rule of `auto`, and the planner's times that it must agree with."""
+
+import pytest
+
+from tests.unit.planner_cases import flavor, random_workloads
+from titan_like.config import load_config
+from titan_like.metrics.devices import find_device
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout, best_method, method_of
+from titan_like.planner.layer_time import layer_cost
+from titan_like.planner.memory import memory
+from titan_like.planner.predict import default_profile
+from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.search import search
+from titan_like.planner.search_space import Space
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import Workload
+from titan_like.verify.shrink import shrink
+
+METHODS = ("all_gather", "ulysses", "ring")
+LLAMA = flavor("llama", "llama3.1_8b", max_seq_len=2**20)  # 32 query heads, 8 key-value heads
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "tensor", "may_be_ring", "expected"),
+    [
+        (LLAMA, 2, 1, True, "all_gather"),
+        (LLAMA, 4, 1, True, "all_gather"),  # ulysses sends (32 + 8) / (4 · 8) = 1.25 times as much
+        (LLAMA, 8, 1, True, "ulysses"),  # 0.625 times
+        (LLAMA, 8, 2, True, "all_gather"),  # 4 key-value heads on a process
+        (LLAMA, 16, 1, True, "all_gather"),  # gathered: 16 · 2048 of 4 · (4096 + 4096 + 14336) elements, 36 %
+        (LLAMA, 32, 1, True, "ring"),  # 73 %
+        (LLAMA, 32, 1, False, "all_gather"),
+        (flavor("llama", "llama3.1_405b"), 16, 8, True, "all_gather"),  # as arXiv 2407.21783 does
+        (flavor("gpt", "gpt3_175b"), 4, 8, True, "ulysses"),
+        (flavor("gpt", "gpt3_175b"), 2, 8, True, "all_gather"),  # equally much
+        (flavor("t5", "debug"), 4, 1, True, "all_gather"),
+    ],
+)
+def test_auto_takes_what_sends_least_and_fits(model, size, tensor, may_be_ring, expected):
+    assert best_method(model, size, tensor, may_be_ring).name == expected
+
+
+def run(*settings):
+    base = ["--model.family=llama", "--model.flavor=llama3.1_8b", "--training.steps=1", "--training.dtype=bfloat16"]
+    return load_config([*base, "--training.seq_len=131072", *settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], "ring"),
+        (["--training.dtype=float32"], "all_gather"),
+        (["--data.reset_attention_mask=true"], "all_gather"),
+        (["--data.prefix_lm=true"], "all_gather"),
+        (["--parallelism.context_parallel_method=all_gather"], "all_gather"),
+    ],
+)
+def test_a_ring_is_chosen_only_where_it_has_fast_kernels(settings, expected):
+    config = run("--parallelism.context_parallel_degree=32", *settings)
+    assert method_of(config, model_config(config.model)).name == expected
+
+
+def test_a_verified_run_keeps_the_method_of_the_original():
+    config = run("--parallelism.context_parallel_degree=8")
+    small = shrink(config, Layout(1, 1, 1, 8, 1), 3).config
+    degrees = Layout.of(small.parallelism)
+    assert small.parallelism.context_parallel_method == "ulysses"
+    assert 1 < degrees.context < 8
+    assert model_config(small.model).num_kv_heads % (degrees.context * degrees.tensor) == 0
+
+
+# Model, tokens, tensor and context degrees.
+LAYOUTS = [
+    (LLAMA, 131072, 1, 4),
+    (LLAMA, 131072, 1, 8),
+    (LLAMA, 131072, 2, 4),
+    (LLAMA, 1048576, 1, 16),
+    (LLAMA, 1048576, 1, 32),
+    (LLAMA, 1048576, 1, 64),
+    (flavor("llama", "llama3.1_405b"), 131072, 8, 16),
+    (flavor("gpt", "gpt3_13b", max_seq_len=2**20), 131072, 1, 8),
+    (flavor("gpt", "gpt3_175b", max_seq_len=2**20), 131072, 8, 4),
+    (flavor("gpt", "gpt3_175b", max_seq_len=2**20), 131072, 1, 16),  # over two nodes
+    (flavor("gpt", "gpt3_175b", max_seq_len=2**20), 131072, 1, 32),
+]
+
+
+def of_method(model, seq_len, tensor, size, method, recompute):
+    """64 sequences in a step, which as many groups of processes share."""
+    work = Workload(model, seq_len, 1, 64, tensor, context=size, context_method=method, shard=64, zero_stage=3)
+    return work._replace(sequence_parallel=tensor > 1, recompute=recompute, causal=True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("model", "seq_len", "tensor", "size"), LAYOUTS)
+def test_auto_is_nearly_the_fastest_of_the_methods_that_need_little_memory(model, seq_len, tensor, size, recompute):
+    profile = default_profile(find_device("H100"))
+    allowed = [m for m in METHODS if m != "ulysses" or model.num_kv_heads // tensor % size == 0]
+    works = {m: of_method(model, seq_len, tensor, size, m, recompute) for m in allowed}
+    seconds = {method: step_time(work, profile).total for method, work in works.items()}
+    held = {method: memory(work, profile).ranks[0].activations for method, work in works.items()}
+    chosen = best_method(model, size, tensor, True).name
+    small = [method for method in allowed if held[method] <= 1.5 * min(held.values())]
+    fastest = min(small, key=lambda method: seconds[method])
+    assert chosen in small
+    # A ring is for its memory.
+    assert chosen == fastest or (chosen == "ring" and seconds["ring"] <= 1.03 * seconds[fastest])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rate", ["nvlink_efficiency", "node_bandwidth"])
+def test_a_step_slows_down_steadily_with_its_links(method, rate):
+    """A link that is 1 % slower lengthens what it sends by 1 %, and what does not hide behind passes by a bit more."""
+    profile = builtin_profiles()["titan_h100"]
+    works = [work._replace(context=4, context_method=method) for work in random_workloads(60, seed=5)]
+    for work in [one for one in works if method != "ulysses" or one.model.num_kv_heads // one.tensor % 4 == 0]:
+        rates = [getattr(profile, rate) / 1.01**power for power in range(0, 500, 20)]
+        times = [
+            (
+                step_time(work, profile.changed(**{rate: value})).total,
+                step_time(work, profile.changed(**{rate: value / 1.01})).total,
+            )
+            for value in rates
+        ]
+        assert all(fast * (1 - 1e-12) <= slow <= 1.02 * fast for fast, slow in times)
+
+
+def test_a_ring_hides_its_messages_behind_attention():
+    """Against sums by hand: Llama 3.1 8B, 4 processes of a node, 131,072 tokens in bfloat16."""
+    quiet = builtin_profiles()["titan_h100"].changed(nvlink_latency=0.0, tensor_exposed=1.0)
+    work = Workload(LLAMA, 131072, 1, 16, context=4, context_method="ring", dtype="bfloat16")
+    block, rate = 2 * 32768 * 8 * 128 * 2, 450e9 * quiet.nvlink_efficiency  # bytes of keys and values; bytes a second
+    fast = layer_cost(work, quiet)
+    assert fast.forward_tensor == 0
+    assert fast.backward_tensor == pytest.approx((2 * block + 4 * 2 * block) / rate)  # the gradients are in float32
+    slow = layer_cost(work, quiet.changed(nvlink_efficiency=quiet.nvlink_efficiency / 1e4))
+    attention = 2 * 131072**2 * 4096 / 4 / (989.4e12 * quiet.attention_efficiency)
+    merges = 4 * (6 * 4 + 2) * 32768 * 4096 / quiet.memory_rate
+    assert slow.forward_tensor == pytest.approx(3 * (1e4 * block / rate - (attention + merges) / 4))
+    assert slow.forward - layer_cost(work._replace(context_method="ulysses"), quiet).forward == pytest.approx(merges)
+
+
+def test_messages_of_an_all_to_all_between_nodes_share_the_cards():
+    links = builtin_profiles()["titan_h100"].changed(nvlink_latency=0.0, network_latency=0.0).links
+    assert links.all_to_all(8e9, 8, 1) == pytest.approx(7e9 / links.nvlink)
+    assert links.all_to_all(8e9, 16, 1) == pytest.approx(8 * 4e9 / links.node)  # half of what each of 8 GPUs has
+    assert links.all_to_all(8e9, 4, 8) == pytest.approx(links.all_gather(8e9, 4, 8))  # one process of a group a node
+
+
+LONG = ["--cluster.gpu=H100", "--cluster.gpus_per_node=8", "--training.global_batch_size=4"]
+
+
+def test_the_search_lets_processes_share_long_sequences():
+    """More GPUs than sequences: the best of all degrees is what searches with each degree find."""
+    config = run(*LONG)
+    found = search(config, 32, kinds=1)
+    fixed = frozenset({"parallelism.context_parallel_degree"})
+    alone = [
+        search(run(*LONG, f"--parallelism.context_parallel_degree={size}"), 32, fixed=fixed, kinds=1).best
+        for size in (1, 2, 4, 8, 16, 32)
+    ]
+    assert found.best.time.total == min(one.time.total for one in alone)
+    assert found.best.work.context > 1
+    assert found.config.parallelism.context_parallel_degree == found.best.work.context
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "own", "expected"),
+    [(4096, 1, {1}), (4096, 2, {1, 2}), (16384, 1, {1, 2, 4}), (12288, 1, {1, 2, 3}), (12290, 1, {1})],
+)
+def test_short_sequences_stay_whole(seq_len, own, expected):
+    config = run(*LONG, f"--training.seq_len={seq_len}", f"--parallelism.context_parallel_degree={own}")
+    groups = Space(config, model_config(config.model), 24).groups()
+    assert {group.context for group in groups} == expected
