@@ -34,8 +34,8 @@ def decoder_sees_the_future() -> Iterator[None]:
     """The decoder's bias hides no key."""
     original = RelativeBias.forward
 
-    def forward(self: RelativeBias, seq_len: int) -> torch.Tensor:
-        bias = original(self, seq_len)
+    def forward(self: RelativeBias, queries: torch.Tensor, num_keys: int) -> torch.Tensor:
+        bias = original(self, queries, num_keys)
         return bias.masked_fill(bias.isneginf(), 0.0)
 
     with patch.object(RelativeBias, "forward", forward):

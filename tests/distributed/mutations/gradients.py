@@ -308,7 +308,7 @@ def norms_cast_once() -> Iterator[None]:
     def is_new(copy: torch.Tensor, master: torch.Tensor) -> bool:
         was_known = copy.data_ptr() in known
         known.add(copy.data_ptr())
-        return master.ndim > 1 or not was_known or copy.dtype == master.dtype
+        return master.ndim > 1 or not was_known or copy.dtype.itemsize > 2
 
     def cast_matrices(copies: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
         changed = [n for n, (copy, master) in enumerate(zip(copies, masters, strict=True)) if is_new(copy, master)]
