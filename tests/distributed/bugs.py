@@ -139,6 +139,7 @@ BUGS = [
     (context.gradients_summed_over_data_alone, [*GATHER, *ZERO_0[2:]], "context_parallel", Row.GRADIENT, "output"),
     (context.gradients_averaged_over_slices, [*GATHER, *ZERO_3[2:]], "zero_stage", Row.GRADIENT, "output"),
     (context.ring_gradients_scaled, RING, "context_parallel", Row.GRADIENT, "layers."),
+    (context.ring_gradients_in_bfloat16, [*RING, *BFLOAT16[:2]], "context_parallel", Row.SUMS, "gradients of keys"),
     (context.backward_ring_stands_still, RING, "context_parallel", Row.GRADIENT, "layers."),
     (context.last_step_of_the_ring_skipped, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),
     (context.denominators_merged_in_bfloat16, RING, "context_parallel", Row.LOSS, "layers.0.attention.core"),

@@ -246,7 +246,7 @@ def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13(batch):
     assert next(iter(times)) == (8, 8)
     assert set(times) == {(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)}
     across = next(one for one in found.ranked if one.work.tensor == 16)
-    assert "tensor-parallel traffic" in why_slower(found.best, across, found.profile)
+    assert "traffic within layers" in why_slower(found.best, across, found.profile)
     assert "over 2 nodes" in why_slower(found.best, across, found.profile)
     deep = next(one for one in found.ranked if one.work.pipeline == 32)
     assert "bubble" in why_slower(found.best, deep, found.profile)

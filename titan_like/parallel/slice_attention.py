@@ -55,7 +55,8 @@ def slice_attention(
         group: the processes that share the sequence.
         travels: whether keys are passed on.
     """
-    if first is None and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):  # which flash attention lacks
+    has_flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    if first is None and q.is_cuda and not has_flash:
         length = q.shape[2] * group.size
         places = places_of(length, group.size, group.rank).to(q.device).expand(len(q), -1)
         first, end = torch.zeros_like(places), places + 1 if is_causal else torch.full_like(places, length)

@@ -19,7 +19,7 @@ from titan_like.train.environment import environment_number
 _NAMES = {
     "compute": "computation",
     "recompute": "recomputation",
-    "tensor": "tensor-parallel traffic",
+    "tensor": "traffic within layers",
     "messages": "pipeline messages",
     "bubble": "bubble",
     "data": "data-parallel traffic",

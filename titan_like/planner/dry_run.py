@@ -345,7 +345,12 @@ def format_dry_run(run: DryRun) -> str:
 
 
 def _places(run: DryRun) -> list[str]:
-    places = [f"{name} {coordinate} of {size}" for name, (coordinate, size) in run.mesh.items()]
+    mesh = list(run.mesh.items())
+    if run.context > 1:  # the innermost ranks of dp_shard
+        (coordinate, size), at = run.mesh["dp_shard"], [name for name, _ in mesh].index("dp_shard")
+        (shard, context), shards = divmod(coordinate, run.context), size // run.context
+        mesh[at : at + 1] = [("dp_shard", (shard, shards)), ("cp", (context, run.context))]
+    places = [f"{name} {coordinate} of {size}" for name, (coordinate, size) in mesh]
     return places if run.node is None else [*places, f"node {run.node[0]}, GPU {run.node[1]}"]
 
 

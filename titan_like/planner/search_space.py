@@ -40,7 +40,7 @@ SEARCHED = {
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
-_SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
+SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
 _EVERY = (1, 2, 3, 4, 8)  # recompute every n-th layer
 
 
@@ -131,7 +131,7 @@ class Space:
     def _contexts(self) -> list[int]:
         """The context degrees to try: the fixed one, or those of long enough slices and the configuration's."""
         own, length = self.config.parallelism.context_parallel_degree, self._base.seq_len
-        long = [n for n in divisors(self.num_gpus) if length >= _SLICE * n and length % (2 * n) == 0]
+        long = [n for n in divisors(self.num_gpus) if length >= SLICE * n and length % (2 * n) == 0]
         return self._choices("context", sorted({1, own, *long}))
 
     def _with_tensor(self, context: int, tensor: int, sequence: bool) -> Iterator[Workload]:

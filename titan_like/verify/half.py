@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import LossScaler
+from titan_like.parallel import slice_attention
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
 from titan_like.verify.watch import WatchedTrainer, digest
 
+TRAVELLING = "gradients of keys"
 _GROWTH = 1000  # good steps in a row after which float16's loss scale doubles
 _SPARE_BITS = {"bfloat16": 16, "float16": 13}  # of a float32 mantissa that the half type lacks
 # By the names of all versions of torch. Tensor parallelism and pipelines send activations in other ways.
@@ -34,21 +36,33 @@ def finer(numbers: torch.Tensor, dtype: str) -> int:
 
 @contextmanager
 def watched_sums(note: Callable[[str, torch.dtype], None]) -> Iterator[None]:
-    """Call ``note`` with the name and the type of each floating-point tensor of a sum between processes."""
+    """Call ``note`` with the name and the type of each floating-point tensor of a sum between processes.
+
+    The name is that of torch's function, or `TRAVELLING` for the gradients that a ring passes on.
+    """
+    exchange, travelling = slice_attention._exchange, [False]
+
+    def watched_exchange(*ring: Any) -> torch.Tensor:
+        travelling[0] = True
+        try:
+            return exchange(*ring)
+        finally:
+            travelling[0] = False
+
+    def noted(original: Callable, name: str, *args: Any, **options: Any) -> Any:
+        for value in (*args, *options.values()):
+            sent = [operation.tensor for operation in value] if name == "batch_isend_irecv" else [value]
+            for tensor in sent:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    note(TRAVELLING if travelling[0] else name, tensor.dtype)
+        return original(*args, **options)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(slice_attention, "_exchange", watched_exchange))
         for name in _SUMS:
             if original := getattr(dist, name, None):
-                stack.enter_context(patch.object(dist, name, partial(_noted, original, name, note)))
+                stack.enter_context(patch.object(dist, name, partial(noted, original, name)))
         yield
-
-
-def _noted(original: Callable, name: str, note: Callable[[str, torch.dtype], None], *args: Any, **options: Any) -> Any:
-    for value in (*args, *options.values()):
-        sent = [operation.tensor for operation in value] if name == "batch_isend_irecv" else [value]
-        for tensor in sent:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                note(name, tensor.dtype)
-    return original(*args, **options)
 
 
 def state_of(scaler: LossScaler) -> tuple[float, int]:
@@ -89,7 +103,8 @@ def check_validated(report: Report, trainer: Trainer) -> None:
         return
     masters = [local_part(parameter)[0] for parameter in trainer.model.parameters()]
     kept = [master.clone() for master in masters]
-    torch._foreach_mul_(masters, 2)
+    for master in masters:
+        master.mul_(2)
     Trainer.validate(trainer)
     for name, copy, master in copies:
         told = None if torch.equal(copy, master.to(copy.dtype)) else "they lack the last change of the weights"

@@ -20,6 +20,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.sentence_pairs import Samples
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
+from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer, replace_forward
@@ -116,8 +117,25 @@ def _rotary(model: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, torch.
     """(cos, sin), each [*positions.shape, head_dim / 2], one position at a time, and as precise as the model's own."""
     config = model.config
     turns = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, positions.device)
+    defined = turns.new_tensor([_turn(config, pair) for pair in range(config.head_dim // 2)])
+    if not torch.allclose(turns, defined, rtol=1e-5, atol=0.0):  # else the model's own, which float32 rounds
+        turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
     return angles.cos(), angles.sin()
+
+
+def _turn(config: LlamaConfig, pair: int) -> float:
+    """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
+    angle, scaling = config.rope_theta ** (-2 * pair / config.head_dim), config.rope_scaling
+    if scaling is None:
+        return angle
+    context, wave = scaling.original_max_seq_len, 2 * math.pi / angle
+    if wave < context / scaling.high_freq_factor:
+        return angle
+    if wave > context / scaling.low_freq_factor:
+        return angle / scaling.factor
+    smooth = (context / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return (1 - smooth) * angle / scaling.factor + smooth * angle
 
 
 def _attend_to_pairs(

@@ -36,6 +36,7 @@ from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
 from titan_like.verify.half import (
+    TRAVELLING,
     check_loss_scaler,
     check_resumed,
     check_validated,
@@ -144,9 +145,10 @@ class ObservedTrainer(WatchedTrainer):
         """Check that a sum is computed in float32, or if it is of gradients between processes in their type."""
         if self.is_in_passes and name == "batch_isend_irecv":  # a ring passes keys and values on
             return
-        allowed = {self.config.training.reduce_dtype} if self.is_in_passes else set()
+        of_weights = self.is_in_passes and name != TRAVELLING
+        allowed = {self.config.training.reduce_dtype} if of_weights else set()
         told = str(dtype).removeprefix("torch.")
-        self.types_of_sums |= {told} if self.is_in_passes else set()
+        self.types_of_sums |= {told} if of_weights else set()
         key = Key(min(self.step + 1, self.num_steps), Row.SUMS, name)
         self.report.exact(key, f"it is in {told}" if told in HALF and told not in allowed else None)
 

@@ -260,3 +260,15 @@ def pieces_of_gathered_keys_end_early() -> Iterator[None]:
 
     with patch.object(slice_attention, "_blocks", blocks):
         yield
+
+
+@contextmanager
+def ring_gradients_in_bfloat16() -> Iterator[None]:
+    """The gradients of keys and values travel in the model's type."""
+    original = slice_attention._exchange
+
+    def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
+        return original(block.bfloat16(), name, size, rank).to(block.dtype)
+
+    with patch.object(slice_attention, "_exchange", exchange):
+        yield

@@ -26,7 +26,7 @@ from titan_like.planner.commands.outcome import (
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import forecast
 from titan_like.planner.search import Candidate, Counts, Found, search
-from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
+from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 
 _TOO_LARGE_SHOWN = 3
 _MOST_GPUS = 1_000_000
@@ -85,8 +85,13 @@ def summary(found: Found) -> list[str]:
         f"{found.profile.device.name}",
         f"fastest of {counts.valid:,} valid layouts on {gpus(found.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and closed forms show that the "
-        "others are slower",
+        f"others are slower{_of_slices(found)}",
     ]
+
+
+def _of_slices(found: Found) -> str:
+    is_chosen = "parallelism.context_parallel_degree" not in found.space.fixed and found.best.work.context > 1
+    return f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if is_chosen else ""
 
 
 def describe(found: Found) -> str:
