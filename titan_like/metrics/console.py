@@ -46,6 +46,8 @@ def format_log_line(
         f"samples per second: {samples / seconds:.3f}",
         f"TFLOPs: {tflops:.2f}",
     ]
+    if last.experts:
+        parts.append(f"balance loss: {last.experts['balance_loss']:.4f}")
     if last.throughput.mfu_model is not None:
         mfu = sum((record.throughput.mfu_model or 0) * record.step_time_s for record in records) / seconds
         parts.append(f"MFU: {100 * mfu:.1f}%")
