@@ -1,9 +1,9 @@
 """A layer's experts, and the router that chooses some of them for each token.
 
 Shapes: n tokens, k experts a token, E experts. Tokens are sorted by expert once, so that each expert multiplies
-consecutive rows. Nothing is padded, no token is dropped, and on a GPU the host waits for nothing. All sums over a
-token's experts are over a dimension of its own, never atomic additions, so results do not depend on the order in which
-kernels run.
+consecutive rows. Nothing is padded and no token is dropped. In bfloat16 all experts' products are one kernel and the
+host waits for nothing; in other types the host loops over experts. All sums over a token's experts are over a dimension
+of its own, never atomic additions, so results do not depend on the order in which kernels run.
 
 Results that a router counts are those of training alone: `counts` and `loss_sums` grow with every forward pass,
 recomputed ones too. Both are divided by the number of tokens counted, so that a recomputation changes nothing.
@@ -166,9 +166,8 @@ class ExpertLinear(nn.Module):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out]."""
         weight = self.weight.view(self.num_experts, self.out_features, self.in_features)
-        # torch's grouped product needs rows of whole 16 bytes, and knows no float64.
-        is_aligned = all(size * x.element_size() % 16 == 0 for size in (self.in_features, self.out_features))
-        if is_aligned and x.dtype != torch.float64:
+        # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
+        if x.dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0:
             return grouped_product(x, weight.transpose(1, 2), ends)
         return expert_product(x, weight, ends)
 
