@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.hugging_face_cases import llama_config, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights, load_checkpoint, model_tensors
 from titan_like.config.errors import ConfigError
-from titan_like.config.load import edit
+from titan_like.config.load import edit, load_config
 from titan_like.config.schema import JobConfig, Model
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import SparseMLP, expert_product
 from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
+from titan_like.planner.dry_run import dry_run
+from titan_like.planner.predict import predict
 from titan_like.train.rules import resolve_settings
 
+DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]
 SWITCHES: list[dict[str, Any]] = [
     {},
     {"renormalize": False, "experts_per_token": 3},
@@ -275,6 +279,22 @@ def test_what_does_not_work_yet_is_refused(settings, processes, told):
     with pytest.raises(ConfigError) as refused:
         resolve_settings(config, processes)
     assert told in str(refused.value)
+
+
+def test_the_planner_says_that_it_knows_no_experts():
+    config = load_config([*DEBUG, "--cluster.gpu=H100", "--parallelism.zero_stage=0"])
+    with pytest.raises(ConfigError, match=r'model.family = "moe": is not predicted yet'):
+        predict(config)
+
+
+def test_a_dry_run_counts_what_a_token_uses():
+    """Each of 16 processes has its share of the 8 experts."""
+    settings = ["--model.flavor=mixtral_8x7b", "--training.global_batch_size=64", "--checkpoint.enable=false"]
+    found = dry_run(load_config([*DEBUG, *settings, "--cluster.nodes=2", "--cluster.gpus_per_node=8"]))
+    total, expert = 46_702_792_704, 3 * 4096 * 14336  # mistralai/Mixtral-8x7B-v0.1 has this many
+    assert (found.num_parameters, found.active_parameters) == (total, total - 32 * 6 * expert)
+    routers = 32 * 8 * 4096  # of which 8 processes have a row
+    assert 0 <= found.state.num_parameters - total / 16 <= routers / 16
 
 
 def test_flavors_have_the_parameters_that_their_authors_give():

@@ -65,6 +65,11 @@ def _mean(values: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
+def parameters_told(total: int, active: int) -> str:
+    """Numbers of parameters, and of those that a token uses, in words."""
+    return f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
+
+
 def format_validation(step: int, loss: float, losses: Mapping[str, float], evaluation: Mapping[str, float]) -> str:
     """The line about a validation: its loss, or the terms of it, and `evaluation.datasets`' figures as TASK/FIGURE."""
     figures = [f"{name.replace('/', ' ').replace('_', ' ')}: {value:.6g}" for name, value in evaluation.items()]

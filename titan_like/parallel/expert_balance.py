@@ -60,10 +60,10 @@ class ExpertBalance:
         Returns:
             `FIGURES`, float64, equal on all ranks; empty if the model has no routers.
         """
+        if not self.is_of_model:
+            return torch.empty(0, dtype=torch.float64, device=skip.device)
         losses = torch.zeros(4, dtype=torch.float64, device=skip.device)  # summed over layers; entropies; layers
         extremes = torch.full_like(losses[:2], -math.inf)
-        if not self.is_of_model:
-            return losses[:0]
         if self.routers:
             load, means = self._update(skip)
             entropies = torch.special.entr(load).sum(1) / math.log(load.shape[1])

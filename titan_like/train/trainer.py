@@ -21,7 +21,7 @@ from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
-from titan_like.metrics.console import format_log_line, format_sources, format_validation
+from titan_like.metrics.console import format_log_line, format_sources, format_validation, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
@@ -431,7 +431,8 @@ class Trainer(TrainingState):
 def describe_run(run: Run) -> str:
     """One line that says what is trained, on how many processes and in which layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
+    size = parameters_told(run.model.num_parameters(), run.model.active_parameters)
     return (
-        f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
+        f"{run.config.model.family} {run.config.model.flavor}: {size}, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
     )

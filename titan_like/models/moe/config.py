@@ -104,6 +104,13 @@ class MoEConfig(LlamaConfig):
         counts = self.num_dense_layers, self.num_layers - self.num_dense_layers
         return counts if counts[0] else counts[1:]
 
+    @property
+    def active_parameters(self) -> int:
+        """Trainable parameters, except those of experts that a token is not sent to."""
+        expert = 3 * self.hidden_size * self.expert_ffn_hidden_size
+        unused = (self.num_layers - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
+        return self.num_parameters() - unused * expert
+
     def with_layers(self, num_layers: int) -> dict[str, int]:
         """One dense layer, if there are any, and the others with experts."""
         return {"num_layers": num_layers, "num_dense_layers": min(self.num_dense_layers, 1)}
