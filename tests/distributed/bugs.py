@@ -313,7 +313,7 @@ BUGS = [
     (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
     (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
     (experts.weights_not_renormalised, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
-    (experts.bias_in_the_weights, [*MOE, *BIASED, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
+    (experts.bias_in_the_weights, [*MOE, *BIASED, *ONE], "one_process", Row.GRADIENT, "layers.0.mlp"),
     (experts.shared_experts_twice, [*MOE, *SHARED, *ONE], "one_process", Row.LOSS, "layers.1.mlp"),
     (experts.results_in_another_order, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
     (experts.loads_of_each_process, [*MOE, *ZERO_0], "data_parallel", Row.GRADIENT, "layers.1.mlp"),

@@ -331,8 +331,9 @@ def format_dry_run(run: DryRun) -> str:
     replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1] // run.context
     context = f", context {run.context}" if run.context > 1 else ""
     lines = [
-        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, "
-        f"{run.steps:,} steps of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, ZeRO {run.zero_stage}; "
+        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {run.steps:,} steps "
+        f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, "
+        f"ZeRO {run.zero_stage}; "
         f"{run.samples:,} samples, {run.tokens:,} tokens",
         f"data: {run.data}",
         *run.notes,
