@@ -1,4 +1,4 @@
-"""The figures of experts are those of the global batch: equal on all ranks, and in every layout those of one process."""
+"""The figures of experts are those of the global batch: in every layout, on all ranks, those of one process."""
 
 from __future__ import annotations
 
