@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.models.layers.experts import Router
+from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.model import ParallelModel
 
 FIGURES = ("balance_loss", "router_z_loss", "min_expert_share", "max_expert_share", "expert_load_entropy")
@@ -32,7 +33,9 @@ class ExpertBalance:
         self.token_group, self.pp_group = token_group, pp_group
         modules = (module for stage in model.stages for module in stage.module.modules())
         self.routers = [module for module in modules if isinstance(module, Router)]
-        self.is_of_model = hasattr(model.stages[0].module.config, "num_experts")  # of some stage, if not of this one
+        self.is_of_model = isinstance(
+            model.stages[0].module.config, MoEConfig
+        )  # some stage has routers, if not this one
         for name in ("load", "bias", "counts", "loss_sums", "loss_factor"):
             buffers = [getattr(router, name) for router in self.routers]
             if not buffers or buffers[0] is None:

@@ -17,6 +17,7 @@ from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay
@@ -207,7 +208,7 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
 
 def is_sparse(model: TransformerConfig) -> bool:
     """Whether the model's layers have experts."""
-    return hasattr(model, "num_experts")
+    return isinstance(model, MoEConfig)
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
