@@ -24,6 +24,8 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
 | `_foreach_mul_`, `_foreach_norm`, `_foreach_copy_`, `_foreach_add_` | all gradients in one kernel | all |
+| `_grouped_mm` | products of experts' rows with their matrices | where `torch.nn.functional` lacks `grouped_mm` |
+| `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `_utils._unflatten_dense_tensors` | all gradients in one allocation | all |
 
@@ -53,6 +55,7 @@ functional_collectives = torch.ops._c10d_functional
 
 SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; before, all layouts round the sum
 float8_product = torch.ops.aten._scaled_mm.default
+grouped_product_operator = torch.ops.aten._grouped_mm.default
 
 
 # On lists of tensors: multiply all by a scalar tensor of their dtype; copy to tensors that may have another dtype; add
@@ -60,6 +63,13 @@ float8_product = torch.ops.aten._scaled_mm.default
 multiply_all_, copy_all_ = torch._foreach_mul_, torch._foreach_copy_
 add_all_, norms_of = torch._foreach_add_, torch._foreach_norm
 views_of = torch._utils._unflatten_dense_tensors  # (one flat tensor, tensors) → its consecutive parts in their shapes
+
+
+def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[rows, in] and [groups, in, out] → [rows, out]. ``ends``, int32 [groups], says where each group's rows end."""
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        return torch.nn.functional.grouped_mm(x, matrices, offs=ends)
+    return torch._grouped_mm(x, matrices, offs=ends)
 
 
 def fused_adamw_(

@@ -9,6 +9,7 @@ from tests.distributed.mutations import (
     draws,
     dropout,
     encoder_decoder,
+    experts,
     float8,
     gradients,
     layers,
@@ -77,6 +78,11 @@ RACE = ["--job.config_file", str(REPO / "train_configs/race.toml")]
 NEXT = [*PAIRS, "--data.sentence_objective", "next_sentence"]
 # Rotary positions are relative, so they show only where tokens see other documents.
 POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
+
+MOE = ["--job.config_file", str(REPO / "train_configs/debug_moe.toml")]
+BIASED = ["--model.overrides.balance", "bias", "--model.overrides.router_score", "sigmoid"]
+SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_dense_layers", "1"]
+Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
 FLOAT8 = ["--float8.enable", "true"]
 FLOAT8_ROWS = [*FLOAT8, "--float8.recipe", "rowwise"]
@@ -307,6 +313,16 @@ BUGS = [
     (optimizers.shards_orthogonalised_alone, [*MUON, *ZERO_3], "zero_stage", Row.UPDATE, "layers.0"),
     (optimizers.parts_put_together_in_reverse, [*MUON, *SEQUENCE], "tensor_parallel", Row.UPDATE, "layers.0"),
     (optimizers.momentum_forgotten_in_later_stages, [*MUON, *PIPELINE], "pipeline_parallel", Row.UPDATE, "layers."),
+    (experts.weights_not_renormalised, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
+    (experts.bias_in_the_weights, [*MOE, *BIASED, *ONE], "one_process", Row.GRADIENT, "layers.0.mlp"),
+    (experts.shared_experts_twice, [*MOE, *SHARED, *ONE], "one_process", Row.LOSS, "layers.1.mlp"),
+    (experts.results_in_another_order, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
+    (experts.loads_of_each_process, [*MOE, *ZERO_0], "data_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.loads_of_each_process, [*MOE, *BIASED, *GATHER[2:]], "context_parallel", Row.LOSS, "layers."),
+    (experts.loads_of_skipped_steps, [*MOE, *ONE], "one_process", Row.GRADIENT, "layers.1.mlp"),
+    (experts.loads_forgotten_when_resumed, [*MOE, *DATA], "resume", Row.GRADIENT, "layers.1.mlp"),
+    (experts.balance_times_microbatches, [*MOE, *ACCUMULATION], "accumulation", Row.GRADIENT, "layers.1.mlp"),
+    (experts.later_stages_without_balance, [*MOE, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "layers.2.mlp"),
     (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
     # Scales that are powers of 2 matter only to numbers that are too small for float8.

@@ -29,6 +29,11 @@ LAYOUTS = {
     "pipeline, tied, zero bubble": pipeline(2, "zbv_zero_bubble")
     | {"model.overrides": {"num_layers": 4, "hidden_size": 32}},
     "float16": {"training.dtype": "float16", "training.micro_batch_size": 4},
+    "experts": {
+        "model.family": "moe",
+        "training.dtype": "bfloat16",
+        "model.overrides": {"num_layers": 2, "hidden_size": 32, "expert_ffn_hidden_size": 16, "balance": "bias"},
+    },
     "spikes": {"health.loss_spike_factor": 6.0, "health.loss_spike_window": 4},
 }
 

@@ -104,7 +104,7 @@ def test_it_is_planned_and_run_dry(home: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "wanted"),
     [
-        ("primmer", "unknown name; did you mean primer? there are absent, bert, function, gpt, llama, primer"),
+        ("primmer", "unknown name; did you mean primer? there are absent, bert, function, gpt, llama, moe, primer"),
         ("absent", "its entry point, my_models.absent.config:AbsentConfig, cannot be imported (No module named"),
         ("function", "its entry point, my_models.primer.model:build, is not a family; it must be a subclass of"),
     ],

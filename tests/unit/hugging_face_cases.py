@@ -6,11 +6,13 @@ import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titan_like.checkpoint.loader import model_tensors
@@ -20,6 +22,7 @@ from titan_like.models import hugging_face
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.models.t5.config import T5Config
 
@@ -50,8 +53,22 @@ def t5_config(**values: Any) -> T5Config:
     return T5Config.model_validate(COMMON | own | values)
 
 
-def family_of(config: GPTConfig | LlamaConfig | BertConfig | T5Config) -> str:
-    return {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert", T5Config: "t5"}[type(config)]
+def moe_config(**values: Any) -> MoEConfig:
+    own = {"hidden_size": 64, "num_kv_heads": 2, "norm_eps": 1e-4, "rope_theta": 500.0}
+    own |= {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
+    return MoEConfig.model_validate(COMMON | own | values)
+
+
+MOE = {
+    "mixtral": moe_config(head_size=24),
+    "qwen3_moe": moe_config(qk_norm="head", head_size=32, num_dense_layers=1, ffn_hidden_size=40, renormalize=False),
+    "olmoe": moe_config(qk_norm="all", num_kv_heads=4, renormalize=False, experts_per_token=3),
+}
+
+
+def family_of(config: GPTConfig | LlamaConfig | BertConfig | T5Config | MoEConfig) -> str:
+    families = {GPTConfig: "gpt", LlamaConfig: "llama", BertConfig: "bert", T5Config: "t5", MoEConfig: "moe"}
+    return families[type(config)]
 
 
 def random_model(config, size=0.15, seed=11):
@@ -92,6 +109,15 @@ def reference_of(model):
     and computes other logits from a wrong layout, since every weight of `random_model` is another number.
     """
     theirs = reference_model(model.config).to(next(model.parameters()).dtype)
+    if isinstance(model.config, MoEConfig):  # in memory it stacks experts, which only its reader of files does
+        with TemporaryDirectory() as folder:
+            theirs.config.save_pretrained(folder)
+            state = {name: tensor.clone() for name, tensor in reference_state(model).items()}
+            save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            options = {"dtype": theirs.dtype, "experts_implementation": "eager"}  # others know no float64
+            theirs, found = type(theirs).from_pretrained(folder, output_loading_info=True, **options)
+            assert not any(found.values()), found
+        return theirs.eval()
     theirs.load_state_dict(reference_state(model))
     return theirs.eval()
 

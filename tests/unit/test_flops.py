@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from tests.losses import summed_loss
 from titan_like.config.schema import ActivationCheckpoint
@@ -126,14 +126,20 @@ def decoder_of(model):
     return {"decoder_seq_len": DECODER} if model.has_decoder else {}
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
+@register_flop_formula([torch.ops.titan_like.expert_product, torch.ops.titan_like.expert_weight_gradient])
+def _(rows, other, *_, **__):
+    """Each row is multiplied with a matrix [out, in], or with another row into one."""
+    return 2 * rows[0] * rows[1] * other[1]
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "moe"])
 @pytest.mark.parametrize("seq", [64, 192])
 def test_model_flops_equal_what_torch_counts(family, seq):
     model = flavor(family, "debug")
     assert model_flops_per_token(model, seq, **decoder_of(model)) == counted_flops_per_token(family, model, seq)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "moe"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("every_n_layers", [1, 3])
 def test_hardware_flops_equal_what_torch_counts(family, mode, every_n_layers):

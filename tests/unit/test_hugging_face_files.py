@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.hugging_face_cases import (
+    MOE,
     SCALING,
     bert_config,
     gpt_config,
@@ -53,6 +54,7 @@ MODELS = {
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
     "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
+    **{name: config.model_copy(update={"vocab_size": VOCAB}) for name, config in MOE.items()},
     "llama, a kv head each": llama_config(vocab_size=VOCAB, num_kv_heads=4, vocab_multiple=1),
 }
 
@@ -137,6 +139,9 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
         "bert, pairs": "MegatronBertForPreTraining",
         "bert, choices": "BertForMultipleChoice",
         "t5": "T5ForConditionalGeneration",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
     }
     assert type(theirs).__name__ == classes.get(name, classes[name.partition(",")[0]])
     assert theirs.dtype == torch.float32
@@ -158,12 +163,16 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     assert continued[0, 5:].tolist() == expected
 
 
+def is_quick(name: str, dtype: torch.dtype) -> bool:
+    return name == "llama" or (dtype == torch.bfloat16 and name not in ("qwen3_moe", "olmoe"))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         # Every model in one type, and every type with one model.
-        pytest.param(name, dtype, marks=[] if dtype == torch.bfloat16 or name == "llama" else pytest.mark.exhaustive)
-        for name in ("gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices", "t5")
+        pytest.param(name, dtype, marks=[] if is_quick(name, dtype) else pytest.mark.exhaustive)
+        for name in ("gpt", "llama", "llama, tied, stretched", "bert", "bert, pairs", "bert, choices", "t5", *MOE)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     ],
 )
@@ -209,13 +218,15 @@ def test_files_of_gpt2_as_first_published(tmp_path, caplog):
     load(tmp_path / "back", caplog)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if is_quick(n, torch.bfloat16) else pytest.mark.exhaustive) for n in MODELS]
+)
 def test_imported_checkpoint_is_the_model_that_was_exported(tmp_path, capsys, name):
     model = random_model(MODELS[name]).float().eval()
     reference_of(model).save_pretrained(tmp_path / "hf")
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "run")
     weights = CheckpointWeights(tmp_path / "run" / "step-0")
-    for parameter, expected in model.state_dict().items():
+    for parameter, expected in model.named_parameters():
         found = weights.read(parameter)
         if parameter in ("embedding.weight", "output.weight", "output_bias.bias"):
             assert found[VOCAB:].eq(0).all()

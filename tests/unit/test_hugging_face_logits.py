@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import transformers
 
 from tests.unit.hugging_face_cases import (
+    MOE,
     SCALING,
     bert_config,
     gpt_config,
@@ -107,6 +108,18 @@ def test_llama_equals_hugging_face(tied, kv_heads, scaling):
     # transformers rounds to float32 in every RMSNorm and in its frequencies even in a float64 model, so it may differ
     # by as much as float32 rounding moves this model's own logits.
     with torch.no_grad():
+        rounding = (model.float()(tokens(101))[..., :101] - ours).abs().max()
+    assert rounding < 1e-5 * theirs.abs().max()
+    assert (ours - theirs).abs().max() < 4 * rounding
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_equal_hugging_face(name):
+    model = random_model(MOE[name])
+    ours, theirs = logits_of(model)
+    assert type(reference_of(model)).__name__.lower().startswith(name.replace("_", ""))
+    assert theirs.abs().max() > 1
+    with torch.no_grad():  # transformers rounds to float32, as above, and in the router too
         rounding = (model.float()(tokens(101))[..., :101] - ours).abs().max()
     assert rounding < 1e-5 * theirs.abs().max()
     assert (ours - theirs).abs().max() < 4 * rounding

@@ -31,10 +31,19 @@ from titan_like.optim.optimizer import FusedAdamW
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 
+_BUFFERS = "buffers."
+
 
 def model_tensors(model: ParallelModel | nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor."""
-    return {f"model.{name}": parameter.detach() for name, parameter in _by_name(model).items()}
+    """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor.
+
+    Buffers that belong to a model's state, such as the loads of experts, have names of their own.
+    """
+    weights, modules = _by_name(model), [model] if isinstance(model, nn.Module) else [s.module for s in model.stages]
+    buffers = {name: value for module in modules for name, value in module.state_dict().items() if name not in weights}
+    return {f"model.{name}": parameter.detach() for name, parameter in weights.items()} | {
+        f"{_BUFFERS}{name}": value for name, value in buffers.items()
+    }
 
 
 def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -145,8 +154,9 @@ def load_checkpoint(
 ) -> RunState:
     """Load a checkpoint into the model, the optimizer and this rank's random generators, in any layout.
 
-    Random generators are restored if the checkpoint has the state of this rank. Without an optimizer only weights are
-    loaded. Weights of the modules ``may_lack`` stay as they are if the checkpoint does not have them.
+    Random generators are restored if the checkpoint has the state of this rank. Without an optimizer only weights and
+    buffers are loaded. Weights of the modules ``may_lack``, and buffers, stay as they are if the checkpoint does not
+    have them.
 
     Raises:
         Exception: of any type, on every rank, if a file is damaged.
@@ -154,7 +164,7 @@ def load_checkpoint(
     run = read_run_state(path)
     reader = TensorReader(path)
     stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
-    new = tuple(f"model.{name}." for name in may_lack)
+    new = (_BUFFERS, *(f"model.{name}." for name in may_lack))
     tensors = {
         name: tensor for name, tensor in model_tensors(model).items() if name in stored or not name.startswith(new)
     }

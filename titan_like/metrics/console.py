@@ -46,6 +46,8 @@ def format_log_line(
         f"samples per second: {samples / seconds:.3f}",
         f"TFLOPs: {tflops:.2f}",
     ]
+    if last.experts:
+        parts.append(f"balance loss: {last.experts['balance_loss']:.4f}")
     if last.throughput.mfu_model is not None:
         mfu = sum((record.throughput.mfu_model or 0) * record.step_time_s for record in records) / seconds
         parts.append(f"MFU: {100 * mfu:.1f}%")
@@ -61,6 +63,11 @@ def _mean(values: list[float]) -> float:
     """Mean of the finite values."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def parameters_told(total: int, active: int) -> str:
+    """Numbers of parameters, and of those that a token uses, in words."""
+    return f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
 
 
 def format_validation(step: int, loss: float, losses: Mapping[str, float], evaluation: Mapping[str, float]) -> str:

@@ -33,6 +33,7 @@ class StepRecord:
     evaluation: dict[str, float] = field(default_factory=dict)  # TASK/FIGURE, on steps followed by a validation
     losses: dict[str, float] = field(default_factory=dict)  # see `named_losses`
     validation_losses: dict[str, float] = field(default_factory=dict)  # the same of a validation, as validation_NAME
+    experts: dict[str, float] = field(default_factory=dict)  # `titan_like.parallel.expert_balance.FIGURES`
     sources: dict[str, float] = field(default_factory=dict)  # of a blend: samples and epochs, on logged steps
     profile: dict[str, float] = field(default_factory=dict)  # figures by name, on steps with a timeline
 

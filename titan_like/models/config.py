@@ -174,6 +174,11 @@ class TransformerConfig(BaseModel):
         return parts_of(self)
 
     @property
+    def active_parameters(self) -> int:
+        """Trainable parameters, except those of experts that a token is not sent to."""
+        return self.num_parameters()
+
+    @property
     def layer_parameters(self) -> int:
         """Trainable parameters of one layer, of the largest kind."""
         return max(kind.parameters for kind in self.parts.kinds)

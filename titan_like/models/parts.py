@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.experts import ExpertLinear
 from titan_like.models.transformer import Transformer, replace_forward
 
 Lengths = tuple[int, int]
@@ -99,8 +100,12 @@ def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
     matrices = [0, 0]
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2:
-            (stack,) = stacks.get(name.rpartition(".")[0], (0,))
-            matrices[stack] += parameter.numel()
+            owner = name.rpartition(".")[0]
+            module = layer.get_submodule(owner)
+            (stack,) = stacks.get(owner, (0,))
+            # Of stacked matrices each position uses a few.
+            elements = module.elements_per_token if isinstance(module, ExpertLinear) else parameter.numel()
+            matrices[stack] += elements
     size = sum(parameter.numel() for parameter in layer.parameters())
     return LayerParts(size, (matrices[0], matrices[1]), tuple(cores_of(layer, stacks)))
 

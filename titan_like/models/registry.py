@@ -30,6 +30,7 @@ _BUILT_IN = {
     "llama": "titan_like.models.llama.config:LlamaConfig",
     "bert": "titan_like.models.bert.config:BertConfig",
     "t5": "titan_like.models.t5.config:T5Config",
+    "moe": "titan_like.models.moe.config:MoEConfig",
 }
 
 

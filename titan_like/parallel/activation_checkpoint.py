@@ -9,8 +9,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_like.config.schema import ActivationCheckpoint
+from titan_like.models.layers import experts  # noqa: F401  # which defines an operator
 from titan_like.models.transformer import Transformer
-from titan_like.torch_private import float8_product, functional_collectives
+from titan_like.torch_private import float8_product, functional_collectives, grouped_product_operator
 
 # Selective mode (arXiv 2205.05198, section 5) saves the outputs of matrix products with weights and of their sums over
 # tensor-parallel processes. It recomputes everything else: the attention core, norms, activation functions, dropout,
@@ -20,6 +21,8 @@ _KEPT_OPERATIONS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
     float8_product,
+    grouped_product_operator,
+    torch.ops.titan_like.expert_product.default,
     functional_collectives.all_reduce.default,
     functional_collectives.reduce_scatter_tensor.default,
 }

@@ -36,6 +36,7 @@ from titan_like.data.raw_text import named_paths
 from titan_like.data.registry import DATASETS
 from titan_like.data.tokenizer import build_tokenizer, check_vocabulary, is_on_hub, tokenizer_files
 from titan_like.evaluate.tasks import check_tasks
+from titan_like.metrics.console import parameters_told
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.optimizer import build_optimizer
@@ -85,6 +86,7 @@ class DryRun:
     family: str
     flavor: str
     num_parameters: int  # in the whole model
+    active_parameters: int  # those that a token uses
     zero_stage: int
     context: int  # processes that share a sequence
     world_size: int
@@ -144,6 +146,7 @@ def dry_run(config: JobConfig) -> DryRun:
         family=config.model.family,
         flavor=config.model.flavor,
         num_parameters=model.num_parameters(),
+        active_parameters=model.active_parameters,
         zero_stage=config.parallelism.zero_stage,
         context=layout.context,
         world_size=world_size,
@@ -330,8 +333,9 @@ def format_dry_run(run: DryRun) -> str:
     replicas, shards = run.mesh["dp_replicate"][1], run.mesh["dp_shard"][1] // run.context
     context = f", context {run.context}" if run.context > 1 else ""
     lines = [
-        f"{run.family} {run.flavor}: {run.num_parameters:,} parameters, {run.steps:,} steps of {run.global_batch_size} "
-        f"samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, ZeRO {run.zero_stage}; "
+        f"{run.family} {run.flavor}: {parameters_told(run.num_parameters, run.active_parameters)}, {run.steps:,} steps "
+        f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {replicas} × {shards}{context}, "
+        f"ZeRO {run.zero_stage}; "
         f"{run.samples:,} samples, {run.tokens:,} tokens",
         f"data: {run.data}",
         *run.notes,

@@ -17,6 +17,7 @@ from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay
@@ -78,6 +79,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
         rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
+        rules.append(lambda: _check_experts(config, model))
     if layout is not None:
         rules.append(lambda: _check_batches(config, layout))
     if model is not None and layout is not None:
@@ -204,6 +206,11 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
             raise ConfigError(key, size, f"{problem}; use a multiple of it, such as {more}")
 
 
+def is_sparse(model: TransformerConfig) -> bool:
+    """Whether the model's layers have experts."""
+    return isinstance(model, MoEConfig)
+
+
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Check that the tensor-parallel degree can split the model's matrices.
 
@@ -222,6 +229,9 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
         problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
+        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    if is_sparse(model) and layout.tensor > 1:
+        problem = f"{config.model.family} cannot split its experts over processes yet; use 1"
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
         problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
@@ -334,6 +344,19 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
             "attention dropout over several processes cannot be compiled without sequence_parallel; set that to true"
         )
         raise ConfigError("compile.enable", True, problem)
+
+
+def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
+    """Refuse what has not been made to work for matrices that are stacked."""
+    if not is_sparse(model):
+        return
+    family, rule = config.model.family, config.optimizer.name
+    if config.float8.enable:
+        problem = f"the products of {family}'s experts cannot be computed in float8 yet; set it to false"
+        raise ConfigError("float8.enable", True, problem)
+    if rule in ("muon", "adafactor"):
+        problem = f"would take the stacked experts of {family} for one matrix; use adamw or sgd"
+        raise ConfigError("optimizer.name", rule, problem)
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:

@@ -21,7 +21,7 @@ from titan_like.data.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.masks import MaskedSamples
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
-from titan_like.metrics.console import format_log_line, format_sources, format_validation
+from titan_like.metrics.console import format_log_line, format_sources, format_validation, parameters_told
 from titan_like.metrics.flops import ThroughputMeter
 from titan_like.metrics.hardware import device_name, peak_memory_bytes, peak_tflops
 from titan_like.metrics.profiling import StepProfiler
@@ -32,6 +32,7 @@ from titan_like.models.transformer import ModelInputs
 from titan_like.optim.optimizer import update
 from titan_like.optim.schedule import describe_warmup, lr_factor
 from titan_like.parallel.compile_cache import CompileCache
+from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.layout import method_of
 from titan_like.parallel.model import ModelOutput, sum_gradients_of_copies
 from titan_like.parallel.tensor import sum_partial_gradients
@@ -156,6 +157,7 @@ class Trainer(TrainingState):
             losses.add_(output.detach())
             return output.sum()
 
+        self.experts.begin(self.loss_scale, batch_size * config.training.seq_len)
         self.pipeline.forward_backward(self._with_labels(inputs, labels, factors), add_loss)
         self._complete_gradients()
         self.profiler.mark("gradient reduction")
@@ -168,8 +170,9 @@ class Trainer(TrainingState):
         # The device decides whether to skip the update. The host learns of it when it reads the step.
         finite, spike = grad_norm.isfinite(), self.losses.is_spike(loss)
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step + 1, self.run.total_steps)
-        values = self._values_to_read(losses, grad_norm, spike)
         self.saver.before_update()
+        experts = self.experts.finish(skip=~finite | spike)
+        values = self._values_to_read(torch.cat((losses.double(), experts)), losses.sum(), grad_norm, spike)
         self._update(grad_norm, lr, skip=~finite | spike)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.add(loss, ~finite | spike)
@@ -205,9 +208,10 @@ class Trainer(TrainingState):
             factor = clip / self.loss_scale
         update(self.optimizer, self.gradients_held, lr, factor, skip)
 
-    def _values_to_read(self, losses: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [7 + predictions]."""
-        loss = losses.sum()
+    def _values_to_read(
+        self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
+    ) -> torch.Tensor:
+        """Start copying this step's `StepValues` to the host: float64 [7 + terms]."""
         # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
@@ -220,7 +224,7 @@ class Trainer(TrainingState):
             num_zeros = torch.full_like(loss, math.nan)
         scale = torch.ones_like(grad_norm) * self.loss_scale
         values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
-        return copy_to_host(torch.cat((torch.stack(values), noticed, losses.double())))
+        return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
 
     def read_step(self, issued: IssuedStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
@@ -228,7 +232,7 @@ class Trainer(TrainingState):
         Raises:
             RunError: gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
         """
-        config = self.config
+        config, predictions = self.config, self.run.model.predictions
         values, seconds = issued.read()
         finite, scales_loss = math.isfinite(values.grad_norm), self.scaler is not None
         # With a loss scale, infinite gradients of a finite loss only mean that the scale was too large.
@@ -246,7 +250,8 @@ class Trainer(TrainingState):
         return StepRecord(
             step=issued.step,
             loss=values.loss,
-            losses=named_losses(self.run.model.predictions, values.losses),
+            losses=named_losses(predictions, values.terms[: len(predictions)]),
+            experts=dict(zip(FIGURES, values.terms[len(predictions) :], strict=False)),
             grad_norm=values.grad_norm,
             lr=issued.lr,
             consumed_samples=issued.consumed_samples,
@@ -427,8 +432,9 @@ class Trainer(TrainingState):
 def describe_run(run: Run) -> str:
     """One line that says what is trained, on how many processes and in which layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
+    size = parameters_told(run.model.num_parameters(), run.model.active_parameters)
     return (
-        f"{run.config.model.family} {run.config.model.flavor}: {run.model.num_parameters():,} parameters, "
+        f"{run.config.model.family} {run.config.model.flavor}: {size}, "
         f"{run.config.training.dtype}, {processes} ({run.layout.described()})"
         + (f", {method_of(run.config, run.model).told}" if run.layout.context > 1 else "")
     )

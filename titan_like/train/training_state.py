@@ -26,6 +26,7 @@ from titan_like.metrics.run_files import run_ids
 from titan_like.optim.optimizer import Gradients, LossScaler, build_optimizer
 from titan_like.parallel.apply import build_pipeline
 from titan_like.parallel.context import slices_of
+from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.mesh import build_mesh, data_parallel_mesh
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.train.health import LossWatch
@@ -78,6 +79,7 @@ class TrainingState:
         seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model
+        self.experts = ExpertBalance(self.model, self.token_group, self.pp_group)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]

@@ -36,6 +36,7 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.experts import PlainExperts
 from titan_like.verify.float8 import TIPPED, take_float8
 from titan_like.verify.masks import described, model_arguments, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
@@ -170,6 +171,7 @@ def train(
     model.to(device)
     take_definitions(model, config, in_pairs=dtype == EXACT)
     take_float8(model, config.float8)
+    experts = PlainExperts(model)
     parameters = dict(model.named_parameters())
     noise = torch.Generator(device).manual_seed(config.job.seed + is_reversed)
     for parameter in parameters.values() if is_perturbed else ():
@@ -193,7 +195,7 @@ def train(
             outputs[1].follow(model)
         pieces = described(samples, batch, config).to(device).split(piece)
         counts = num_labels(model, pieces)
-        losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale)
+        losses = add_gradients(model, pieces[::-1] if is_reversed else pieces, counts, compute_type, scale, experts)
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)
@@ -203,6 +205,7 @@ def train(
         trace.keep_losses(step, rows[0], model, losses)
         if step in small.bad_steps:
             scale = scale / 2 if dtype == "float16" else scale
+            experts.forget()
         else:
             trace.keep(step, rows[2], grad_norm)
             trace.keep(step, rows[1], gradients)
@@ -211,6 +214,7 @@ def train(
                 gradient.mul_(factor)
             set_learning_rate(optimizer, config, step, small.total)
             optimizer.step()
+            experts.update()
         optimizer.zero_grad()
         if step > last:
             break
@@ -242,9 +246,12 @@ def num_labels(model: Transformer, pieces: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def add_gradients(
-    model: Transformer, pieces: Sequence[torch.Tensor], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
-) -> list[float]:
+    model: Transformer, pieces: Sequence[torch.Tensor], counts: torch.Tensor, dtype: torch.dtype, scale: float = 1.0,
+    experts: PlainExperts | None = None,
+) -> list[float]:  # fmt: skip
     """Add the gradients of ``scale`` × the loss of pieces [n, rows, seq], given all their `num_labels`.
+
+    Losses that balance ``experts`` are part of it, but not of what is returned.
 
     Returns the loss of each prediction; their sum is the loss.
     """
@@ -252,7 +259,8 @@ def add_gradients(
     for piece in pieces:
         losses = summed_losses(model, piece, dtype)
         means = torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)])
-        (means.sum() * scale).backward()
+        balance = 0.0 if experts is None else experts.loss_of_piece(sum(p.shape[0] * p.shape[2] for p in pieces))
+        ((means.sum() + balance) * scale).backward()
         total += means.detach().double().cpu()
     return total.tolist()
 

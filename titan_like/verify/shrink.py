@@ -190,6 +190,7 @@ def shrink(
         "samples in a microbatch": (micro_batch, training.micro_batch_size),
         "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
         "heads": (fields["num_attention_heads"], model.num_attention_heads),
+        "experts": (fields.get("num_experts", 0), getattr(model, "num_experts", 0)),
         "hidden units": (fields["hidden_size"], model.hidden_size),
         "tokens of the vocabulary": (fields["vocab_size"], model.vocab_size),
     }

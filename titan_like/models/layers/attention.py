@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -102,10 +102,20 @@ class SelfAttention(nn.Module):
         is_causal: bool = True,
         head_dim: int | None = None,
         scale: float | None = None,
+        qk_norm: Literal["none", "head", "all"] = "none",
+        norm_eps: float = 1e-5,
     ) -> None:
-        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale`` is as in the core."""
+        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale`` is as in the core.
+
+        ``qk_norm`` normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a
+        token's together, as in OLMoE (arXiv 2409.02060).
+        """
         super().__init__()
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.q_norm, self.k_norm = (
+            None if qk_norm == "none" else nn.RMSNorm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
+            for heads in (num_attention_heads, num_kv_heads)
+        )
         self.queries_per_kv_head = num_attention_heads // num_kv_heads
         self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.core = AttentionCore(dropout, is_causal, scale)
@@ -128,10 +138,17 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normalised(q, self.q_norm), _normalised(k, self.k_norm)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, bias)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
+
+
+def _normalised(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+    """[batch, seq, heads, head_dim] → the same shape. The norm is as wide as one head, or as all of them."""
+    return norm(x.reshape(*x.shape[:2], -1, *norm.normalized_shape)).view(x.shape)
 
 
 class CrossAttention(nn.Module):

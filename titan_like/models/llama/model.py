@@ -16,13 +16,13 @@ from titan_like.models.transformer import Transformer
 class LlamaLayer(nn.Module):
     """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attention: SelfAttention, mlp: nn.Module) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.attention = SelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
+        self.attention = attention
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.mlp = SwiGLUMLP(hidden, config.ffn_hidden_size)
+        self.mlp = mlp
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, visible: VisibleKeys | None = None
@@ -43,8 +43,14 @@ class Llama(Transformer):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.layers.update({str(i): LlamaLayer(config) for i in range(config.num_layers)})
+        self.layers.update({str(i): self.new_layer(i) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+
+    def new_layer(self, number: int) -> LlamaLayer:
+        """Build the layer with this number."""
+        config, hidden = self.config, self.config.hidden_size
+        attention = SelfAttention(hidden, config.num_attention_heads, config.num_kv_heads, bias=False)
+        return LlamaLayer(config, attention, SwiGLUMLP(hidden, config.ffn_hidden_size))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""

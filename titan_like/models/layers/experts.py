@@ -1,0 +1,262 @@
+"""A layer's experts, and the router that chooses some of them for each token.
+
+Shapes: n tokens, k experts a token, E experts. Tokens are sorted by expert once, so that each expert multiplies
+consecutive rows. Nothing is padded and no token is dropped. In bfloat16 all experts' products are one kernel and the
+host waits for nothing; in other types the host loops over experts. All sums over a token's experts are over a dimension
+of its own, never atomic additions, so results do not depend on the order in which kernels run.
+
+Results that a router counts are those of training alone: `counts` and `loss_sums` grow with every forward pass,
+recomputed ones too. Both are divided by the number of tokens counted, so that a recomputation changes nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_like.models.layers.mlp import SwiGLUMLP
+from titan_like.torch_private import grouped_product
+
+if TYPE_CHECKING:
+    from titan_like.models.moe.config import MoEConfig
+
+
+class Routing(NamedTuple):
+    """What a router decides. A token's choices are numbered k · token and up."""
+
+    weights: torch.Tensor  # [n, k], at least float32
+    order: torch.Tensor  # int64 [n · k], the choices sorted by expert, in the order of the tokens within each
+    ends: torch.Tensor  # int32 [E], where each expert's choices end in this order
+
+
+class Router(nn.Module):
+    """Chooses k experts for each token and says with which weights their results are added.
+
+    Scores are computed in float32 at least: a difference in the last bits of a half type would choose other experts.
+    docs/experts.md defines the losses.
+    """
+
+    load: torch.Tensor  # [E], each expert's share of the previous step's tokens, which sums to 1
+    bias: torch.Tensor | None  # [E], added to the scores for the choice alone
+    counts: torch.Tensor  # int64 [E], tokens sent to each expert in this step
+    loss_sums: torch.Tensor  # [2], of the auxiliary loss and of the squared logarithms, over these tokens
+    loss_factor: torch.Tensor  # [], the loss scale over the number of tokens in the global batch
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config, experts = config, config.num_experts
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size))
+        self.register_buffer("load", torch.empty(experts))
+        self.register_buffer("bias", torch.empty(experts) if config.balance == "bias" else None)
+        for name, value in (
+            ("counts", torch.empty(experts, dtype=torch.int64)),
+            ("loss_sums", torch.empty(2)),
+            ("loss_factor", torch.empty(())),
+        ):
+            self.register_buffer(name, value, persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a training: equal loads, no bias, nothing counted."""
+        self.load.fill_(1 / self.config.num_experts)
+        for buffer in (self.bias, self.counts, self.loss_sums, self.loss_factor):
+            if buffer is not None:
+                buffer.zero_()
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        """[n, hidden] → which experts its tokens are sent to."""
+        config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
+        choice = scores.detach() if self.bias is None else scores.detach() + self.bias
+        experts = choice.topk(config.experts_per_token, dim=1).indices
+        weights = scores.gather(1, experts)
+        if config.renormalize:
+            weights = F.normalize(weights, p=1.0, dim=1, eps=1e-20)  # scores of sigmoids may all be almost 0
+        weights = weights * config.routed_scaling
+        by_expert, order = experts.flatten().sort(stable=True)
+        numbers = torch.arange(config.num_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True)
+        if self.training:
+            weights = self._with_losses(weights, logits, scores, ends)
+        return Routing(weights, order, ends.to(torch.int32))
+
+    def _with_losses(
+        self, weights: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Count the choice, and return the weights, whose backward pass also computes the losses' gradients."""
+        config = self.config
+        shares = scores if config.router_score == "softmax" else scores / scores.sum(1, keepdim=True)
+        balance = config.num_experts * (shares.sum(0) @ self.load.to(shares.dtype))
+        z = logits.logsumexp(1).square().sum()
+        with torch.no_grad():
+            self.counts.add_(ends.diff(prepend=ends.new_zeros(1)))
+            self.loss_sums.add_(torch.stack((balance, z)))
+        loss = config.z_loss_coefficient * z
+        if config.balance == "auxiliary":
+            loss = loss + config.balance_coefficient * balance
+        return _AddLoss.apply(weights, loss, self.loss_factor)
+
+
+class _AddLoss(torch.autograd.Function):
+    """Returns the weights; the backward pass gives ``loss`` the gradient ``factor``.
+
+    In this way a loss of any layer joins the backward pass of the pipeline stage that the layer is in.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        ctx.dtype = loss.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (factor,) = ctx.saved_tensors
+        return gradient, factor.to(ctx.dtype), None
+
+
+class _ByExpert(torch.autograd.Function):
+    """Rows of tokens [n, hidden] → one row for each choice, sorted by expert: [n · k, hidden]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.tokens = x.shape[0]
+        return x[order // (len(order) // len(x))]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse].unflatten(0, (ctx.tokens, -1)).sum(1), None, None
+
+
+class _ByToken(torch.autograd.Function):
+    """The inverse order: rows sorted by expert → sorted by token, both [n · k, hidden]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return rows[inverse]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return gradient[order], None, None
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert, without biases.
+
+    The matrices are stacked in one parameter, [E · out, in], of which [E, out, in] is a view. So ZeRO shards it evenly
+    over any number of processes, and each expert's matrix is as contiguous as in a checkpoint of its own.
+    """
+
+    def __init__(self, config: MoEConfig, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
+        self.in_features, self.out_features = in_features, out_features
+        self.elements_per_token = config.experts_per_token * in_features * out_features
+        self.weight = nn.Parameter(torch.empty(config.num_experts * out_features, in_features))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out]."""
+        weight = self.weight.view(self.num_experts, self.out_features, self.in_features)
+        # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
+        if x.dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0:
+            return grouped_product(x, weight.transpose(1, 2), ends)
+        return expert_product(x, weight, ends)
+
+
+class Experts(nn.Module):
+    """down(silu(gate(x)) · up(x)) of each expert, on its own rows."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        hidden, ffn = config.hidden_size, config.expert_ffn_hidden_size
+        self.gate = ExpertLinear(config, hidden, ffn)
+        self.up = ExpertLinear(config, hidden, ffn)
+        self.down = ExpertLinear(config, ffn, hidden)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], sorted by expert, and where each expert's rows end, int32 [E] → [rows, hidden]."""
+        return self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
+
+
+class SparseMLP(nn.Module):
+    """The weighted sum of the chosen experts' results, plus that of the shared experts, which is one wider MLP."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        shared = config.num_shared_experts * config.expert_ffn_hidden_size
+        self.shared = SwiGLUMLP(config.hidden_size, shared) if shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        tokens = x.flatten(0, 1)
+        weights, order, ends = self.router(tokens)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=x.device)
+        rows = self.experts(_ByExpert.apply(tokens, order, inverse), ends)
+        chosen = _ByToken.apply(rows, order, inverse).view(*weights.shape, -1)  # [n, k, hidden]
+        result = (chosen * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        return result if self.shared is None else result + self.shared(x)
+
+
+@torch.library.custom_op("titan_like::expert_product", mutates_args=())
+def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows times the transpose of its matrix, in a loop over experts.
+
+    It is an operator of its own because the host reads ``ends``, which a compiler could not trace.
+
+    Args:
+        x: [rows, in], sorted by expert.
+        weight: [E, out, in].
+        ends: int32 [E], where each expert's rows end.
+
+    Returns:
+        [rows, out].
+    """
+    result = x.new_empty(x.shape[0], weight.shape[1])
+    for matrix, (start, stop) in zip(weight, pairwise([0, *ends.tolist()]), strict=True):
+        if start < stop:
+            torch.mm(x[start:stop], matrix.t(), out=result[start:stop])
+    return result
+
+
+@expert_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("titan_like::expert_weight_gradient", mutates_args=())
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[rows, out] and [rows, in] → [E, out, in], zero for an expert without rows."""
+    result = x.new_zeros(len(ends), gradient.shape[1], x.shape[1])
+    for matrix, (start, stop) in zip(result, pairwise([0, *ends.tolist()]), strict=True):
+        if start < stop:
+            torch.mm(gradient[start:stop].t(), x[start:stop], out=matrix)
+    return result
+
+
+@_weight_gradient.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(ends), gradient.shape[1], x.shape[1])
+
+
+def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    return expert_product(gradient, weight.transpose(1, 2), ends), _weight_gradient(gradient, x, ends), None
+
+
+expert_product.register_autograd(_gradients, setup_context=_save_inputs)

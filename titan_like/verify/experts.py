@@ -1,0 +1,90 @@
+"""Experts, their balance and its losses by definition, for the reference: no sorting, no grouping, no common buffers.
+
+It shares no code with `titan_like.models.layers.experts` or `titan_like.parallel.expert_balance`. What it has in common
+with them, so that half types round alike, is the order in which a token's results and gradients are summed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from titan_like.models.layers.experts import SparseMLP
+from titan_like.models.moe.config import MoEConfig
+from titan_like.models.transformer import Transformer, replace_forward
+
+
+class PlainExperts:
+    """The experts of a model, whose forward passes this replaces. Without experts it does nothing."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.losses: list[torch.Tensor] = []  # sums over the tokens of one piece, of one layer each
+        self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
+        self.bias: dict[str, list[float]] = {}
+        self.sent: dict[str, list[int]] = {}  # tokens of this step so far
+        if not isinstance(model.config, MoEConfig):
+            return
+        self.config = model.config
+        for name, module in model.named_modules():
+            if isinstance(module, SparseMLP):
+                replace_forward(module, partial(self._forward, name, module))
+                self.load[name] = [1 / self.config.num_experts] * self.config.num_experts
+                self.bias[name] = [0.0] * self.config.num_experts
+        self.forget()
+
+    def _forward(self, name: str, mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, hidden] → the same shape."""
+        config, tokens = self.config, x.flatten(0, 1)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        logits = tokens.to(exact) @ mlp.router.weight.to(exact).t()
+        exponentials = (logits - logits.max(1, keepdim=True).values.detach()).exp()
+        probabilities = exponentials / exponentials.sum(1, keepdim=True)
+        scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
+        ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
+        chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
+        weights = torch.stack([scores[torch.arange(len(scores)), one] for one in chosen.t()], 1)
+        if config.renormalize:
+            weights = weights / weights.sum(1, keepdim=True)
+        weights = weights * config.routed_scaling
+        if mlp.training:
+            self._note(name, logits, scores, chosen)
+        copies = tokens[:, None].expand(-1, config.experts_per_token, -1)  # one for each choice
+        results = torch.zeros_like(copies)
+        for expert in range(config.num_experts):
+            gate, up, down = (
+                linear.weight.unflatten(0, (config.num_experts, -1))[expert]
+                for linear in (mlp.experts.gate, mlp.experts.up, mlp.experts.down)
+            )
+            is_sent, own = chosen == expert, copies[chosen == expert]
+            results = results.masked_scatter(is_sent[..., None], (F.silu(own @ gate.t()) * (own @ up.t())) @ down.t())
+        total = (results * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        return total if mlp.shared is None else total + mlp.shared(x)
+
+    def _note(self, name: str, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        config, loss = self.config, logits.new_zeros(())
+        for expert in range(config.num_experts):
+            self.sent[name][expert] += int((chosen == expert).sum())
+            if config.balance == "auxiliary":
+                share = (scores[:, expert] / scores.sum(1)).sum()
+                loss = loss + config.balance_coefficient * config.num_experts * self.load[name][expert] * share
+        self.losses.append(loss + config.z_loss_coefficient * (logits.exp().sum(1).log() ** 2).sum())
+
+    def loss_of_piece(self, num_tokens: int) -> torch.Tensor | float:
+        """The losses of the last forward pass, over the ``num_tokens`` of the global batch."""
+        losses, self.losses = self.losses, []
+        return sum(losses) / num_tokens
+
+    def forget(self) -> None:
+        """After a step that updates nothing, or before the first: nothing is counted yet."""
+        self.sent = {name: [0] * self.config.num_experts for name in self.load}
+
+    def update(self) -> None:
+        """After a step: its loads are those of the next one, and biases move towards equal loads."""
+        for name, sent in self.sent.items():
+            mean = sum(sent) / len(sent)
+            self.load[name] = [number / sum(sent) for number in sent]
+            for expert, number in enumerate(sent) if self.config.balance == "bias" else ():
+                self.bias[name][expert] += self.config.bias_update_rate * ((number < mean) - (number > mean))
+        self.forget()
