@@ -33,9 +33,8 @@ class ExpertBalance:
         self.token_group, self.pp_group = token_group, pp_group
         modules = (module for stage in model.stages for module in stage.module.modules())
         self.routers = [module for module in modules if isinstance(module, Router)]
-        self.is_of_model = isinstance(
-            model.stages[0].module.config, MoEConfig
-        )  # some stage has routers, if not this one
+        # Whether some stage has routers, if not this one.
+        self.is_of_model = isinstance(model.stages[0].module.config, MoEConfig)
         for name in ("load", "bias", "counts", "loss_sums", "loss_factor"):
             buffers = [getattr(router, name) for router in self.routers]
             if not buffers or buffers[0] is None:
