@@ -1,7 +1,8 @@
 """Seconds and memory of a step over one long sequence that several CPU processes share, by method.
 
     python benchmarks/long_sequences.py                                         # 32,768 tokens on 1 and 2 processes
-    python benchmarks/long_sequences.py --tokens 131072 --processes 4 --methods all_gather --steps 1 --limit_gib 8
+    python benchmarks/long_sequences.py --tokens 131072 --processes 4 --methods all_gather --steps 1 \\
+        --limit_gib 8 --recompute full
 
 Each run is the debug Llama in float32 with one thread a process. Its processes take one step more, to warm up, then
 ``--steps`` steps, of which the median counts. What they send in a step, as the planner lists it, is then sent again
@@ -85,7 +86,7 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
         Path(f"{output}.{rank}").write_text(json.dumps(figures))
 
 
-def measure(tokens: int, processes: int, method: str, steps: int) -> dict[str, Any]:
+def measure(tokens: int, processes: int, method: str, steps: int, recompute: str) -> dict[str, Any]:
     """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -99,6 +100,7 @@ def measure(tokens: int, processes: int, method: str, steps: int) -> dict[str, A
             "checkpoint.enable": "false",
             "evaluation.interval": 0,
             "model.overrides.num_kv_heads": 4,
+            "activation_checkpoint.mode": recompute,
             "parallelism.context_parallel_degree": processes,
             "parallelism.context_parallel_method": method if processes > 1 else "auto",
         }
@@ -130,6 +132,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="that share it; 1 for comparison")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=3, help="measured in each run")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--limit_gib", type=float, help="of memory that all processes may take together")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
@@ -137,7 +140,7 @@ def main() -> int:
     print(f"{'processes':>9}  {'method':>10}  {'s a step':>9}  {'s sending':>9}  {'of the limit':>12}  {'GiB':>6}")
     for processes in options.processes:
         for method in options.methods if processes > 1 else [""]:
-            found = measure(options.tokens, processes, method, options.steps)
+            found = measure(options.tokens, processes, method, options.steps, options.recompute)
             if processes == 1:
                 alone = found["seconds"]
             if alone is not None and processes > 1:
