@@ -19,25 +19,28 @@ class Degree(NamedTuple):
     title: str
 
 
-# From the outermost dimension of the ranks to the innermost, in the order of the fields of `Layout`.
-DEGREES = (
+# The factors of the number of processes, from the outermost dimension of the ranks to the innermost.
+FACTORS = (
     Degree("pipeline", "pipeline_parallel_degree", "pipeline"),
     Degree("replicate", "data_parallel_replicate_degree", "replicas"),
     Degree("shard", "data_parallel_shard_degree", "data"),
     Degree("context", "context_parallel_degree", "context"),
     Degree("tensor", "tensor_parallel_degree", "tensor"),
 )
+# In the order of the fields of `Layout`. Processes that share experts are some of those of data, context and tensor.
+DEGREES = (*FACTORS, Degree("expert", "expert_parallel_degree", "experts"))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. Their product is the number of processes."""
+    """Degrees of parallelism. The product of `FACTORS` is the number of processes."""
 
     pipeline: int
     replicate: int
     shard: int
     context: int
     tensor: int
+    expert: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -52,7 +55,22 @@ class Layout:
     @property
     def num_processes(self) -> int:
         """World size of the job."""
-        return math.prod(getattr(self, degree.name) for degree in DEGREES)
+        return math.prod(getattr(self, degree.name) for degree in FACTORS)
+
+    @property
+    def token_shards(self) -> int:
+        """Number of ranks of a stage and replica, each of which has tokens of its own between attention layers."""
+        return self.weight_shards * self.tensor
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks of a replica that hold the same experts, over which ZeRO shards them."""
+        return self.token_shards // self.expert
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are shared by other ranks than the rest of a layer is."""
+        return self.expert > 1 or self.tensor > 1
 
     @classmethod
     def of(cls, parallelism: Parallelism) -> Layout:
@@ -78,7 +96,7 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     shard, key = parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
     if shard == 0:
         raise ConfigError(key, shard, "must be at least 1, or -1 for the processes that the other degrees leave")
-    others = [degree for degree in DEGREES[::-1] if degree.name != "shard"]
+    others = [degree for degree in FACTORS[::-1] if degree.name != "shard"]
     sizes = [getattr(parallelism, degree.key) for degree in others]
     product, titles = math.prod(sizes), " × ".join(degree.name for degree in others)
     told = "·".join(map(str, sizes))

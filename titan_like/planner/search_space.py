@@ -16,7 +16,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.layout import DEGREES, Layout, method_of
+from titan_like.parallel.layout import DEGREES, FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
@@ -96,12 +96,12 @@ class Space:
         """
         # Fixed degrees must divide the GPUs, and all together must use every GPU.
         choices = {"context": self._contexts()}
-        choices |= {degree.name: self._choices(degree.name, []) for degree in DEGREES if degree.name not in choices}
+        choices |= {degree.name: self._choices(degree.name, []) for degree in FACTORS if degree.name not in choices}
         degrees = {_KEY[name]: found[0] for name, found in choices.items() if len(found) == 1}
         if 0 in degrees.values():
             raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
         product = prod(degrees.values())
-        if self.num_gpus % product or (len(degrees) == len(DEGREES) and product != self.num_gpus):
+        if self.num_gpus % product or (len(degrees) == len(FACTORS) and product != self.num_gpus):
             key = list(degrees)[-1]
             given = {of: degree for of, degree in degrees.items() if degree != 1 or of == key}
             factors = " × ".join(f"{of.partition('.')[2]} {degree}" for of, degree in given.items())

@@ -38,6 +38,7 @@ class Workload(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1  # processes that share a layer's experts, among those of data, context and tensor parallelism
     context_method: str = "all_gather"
     schedule: str = "1f1b"
     virtual_stages: int = 1

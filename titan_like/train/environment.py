@@ -9,7 +9,7 @@ import time
 
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import JobConfig
-from titan_like.parallel.layout import DEGREES
+from titan_like.parallel.layout import FACTORS
 
 _LARGEST = 2**31 - 1
 _MOST_DESCRIBED = 2**18  # processes; torch lists the ranks of every process group
@@ -102,7 +102,7 @@ def cluster_size(config: JobConfig) -> int:
             problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
             raise ConfigError("cluster.gpus_per_node", None, problem)
         return cluster.nodes * cluster.gpus_per_node
-    return math.prod(max(getattr(degrees, degree.key), 1) for degree in DEGREES)  # a shard degree of -1 is 1 here
+    return math.prod(max(getattr(degrees, degree.key), 1) for degree in FACTORS)  # a shard degree of -1 is 1 here
 
 
 def dry_run_world(config: JobConfig) -> int:
