@@ -137,6 +137,11 @@ class TransformerConfig(BaseModel):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def split_widths(self) -> dict[str, int]:
+        """Widths, by name, that tensor parallelism splits, besides heads and vocabulary."""
+        return {"ffn_hidden_size": self.ffn_hidden_size}
+
+    @property
     def attention_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim

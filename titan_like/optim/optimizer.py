@@ -86,8 +86,12 @@ class Gradients:
     A step then calls no Python function for each parameter, except for DTensors.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], *meshes: DeviceMesh | None) -> None:
+        """``meshes`` are those of all parameters; the first has the pipeline's stages."""
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        for mesh in meshes:
+            if mesh is not None:
+                self._groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()} | self._groups
         # A gradient that is replicated over a group must not be summed over it, so gradients are grouped by the mesh
         # dimensions that shard them.
         self._by_dimensions: dict[tuple[str, ...], list[torch.nn.Parameter]] = {}
@@ -141,10 +145,10 @@ class Gradients:
         for dimensions, gradients in self.local().items():
             part = reduce_local(gradients)
             for name in dimensions:
-                dist.all_reduce(part, group=self._mesh.get_group(name))
+                dist.all_reduce(part, group=self._groups[name])
             total = part if total is None else total + part
         assert total is not None, "there are no parameters"
-        stages = self._mesh.get_group("pp")
+        stages = self._groups["pp"]
         if stages.size() > 1:
             dist.all_reduce(total, group=stages)
         return total

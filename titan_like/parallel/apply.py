@@ -15,12 +15,15 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import apply_context_parallel, context_group
-from titan_like.parallel.data import DataParallel
-from titan_like.parallel.layout import method_of
+from titan_like.parallel.data import DataParallel, shares_nothing
+from titan_like.parallel.experts import apply_expert_parallel
+from titan_like.parallel.layout import Layout, method_of
+from titan_like.parallel.mesh import build_expert_mesh
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, holders_of_copies
 from titan_like.parallel.schedules.communication import PipelineShape
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
@@ -72,14 +75,16 @@ def build_parallel_model(
     """Build this process's stages, allocated but not yet initialised."""
     ranks, size = pipeline_shape(config).ranks, config.parallelism.context_parallel_degree
     context = context_group(size, mesh) if size > 1 else None
+    has_own_mesh = isinstance(model_config, MoEConfig) and Layout.of(config.parallelism).splits_experts
+    expert_mesh = build_expert_mesh(mesh, config.parallelism.expert_parallel_degree) if has_own_mesh else None
     here = mesh["pp"].get_local_rank()
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     stages = [
-        build_stage(config, model_config, mesh, device, index, splits[index], context)
+        build_stage(config, model_config, mesh, device, index, splits[index], context, expert_mesh)
         for index, rank in enumerate(ranks)
         if rank == here
     ]
-    return ParallelModel(stages, holders_of_copies(model_config, splits))
+    return ParallelModel(stages, holders_of_copies(model_config, splits), expert_mesh)
 
 
 def build_stage(
@@ -90,6 +95,7 @@ def build_stage(
     index: int,
     split: StageLayers,
     context: Group | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
@@ -102,6 +108,8 @@ def build_stage(
     with torch.device("meta"):
         module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
+    if expert_mesh is not None:
+        apply_expert_parallel(module, expert_mesh["ep"])
     if section.tensor_parallel_degree > 1:
         try:
             apply_tensor_parallel(module, mesh["tp"], section.sequence_parallel)
@@ -126,16 +134,16 @@ def build_stage(
     if not recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.compile.enable:
-        for layer in module.layers.values():  # as one graph each; communication hooks stay outside
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
+        # As one graph each; communication hooks stay outside. Split experts have hooks of their own.
+        for layer in module.layers.values():
+            layer.forward = torch.compile(layer.forward, fullgraph=expert_mesh is None)
     if recomputes_whole_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
-    shares_nothing = mesh["dp_replicate"].size() * mesh["dp_shard"].size() == 1
-    allocates_whole = section.zero_stage == 0 or shares_nothing
+    allocates_whole = section.zero_stage == 0 or shares_nothing(mesh, expert_mesh)
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
-    data_parallel = DataParallel(module, mesh, section.zero_stage, dtype, reduce_dtype)
+    data_parallel = DataParallel(module, mesh, expert_mesh, section.zero_stage, dtype, reduce_dtype)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     gathers_weights = section.zero_stage > 0 and mesh["dp_shard"].size() > 1

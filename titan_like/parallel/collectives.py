@@ -88,6 +88,23 @@ def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _AllToAll.apply(x, group)
 
 
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        ctx.sizes = sent, received, group
+        return _operations.wait_tensor(_operations.all_to_all_single(x.contiguous(), received, sent, group.name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received, group = ctx.sizes
+        return _AllToAllRows.apply(gradient, received, sent, group), None, None, None
+
+
+def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    """Send the first sent[0] rows to rank 0, and so on: [rows, …] → received[0] rows of rank 0, and so on."""
+    return _AllToAllRows.apply(x, sent, received, group)
+
+
 def _spread(x: torch.Tensor, sequence_parallel: bool, group: Group) -> torch.Tensor:
     """Activation between layers → full activation [batch, seq, hidden], equal on every rank."""
     return all_gather(x, _SEQUENCE, group) if sequence_parallel else x

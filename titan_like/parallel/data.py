@@ -16,6 +16,7 @@ precision it computes with `ComputeCopies`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -23,10 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from titan_like.models.layers.experts import Experts
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import local
 from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
-from titan_like.parallel.mesh import data_parallel_mesh
+from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
 from titan_like.torch_private import (
     SUMS_USES_IN_FULL,
@@ -44,18 +46,25 @@ class DataParallel:
     """
 
     def __init__(
-        self, model: Transformer, mesh: DeviceMesh, zero_stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype
+        self,
+        model: Transformer,
+        mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None,
+        zero_stage: int,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
     ) -> None:
+        """``expert_mesh`` says which ranks share experts, if they are not those that share the rest of a layer."""
         self.model = model
         self.zero_stage = zero_stage
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
-        self._all_reduce: GradientAllReduce | None = None
+        self._all_reduces: list[GradientAllReduce] = []
         self._copies: ComputeCopies | None = None
         self._uses_table_twice = model.config.tied_embeddings and model.is_first and model.is_last
-        size = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+        of_all, of_experts = sharers_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
-        if size == 1:
+        if shares_nothing(mesh, expert_mesh):
             sums_in_full = self._uses_table_twice and SUMS_USES_IN_FULL
             used_twice = list(model.embedding.parameters()) if sums_in_full else []
             self._copies = None if full_precision else ComputeCopies(model, dtype, used_twice)
@@ -65,14 +74,17 @@ class DataParallel:
                 reduce_dtype=None if full_precision else reduce_dtype,
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            _wrap(model, mesh, zero_stage, policy, dtype)
+            _wrap(model, of_all, of_experts, zero_stage, policy, dtype)
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype)
-            units = [[parameter for layer in unit for parameter in layer.parameters()] for unit in layers]
-            in_layers = {id(parameter) for unit in units for parameter in unit}
-            outside = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-            units += [outside] if outside else []
-            self._all_reduce = GradientAllReduce(units, data_parallel_mesh(mesh).get_group())
+            experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
+            known = {id(parameter) for unit in experts for parameter in unit}
+            others = [[one for one in _parameters(unit) if id(one) not in known] for unit in layers]
+            known |= {id(parameter) for unit in others for parameter in unit}
+            others.append([parameter for parameter in model.parameters() if id(parameter) not in known])
+            for units, sharers in ((others, of_all), (experts, of_experts)):
+                if sharers is not None and sharers.size > 1:
+                    self._all_reduces.append(GradientAllReduce(list(filter(None, units)), sharers.as_one().get_group()))
 
     def before_forward(self) -> None:
         """Prepare for passes with the weights as they are now. Call it once for all microbatches of a step."""
@@ -81,8 +93,8 @@ class DataParallel:
 
     def before_backward(self, is_last: bool) -> None:
         """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
-        if self._all_reduce is not None:
-            self._all_reduce.enabled = is_last
+        for all_reduce in self._all_reduces:
+            all_reduce.enabled = is_last
         if self._uses_table_twice and isinstance(self.model, FSDPModule):
             sum_uses_in_full(self.model, "embedding.weight")
         self._set(
@@ -98,15 +110,15 @@ class DataParallel:
 
     def before_split_backward(self) -> None:
         """Keep FSDP2 from reducing at the end of a backward pass that defers the weights' gradients."""
-        if self._all_reduce is not None:
-            self._all_reduce.enabled = False
+        for all_reduce in self._all_reduces:
+            all_reduce.enabled = False
         self._set(is_last=False, reduces=False, frees=self.zero_stage == 3)
 
     def reduce_gradients(self, is_last: bool) -> None:
         """Reduce gradients once the second part of a split backward pass has completed them. ``is_last`` as above."""
         self.after_backward()
-        if self._all_reduce is not None and is_last:
-            self._all_reduce.start_all()
+        for all_reduce in self._all_reduces if is_last else ():
+            all_reduce.start_all()
         if not isinstance(self.model, FSDPModule):
             return
         self.before_backward(is_last)
@@ -114,8 +126,8 @@ class DataParallel:
 
     def finish(self) -> None:
         """Wait, after a step's last backward pass, until its gradients are complete."""
-        if self._all_reduce is not None:
-            self._all_reduce.wait()
+        for all_reduce in self._all_reduces:
+            all_reduce.wait()
         if self._copies is not None:
             self._copies.hand_over()
 
@@ -138,22 +150,70 @@ def _layer_units(model: Transformer, dtype: torch.dtype) -> list[list[nn.Module]
     return [list(islice(layers, count)) for count in units_of_layers(sizes)]
 
 
+def _experts_in(unit: list[nn.Module]) -> list[nn.Module]:
+    return [module for layer in unit for module in layer.modules() if isinstance(module, Experts)]
+
+
+def _parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that hold the same weights, which ZeRO shards over one dimension of a mesh."""
+
+    mesh: DeviceMesh
+    dimension: str
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.mesh["dp_replicate"].size() * self.mesh[self.dimension].size()
+
+    def as_one(self) -> DeviceMesh:
+        """One-dimensional mesh of them."""
+        return one_dimension(self.mesh, "dp", "dp_replicate", self.dimension)
+
+    def for_shards(self) -> DeviceMesh:
+        """What FSDP2 takes: a mesh of replicas and shards, or of shards alone."""
+        is_replicated = self.mesh["dp_replicate"].size() > 1
+        return self.mesh["dp_replicate", self.dimension] if is_replicated else self.mesh[self.dimension]
+
+
+def sharers_of(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> tuple[Sharers, Sharers | None]:
+    """Who shares this rank's weights, and who its experts, if they are others."""
+    return Sharers(mesh, "dp_shard"), None if expert_mesh is None else Sharers(expert_mesh, "expert_shard")
+
+
+def shares_nothing(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> bool:
+    """Whether no other rank has any of this one's weights."""
+    return all(sharers is None or sharers.size == 1 for sharers in sharers_of(mesh, expert_mesh))
+
+
 def _wrap(
-    model: Transformer, mesh: DeviceMesh, zero_stage: int, policy: MixedPrecisionPolicy, dtype: torch.dtype
+    model: Transformer,
+    of_all: Sharers,
+    of_experts: Sharers | None,
+    zero_stage: int,
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype,
 ) -> None:
-    replicated = mesh["dp_replicate"].size() > 1
-    shard_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    units: list[list[nn.Module]] = [*_layer_units(model, dtype), [model]]
+    units: list[tuple[list[nn.Module], Sharers]] = []
     # Only the first layer's input needs an untied table: as a unit of its own it is freed right after use.
     if model.is_first and not model.config.tied_embeddings:
-        units.insert(0, [model.embedding])
-    for unit in units:
+        units.append(([model.embedding], of_all))
+    for layers in _layer_units(model, dtype):
+        if of_experts is not None and (experts := _experts_in(layers)):
+            units.append((experts, of_experts))
+        units.append((layers, of_all))
+    units.append(([model], of_all))
+    for unit, sharers in units:
         if zero_stage == 0:
-            replicate_modules(unit, data_parallel_mesh(mesh), policy)
+            replicate_modules(unit, sharers.as_one(), policy)
         else:
             # The backward pass needs the root's parameters first, so freeing them after the forward pass gains nothing.
-            reshard = zero_stage == 3 and unit is not units[-1]
-            fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard)
+            reshard = zero_stage == 3 and unit is not units[-1][0]
+            fully_shard(unit, mesh=sharers.for_shards(), mp_policy=policy, reshard_after_forward=reshard)
     for module in sharded_modules(model):
         # The loss is divided by the global number of tokens, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)

@@ -11,9 +11,11 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.layers.experts import Router
 from titan_like.models.moe.config import MoEConfig
+from titan_like.parallel.mesh import token_mesh
 from titan_like.parallel.model import ParallelModel
 
 FIGURES = ("balance_loss", "router_z_loss", "min_expert_share", "max_expert_share", "expert_load_entropy")
@@ -25,16 +27,15 @@ entropy of these shares, in units of its maximum."""
 class ExpertBalance:
     """What a process does about its routers around each step. Without routers it does nothing."""
 
-    def __init__(self, model: ParallelModel, token_group: dist.ProcessGroup, pp_group: dist.ProcessGroup) -> None:
-        """``token_group`` has the ranks with other tokens and the same layers, ``pp_group`` those with other layers.
-
-        The routers' weights and buffers must be allocated. Their buffers become rows of common tensors.
-        """
-        self.token_group, self.pp_group = token_group, pp_group
+    def __init__(self, model: ParallelModel, mesh: DeviceMesh) -> None:
+        """The routers' weights and buffers must be allocated. Their buffers become rows of common tensors."""
         modules = (module for stage in model.stages for module in stage.module.modules())
         self.routers = [module for module in modules if isinstance(module, Router)]
         # Whether some stage has routers, if not this one.
         self.is_of_model = isinstance(model.stages[0].module.config, MoEConfig)
+        if not self.is_of_model:
+            return
+        self.token_group, self.pp_group = token_mesh(mesh).get_group(), mesh.get_group("pp")
         for name in ("load", "bias", "counts", "loss_sums", "loss_factor"):
             buffers = [getattr(router, name) for router in self.routers]
             if not buffers or buffers[0] is None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
@@ -45,6 +46,7 @@ class ParallelModel:
 
     stages: list[Stage]
     copies_in: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter in several stages → these stages
+    expert_mesh: DeviceMesh | None = None  # set if other ranks share experts than share the rest of a layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every local parameter. Copies that a process holds, such as of a tied table, come under the same name."""

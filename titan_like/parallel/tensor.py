@@ -48,8 +48,9 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_paralle
 
 
 def family_plan(model: Transformer) -> Plan:
-    """The tensor-parallel plan in the `sharding` module of the model's family."""
-    return model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
+    """The tensor-parallel plan in the `sharding` module of the model's family, which may be a function of the shape."""
+    plan = model.config.family_module("sharding").TENSOR_PARALLEL_PLAN
+    return plan(model.config) if callable(plan) else plan
 
 
 def styles_by_module(model: Transformer) -> dict[str, StyleKind]:

@@ -148,6 +148,16 @@ class ReplicatedLinear(ColumnLinear):
     partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
 
+class RouterStyle(ReplicatedLinear):
+    """Replicates a router. Sequence parallelism gives each rank tokens of its own to route."""
+
+    partial_gradients = ("weight",)
+
+    def forward(self, module: Any, group: Group, x: torch.Tensor) -> Any:
+        """[tokens of this rank, hidden] → what the router decides about them."""
+        return module.whole.forward(module, x, local(module.weight))
+
+
 class PooledLinear(ReplicatedLinear):
     """Replicates a linear layer over the first token, which all ranks compute alike, so its gradient is complete."""
 
@@ -345,6 +355,7 @@ STYLES: dict[str, type[LocalStyle]] = {
     "cross_region": CrossRegion,
     "norm": Norm,
     "replicated_linear": ReplicatedLinear,
+    "router": RouterStyle,
     "split_heads": SplitHeads,
     "first_token": FirstTokenOfAll,
     "pooled_linear": PooledLinear,

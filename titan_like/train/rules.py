@@ -74,7 +74,6 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         lambda: _check_precision(config),
         lambda: _check_health(config),
         lambda: _check_evaluation(config),
-        lambda: _check_available(config),
     ]
     if model is not None:
         rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
@@ -85,6 +84,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
     if model is not None and layout is not None:
         rules += [
             lambda: check_tensor_parallel(config, model, layout),
+            lambda: check_expert_parallel(config, model, layout),
             lambda: check_context_parallel(config, model, layout),
             lambda: check_pipeline(config, model, layout),
             lambda: check_sequence(config, model, layout),
@@ -152,7 +152,7 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
     check_tensor_parallel(config, model, layout)
     _check_stages(config, model, layout)
-    _check_available(config)
+    check_expert_parallel(config, model, layout)
     return config, model, layout
 
 
@@ -220,7 +220,7 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
+        **model.split_widths,
     }
     for name, size in sizes.items():
         if size % layout.tensor:
@@ -229,9 +229,6 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     if rows * (layout.tensor - 1) >= model.padded_vocab_size:
         problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
-        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    if is_sparse(model) and layout.tensor > 1:
-        problem = f"{config.model.family} cannot split its experts over processes yet; use 1"
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
     if config.parallelism.sequence_parallel and layout.tensor == 1:
         problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
@@ -406,11 +403,34 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
         raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)
 
 
-def _check_available(config: JobConfig) -> None:
-    """Refuse degrees that the schema has but the trainer does not implement yet."""
-    degree = config.parallelism.expert_parallel_degree
-    if degree > 1:
-        raise ConfigError("parallelism.expert_parallel_degree", degree, "not available yet; use 1")
+def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Check that processes can share the model's experts.
+
+    Raises:
+        ConfigError: they cannot, or a layout of a model with experts is not supported.
+    """
+    degree, key, section = layout.expert, "parallelism.expert_parallel_degree", config.parallelism
+    if not isinstance(model, MoEConfig):
+        if degree > 1:
+            raise ConfigError(key, degree, f"{config.model.family} has no experts; use 1")
+        return
+    if model.num_experts % degree:
+        problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
+        raise ConfigError(key, degree, problem)
+    if layout.token_shards % degree:
+        factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
+        raise ConfigError(key, degree, f"does not divide the processes that share experts, {factors}; use a divisor")
+    if layout.tensor > 1 and not section.sequence_parallel:
+        problem = (
+            f"tensor-parallel processes of {config.model.family} route their own parts of a sequence; set it to true"
+        )
+        raise ConfigError("parallelism.sequence_parallel", False, problem)
+    if layout.tensor > 1 and model.qk_norm == "all":
+        problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
+        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    if layout.splits_experts and config.compile.enable and config.activation_checkpoint.mode == "selective":
+        problem = 'split experts are compiled in parts; use "full" or "none", or set compile.enable to false'
+        raise ConfigError("activation_checkpoint.mode", "selective", problem)
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:

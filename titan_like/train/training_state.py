@@ -79,12 +79,12 @@ class TrainingState:
         seed_everything(config.job.seed, dropout_stream(mesh, config.parallelism), config.job.deterministic)
         self.pipeline = build_pipeline(config, run.model, mesh, run.device)
         self.model = self.pipeline.model
-        self.experts = ExpertBalance(self.model, self.token_group, self.pp_group)
+        self.experts = ExpertBalance(self.model, mesh)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.partial_parameters = [p for stage in self.model.stages for p in partial_parameters(stage.module)]
-        self.gradients_held = Gradients(self.model.parameters(), mesh)
-        self.gradients_counted = Gradients(self.model.counted_parameters(), mesh)
+        self.gradients_held = Gradients(self.model.parameters(), mesh, self.model.expert_mesh)
+        self.gradients_counted = Gradients(self.model.counted_parameters(), mesh, self.model.expert_mesh)
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0

@@ -12,6 +12,8 @@ from typing import Any
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
+from titan_like.models.registry import model_config
+from titan_like.train.rules import is_sparse
 from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of, num_microbatches
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
@@ -66,13 +68,18 @@ def _no_replicas(config: JobConfig) -> JobConfig:
     return _with(config, replicate=1, shard=layout_of(config).data_parallel)
 
 
-_NO_SEQUENCE: dict[str, Any] = {"parallelism.sequence_parallel": False}
+def _no_sequence(config: JobConfig) -> JobConfig:
+    """Without sequence parallelism, which experts need."""
+    return config if is_sparse(model_config(config.model)) else edit(config, {"parallelism.sequence_parallel": False})
+
+
 _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
 
 # A part comes before the axis that it is a part of. Accumulation comes last because the number of microbatches follows
 # from the other axes: without data parallelism one process sees all samples, as more microbatches of the same size.
 AXES = (
-    Axis("sequence_parallel", "sequence parallelism", lambda c: edit(c, _NO_SEQUENCE), ("tensor_parallel",)),
+    Axis("sequence_parallel", "sequence parallelism", _no_sequence, ("tensor_parallel",)),
+    Axis("expert_parallel", "expert parallelism", lambda c: _with(c, expert=1)),
     Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
     Axis("context_parallel", "context parallelism", lambda c: _with(c, context=1)),
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),

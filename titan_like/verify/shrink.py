@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_like.config.errors import ConfigError
@@ -116,7 +116,7 @@ def shrink(
         for_float8 = config.float8.enable
         groups = degrees.context if method == "ulysses" else 1
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
-        fields |= fields_of_length(model, training.seq_len, seq_len)
+        fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         kinds = sum(count > 0 for count in model.layer_counts)  # of one kind, two layers suffice for one stage
         fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     has_spans = model.objective == "span_corruption" and not full_size
@@ -180,7 +180,7 @@ def shrink(
     longer, long = dict[str, Any](), min(training.seq_len, _LONG) // unit * unit
     if not full_size and long > seq_len:
         longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
-        longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long)}}
+        longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long, degrees.expert)}}
         longer |= small_spans(config, model, long, unit) if has_spans else {}
     sizes = {
         "processes": (degrees.num_processes, layout.num_processes),
@@ -206,6 +206,7 @@ def in_layout(config: JobConfig, layout: Layout) -> JobConfig:
     values = layout.settings()
     if layout.tensor == 1:
         values["parallelism.sequence_parallel"] = False
+    values["parallelism.expert_parallel_degree"] = math.gcd(layout.expert, layout.token_shards)
     return edit(config, values | (ONE_STAGE if layout.pipeline == 1 else {}))
 
 
@@ -228,7 +229,18 @@ def shrink_degrees(layout: Layout) -> Layout:
     for name in reversed(_DEGREES):
         if math.prod(degrees.values()) > MOST_PROCESSES:
             degrees[name] = min(degrees[name], 2)
-    return Layout(**degrees)
+    small = Layout(**degrees)
+    return replace(small, expert=small_expert_degree(layout, small))
+
+
+def small_expert_degree(layout: Layout, small: Layout) -> int:
+    """A degree for the small layout that leaves several ranks with the same experts exactly if the original's does."""
+    if layout.expert == 1 or small.token_shards == 1:
+        return 1
+    if layout.expert_shards == 1:
+        return small.token_shards
+    divisors = [degree for degree in (2, 3, 4) if small.token_shards % degree == 0 and small.token_shards > degree]
+    return max(divisors, default=small.token_shards)
 
 
 def shrink_stages(counts: list[int], stages: int) -> list[int]:
@@ -256,9 +268,12 @@ def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
     return first + [1] * (left - 1) + [2]
 
 
-def fields_of_length(model: TransformerConfig, original: int, seq_len: int) -> dict[str, Any]:
+def fields_of_length(model: TransformerConfig, original: int, seq_len: int, expert: int) -> dict[str, Any]:
     """Fields of the small model that depend on the length of its sequences, given the original's."""
-    return {"max_seq_len": seq_len + 3 if model.max_seq_len > original else seq_len, **model.shrunk(seq_len)}
+    fields = {"max_seq_len": seq_len + 3 if model.max_seq_len > original else seq_len, **model.shrunk(seq_len)}
+    if expert > 1:
+        fields["num_experts"] = expert * -(-fields["num_experts"] // expert)
+    return fields
 
 
 def small_fields(

@@ -67,10 +67,10 @@ class Router(nn.Module):
             if buffer is not None:
                 buffer.zero_()
 
-    def forward(self, x: torch.Tensor) -> Routing:
-        """[n, hidden] → which experts its tokens are sent to."""
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> Routing:
+        """[n, hidden] → which experts its tokens are sent to. ``weight``, if given, is used in place of its own."""
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = F.linear(x.to(dtype), (self.weight if weight is None else weight).to(dtype))
         scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
         choice = scores.detach() if self.bias is None else scores.detach() + self.bias
         experts = choice.topk(config.experts_per_token, dim=1).indices
@@ -135,18 +135,28 @@ class _ByExpert(torch.autograd.Function):
         return gradient[inverse].unflatten(0, (ctx.tokens, -1)).sum(1), None, None
 
 
-class _ByToken(torch.autograd.Function):
-    """The inverse order: rows sorted by expert → sorted by token, both [n · k, hidden]."""
-
+class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return rows[inverse]
+        ctx.save_for_backward(inverse)
+        return rows[order]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return gradient[order], None, None
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
+def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Rows in another order: rows[order], both [rows, hidden]. ``inverse`` is the order that undoes it."""
+    return _Permuted.apply(rows, order, inverse)
+
+
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
+    """The permutation, int64 [rows], that undoes another one."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
 
 
 class ExpertLinear(nn.Module):
@@ -165,11 +175,15 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out]."""
-        weight = self.weight.view(self.num_experts, self.out_features, self.in_features)
+        weight = self.matrices()
         # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
         if x.dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0:
             return grouped_product(x, weight.transpose(1, 2), ends)
         return expert_product(x, weight, ends)
+
+    def matrices(self) -> torch.Tensor:
+        """The weight by expert: [E, out, in]."""
+        return self.weight.view(self.num_experts, self.out_features, self.in_features)
 
 
 class Experts(nn.Module):
@@ -201,10 +215,9 @@ class SparseMLP(nn.Module):
         """[batch, seq, hidden] → [batch, seq, hidden]."""
         tokens = x.flatten(0, 1)
         weights, order, ends = self.router(tokens)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=x.device)
+        inverse = inverse_of(order)
         rows = self.experts(_ByExpert.apply(tokens, order, inverse), ends)
-        chosen = _ByToken.apply(rows, order, inverse).view(*weights.shape, -1)  # [n, k, hidden]
+        chosen = permuted(rows, inverse, order).view(*weights.shape, -1)  # [n, k, hidden]
         result = (chosen * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return result if self.shared is None else result + self.shared(x)
 

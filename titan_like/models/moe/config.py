@@ -99,6 +99,12 @@ class MoEConfig(LlamaConfig):
         return self.head_size
 
     @property
+    def split_widths(self) -> dict[str, int]:
+        """Tensor parallelism splits the MLPs of dense layers, and shared experts."""
+        widths = {"ffn_hidden_size": self.ffn_hidden_size} if self.num_dense_layers else {}
+        return widths | {"width of shared experts": self.num_shared_experts * self.expert_ffn_hidden_size}
+
+    @property
     def layer_counts(self) -> tuple[int, ...]:
         """Dense layers, if there are any, and layers with experts."""
         counts = self.num_dense_layers, self.num_layers - self.num_dense_layers

@@ -1,0 +1,88 @@
+"""Expert parallelism: several processes share a layer's experts (arXiv 2006.16668).
+
+Every process has tokens of its own, those of its samples, of its slice of their sequences, and under sequence
+parallelism of its part of that. It sends each token's row to the processes with the token's experts, and they send the
+results back. Experts are never cut, so a process multiplies with whole matrices.
+
+How many rows a process gets depends on the router. The host must know that to allocate them, and waits for it once in a
+layer's forward pass. A backward pass needs no wait.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titan_like.models.layers.experts import ExpertLinear, Experts, inverse_of, permuted
+from titan_like.models.transformer import Transformer
+from titan_like.parallel.collectives import Group, all_to_all, all_to_all_rows
+
+
+def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
+    """Give each rank of a one-dimensional mesh as many consecutive experts of every layer. Changes the model in place.
+
+    Their matrices become DTensors. Apply it before tensor parallelism, on the meta device or with equal weights on all
+    ranks. The mesh's size must divide the number of experts; with a size of 1 nothing is exchanged.
+    """
+    group = Group.of(mesh)
+    for module in list(model.modules()):
+        if isinstance(module, ExpertLinear):
+            module.weight = torch.nn.Parameter(
+                distribute_tensor(module.weight.data, mesh, [Shard(0)], src_data_rank=None)
+            )
+            module.num_experts //= group.size
+            module.__class__ = SplitExpertLinear
+        elif isinstance(module, Experts) and group.size > 1:
+            module.__class__ = SplitExperts
+            module.group = group  # type: ignore[assignment]
+
+
+class SplitExpertLinear(ExpertLinear):
+    """The matrices of this rank's experts."""
+
+    def matrices(self) -> torch.Tensor:
+        """The weight by expert: [experts here, out, in]."""
+        assert isinstance(self.weight, DTensor)
+        return self.weight.to_local().view(self.num_experts, self.out_features, self.in_features)
+
+
+class SplitExperts(Experts):
+    """Experts of which each rank of a group holds some."""
+
+    group: Group
+
+    @torch.compiler.disable  # the number of rows differs in every step
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """As in the base class; ``x`` are the rows of this rank's tokens, and ``ends`` those of all experts."""
+        sent, received, order, ends = exchange_of(ends, self.group)
+        inverse = inverse_of(order)
+        rows = all_to_all_rows(x, sent, received, self.group)
+        rows = super().forward(permuted(rows, order, inverse), ends)
+        return all_to_all_rows(permuted(rows, inverse, order), received, sent, self.group)
+
+
+class Exchange(NamedTuple):
+    """What the ranks of a group send each other. Rows arrive sorted by the rank that sent them, then by expert."""
+
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    order: torch.Tensor  # int64 [rows received], the rows sorted by expert
+    ends: torch.Tensor  # int32 [experts here], where each expert's rows end in this order
+
+
+def exchange_of(ends: torch.Tensor, group: Group) -> Exchange:
+    """Tell the ranks how many rows they will get. The host waits for what they tell.
+
+    Args:
+        ends: int32 [E], where each expert's rows end among the rows of this rank, which are sorted by expert.
+        group: the ranks, each of which holds E / ranks experts.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
+    arriving = all_to_all(counts, group)  # [from rank, experts here]
+    sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+    numbers = torch.arange(counts.shape[1], device=ends.device).repeat(group.size)
+    experts = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
+    return Exchange(sent, received, experts.sort(stable=True).indices, arriving.sum(0).cumsum(0).to(torch.int32))
