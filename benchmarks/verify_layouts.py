@@ -1,4 +1,4 @@
-"""Verify 56 layouts on the command line: how long each takes, and whether any is reported as different.
+"""Verify 94 layouts on the command line: how long each takes, and whether any is reported as different.
 
 python benchmarks/verify_layouts.py [--json benchmarks/results/verify_layouts_cpu.json] [--cold] [--only N ...]
 
@@ -43,6 +43,14 @@ SHORT = {
     "reset_mask": "data.reset_attention_mask",
     "eod_loss": "data.eod_mask_loss",
     "prefix": "data.prefix_lm",
+    "ep": "parallelism.expert_parallel_degree",
+    "balance": "model.overrides.balance",
+    "score": "model.overrides.router_score",
+    "renormalize": "model.overrides.renormalize",
+    "shared": "model.overrides.num_shared_experts",
+    "dense": "model.overrides.num_dense_layers",
+    "z_loss": "model.overrides.z_loss_coefficient",
+    "qk_norm": "model.overrides.qk_norm",
 }
 DOCUMENTS = "reset_positions=true reset_mask=true eod_loss=true"
 LAYOUTS = f"""
@@ -102,8 +110,46 @@ gpt cp=2 method=ring dp=1 dropout=0 {DOCUMENTS}
 gpt cp=4 method=ulysses pp=2 dp=1 dropout=0
 bert cp=2 method=ring dp=2 dropout=0
 t5 cp=2 method=all_gather tp=2 sp=true dp=1 dropout=0 decoder=64
+moe ep=2 dp=2 zero=0
+moe ep=2 dp=2 zero=3 batch=16
+moe ep=2 dp=4 zero=1 batch=16 z_loss=0.001
+moe ep=2 dp=4 zero=2 batch=32 balance=bias score=sigmoid
+moe ep=4 dp=4 zero=3
+moe ep=4 dp=4 zero=0 batch=32 renormalize=false
+moe tp=2 sp=true dp=1 zero=0
+moe tp=2 sp=true dp=2 zero=3 batch=16 shared=1
+moe tp=2 sp=true ep=2 dp=1
+moe tp=2 sp=true ep=2 dp=2 zero=2 batch=16 qk_norm=head
+moe tp=2 sp=true ep=4 dp=2 zero=3 batch=16
+moe tp=2 sp=true ep=2 dp=2 zero=0 dense=1 shared=2
+moe tp=2 sp=true ep=2 dp=2 pp=2 zero=1 batch=32
+moe tp=2 sp=true ep=4 dp=2 pp=2 zero=3 batch=32 balance=bias
+moe ep=2 dp=2 pp=2 schedule=interleaved_1f1b virtual=2 zero=0 batch=32
+moe ep=2 dp=2 pp=2 schedule=zbv_zero_bubble zero=3 batch=64
+moe ep=2 dp=2 pp=2 schedule=dualpipe_v zero=1 batch=64
+moe pp=2 dp=1 schedule=gpipe
+moe ep=2 pp=2 dp=2 schedule=looped_bfs virtual=2 batch=32
+moe tp=2 sp=true pp=2 dp=1 schedule=interleaved_zero_bubble virtual=2 batch=32
+moe ep=2 cp=2 dp=1 method=all_gather
+moe ep=4 cp=2 dp=2 method=ring zero=3
+moe ep=2 cp=2 dp=1 method=ulysses kv_heads=4 zero=1
+moe ep=4 cp=2 tp=2 sp=true dp=1 method=all_gather zero=2
+moe ep=2 cp=2 pp=2 dp=2 method=all_gather zero=3 batch=32
+moe ep=2 replicas=2 dp=2 zero=2 batch=16
+moe ep=2 replicas=2 dp=1 tp=2 sp=true zero=3
+moe ep=2 replicas=2 dp=2 zero=0 dtype=bfloat16
+moe ep=2 dp=2 zero=0 dtype=bfloat16 batch=16
+moe ep=2 dp=4 zero=3 dtype=bfloat16
+moe tp=2 sp=true ep=2 dp=1 dtype=bfloat16
+moe tp=2 sp=true ep=2 dp=2 zero=2 dtype=float16 batch=16
+moe ep=2 dp=2 recompute=full zero=3 batch=16
+moe tp=2 sp=true ep=2 dp=1 recompute=selective
+moe ep=2 dp=2 compile=true
+moe ep=2 dp=2 optimizer=sgd balance=none
+moe dp=1 batch=16 shared=1 dense=1
+moe ep=2 dp=2 {DOCUMENTS}
 """.strip().splitlines()
-DEGREES = ("tp", "cp", "pp", "dp", "replicas")
+DEGREES = ("tp", "cp", "pp", "dp", "replicas", "ep")
 
 
 def num_axes(layout: str) -> int:
