@@ -218,14 +218,17 @@ def build_optimizer(
     Raises:
         ConfigError: there is no such optimizer, or its function does not return one.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [], "names": [], "weight_decay": section.weight_decay},
-        {"params": [], "names": [], "weight_decay": 0.0},
-    ]
+    # Kernels that take lists take no plain tensors together with DTensors, so those are groups of their own.
+    found: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in named_parameters:
-        group = groups[parameter.ndim < 2]
+        is_vector = parameter.ndim < 2
+        decay = 0.0 if is_vector else section.weight_decay
+        group = found.setdefault(
+            (is_vector, isinstance(parameter.data, DTensor)), {"params": [], "names": [], "weight_decay": decay}
+        )
         group["params"].append(parameter)
         group["names"].append(name)
+    groups = list(found.values())
     rule = find_rule(section)
     optimizer = load_entry("optimizer.name", rule)(groups, section)
     if not isinstance(optimizer, torch.optim.Optimizer):
