@@ -114,7 +114,7 @@ moe ep=2 dp=2 zero=0
 moe ep=2 dp=2 zero=3 batch=16
 moe ep=2 dp=4 zero=1 batch=16 z_loss=0.001
 moe ep=2 dp=4 zero=2 batch=32 balance=bias score=sigmoid
-moe ep=4 dp=4 zero=3
+moe ep=4 dp=4 zero=3 batch=16
 moe ep=4 dp=4 zero=0 batch=32 renormalize=false
 moe tp=2 sp=true dp=1 zero=0
 moe tp=2 sp=true dp=2 zero=3 batch=16 shared=1
