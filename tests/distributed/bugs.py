@@ -82,6 +82,8 @@ POSITIONS = ["--job.config_file", LLAMA, "--data.reset_position_ids", "true"]
 MOE = ["--job.config_file", str(REPO / "train_configs/debug_moe.toml")]
 BIASED = ["--model.overrides.balance", "bias", "--model.overrides.router_score", "sigmoid"]
 SHARED = ["--model.overrides.num_shared_experts", "1", "--model.overrides.num_dense_layers", "1"]
+EXPERTS = [*MOE, "--parallelism.expert_parallel_degree", "2"]
+EXPERTS_OF_FOUR = [*EXPERTS, "--parallelism.data_parallel_shard_degree", "4", "--training.global_batch_size", "16"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
 
 FLOAT8 = ["--float8.enable", "true"]
@@ -323,6 +325,16 @@ BUGS = [
     (experts.loads_forgotten_when_resumed, [*MOE, *DATA], "resume", Row.GRADIENT, "layers.1.mlp"),
     (experts.balance_times_microbatches, [*MOE, *ACCUMULATION], "accumulation", Row.GRADIENT, "layers.1.mlp"),
     (experts.later_stages_without_balance, [*MOE, *PIPELINE], "pipeline_parallel", Row.GRADIENT, "layers.2.mlp"),
+    (experts.norm_without_other_ranks_experts, [*EXPERTS, *DATA], "expert_parallel", Row.NORM, ""),
+    (experts.norm_without_other_ranks_experts, [*EXPERTS, *SEQUENCE], "expert_parallel", Row.NORM, ""),
+    (experts.experts_averaged_over_their_group, EXPERTS_OF_FOUR, "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.experts_gradients_doubled, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.routers_not_summed_over_tensor_ranks, [*MOE, *SEQUENCE], "tensor_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.experts_not_summed, [*EXPERTS_OF_FOUR, *ZERO_0[2:]], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.rows_returned_as_they_were_sorted, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
+    (experts.empty_experts_left_out, [*EXPERTS, *DATA], "expert_parallel", Row.LARGE_LOSS, "layers.0.mlp"),
+    (experts.balance_times_expert_ranks, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
+    (experts.experts_of_the_wrong_rank, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
     (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
     # Scales that are powers of 2 matter only to numbers that are too small for float8.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -126,13 +126,12 @@ def exchanged(rank: int, folder: Path) -> dict[str, tuple[int, int, int]]:
             settings = RUN | {"model.overrides": SHAPE | {"expert_ffn_hidden_size": 48}, "training.dtype": dtype}
             settings |= {"training.global_batch_size": 8}
             trainer = trainer_of(folder, settings | {f"parallelism.{key}": value for key, value in layout.items()})
-            data, reads = trainer._load_data(), []
-            as_list = torch.Tensor.tolist
-            with patch.object(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or as_list(tensor)):
-                with SentBytes() as sent:
-                    trainer.train_step(data)
+            data = trainer._load_data()
+            as_list = MagicMock(side_effect=torch.Tensor.tolist)
+            with patch.object(torch.Tensor, "tolist", lambda tensor, read=as_list: read(tensor)), SentBytes() as sent:
+                trainer.train_step(data)
             data.close()
-            found[f"{name} {dtype}"] = sent.bytes, len(reads), 8 // trainer.dp_size
+            found[f"{name} {dtype}"] = sent.bytes, as_list.call_count, 8 // trainer.dp_size
     return found
 
 

@@ -75,11 +75,13 @@ def _no_sequence(config: JobConfig) -> JobConfig:
 
 _NO_RECOMPUTATION: dict[str, Any] = {"activation_checkpoint.mode": "none", "activation_checkpoint.every_n_layers": 1}
 
+_SHARES_EXPERTS = ("tensor_parallel", "context_parallel", "zero_stage", "data_parallel")
+
 # A part comes before the axis that it is a part of. Accumulation comes last because the number of microbatches follows
 # from the other axes: without data parallelism one process sees all samples, as more microbatches of the same size.
 AXES = (
     Axis("sequence_parallel", "sequence parallelism", _no_sequence, ("tensor_parallel",)),
-    Axis("expert_parallel", "expert parallelism", lambda c: _with(c, expert=1)),
+    Axis("expert_parallel", "expert parallelism", lambda c: _with(c, expert=1), _SHARES_EXPERTS),
     Axis("tensor_parallel", "tensor parallelism", lambda c: _with(c, tensor=1)),
     Axis("context_parallel", "context parallelism", lambda c: _with(c, context=1)),
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),

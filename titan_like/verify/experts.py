@@ -10,10 +10,34 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from titan_like.models.layers.experts import SparseMLP
+from titan_like.models.layers.experts import Router, SparseMLP
+from titan_like.models.layers.init import local_part
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer, replace_forward
+
+_FEWEST, _MOST_CHOSEN = 5, 2
+
+
+@torch.no_grad()
+def starve_an_expert(model: nn.Module) -> None:
+    """Change all routers so that no token is sent to expert 1, whose gradient is then zero.
+
+    Its logit becomes the mean of those of experts 0 and 2, and also of experts 3 and 4, so that two of them are above.
+    With fewer than 5 experts, or more than 2 of them for a token, it does nothing. All ranks of a stage call it.
+    """
+    for router in model.modules():
+        if not isinstance(router, Router):
+            continue
+        if router.config.num_experts < _FEWEST or router.config.experts_per_token > _MOST_CHOSEN:
+            return
+        weight = router.weight
+        rows = (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
+        rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
+        part, offset = local_part(weight)
+        part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
 
 
 class PlainExperts:

@@ -35,6 +35,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
+from titan_like.verify.experts import starve_an_expert
 from titan_like.verify.half import (
     TRAVELLING,
     check_loss_scaler,
@@ -270,8 +271,9 @@ class ObservedTrainer(WatchedTrainer):
             check_resumed(self.report, self)
 
     def enlarge_logits(self) -> None:
-        """Multiply the last norm's weights."""
+        """Multiply the last norm's weights, and send no token to one of the experts."""
         for stage in self.model.stages:
+            starve_an_expert(stage.module)
             for parameter in stage.module.last_norm.parameters() if stage.module.is_last else []:
                 local_part(parameter)[0].mul_(LARGE)
 

@@ -36,7 +36,7 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
-from titan_like.verify.experts import PlainExperts
+from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import TIPPED, take_float8
 from titan_like.verify.masks import described, model_arguments, take_definitions
 from titan_like.verify.matrix_optimizers import PlainAdafactor, PlainMuon
@@ -159,7 +159,8 @@ def train(
 ) -> Trace:  # fmt: skip
     """Train with at most ``piece`` samples in a forward pass.
 
-    float64 ends with a step whose logits are ``large``, and one of longer sequences from the start.
+    float64 ends with a step whose logits are ``large`` and in which an expert gets no token, and with one of longer
+    sequences from the start.
 
     If the run ``is_perturbed``, each initial weight is off by the rounding error of a sum over the longer side of its
     matrix, so that everything after it rounds differently.
@@ -191,6 +192,8 @@ def train(
             rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
             for parameter in model.last_norm.parameters():
                 parameter.data.mul_(large)
+            if large > 1:
+                starve_an_expert(model)
         if outputs is not None and step == outputs[0]:
             outputs[1].follow(model)
         pieces = described(samples, batch, config).to(device).split(piece)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, Routing, SparseMLP
+from titan_like.optim import optimizer
+from titan_like.parallel import experts as shared_experts
+from titan_like.parallel import tensor_styles
+from titan_like.parallel.data import DataParallel
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.model import WholeModel
 
@@ -45,8 +50,8 @@ def loads_of_each_process() -> Iterator[None]:
     """Loads are not summed over the processes with other tokens."""
     original = ExpertBalance.__init__
 
-    def init(self: ExpertBalance, *arguments: Any) -> None:
-        original(self, *arguments)
+    def init(self: ExpertBalance, model: Any, mesh: Any) -> None:
+        original(self, model, mesh)
         self.token_group = SimpleNamespace(size=lambda: 1)  # type: ignore[assignment]
 
     with patch.object(ExpertBalance, "__init__", init):
@@ -89,13 +94,8 @@ def shared_experts_twice() -> Iterator[None]:
 @contextmanager
 def results_in_another_order() -> Iterator[None]:
     """Results go back to tokens by the order that sorted them, not by its inverse."""
-    with patch.object(experts._ByToken, "forward", staticmethod(_by_order)):
+    with patch.object(experts, "permuted", lambda rows, order, inverse: rows[inverse]):
         yield
-
-
-def _by_order(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    ctx.save_for_backward(inverse)
-    return rows[order]
 
 
 @contextmanager
@@ -123,4 +123,121 @@ def later_stages_without_balance() -> Iterator[None]:
         original(self, loss_scale if is_first else 0.0, num_tokens)
 
     with patch.object(ExpertBalance, "begin", begin):
+        yield
+
+
+@contextmanager
+def norm_without_other_ranks_experts() -> Iterator[None]:
+    """Each rank's gradient norm has its own experts alone."""
+    original = optimizer.Gradients.__init__
+
+    def init(self: optimizer.Gradients, *arguments: Any) -> None:
+        original(self, *arguments)
+        self._groups["ep"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    with patch.object(optimizer.Gradients, "__init__", init):
+        yield
+
+
+def _scaled(factor: Callable[[Any], float]) -> Any:
+    """The gradients of shared experts times what ``factor`` makes of the group's size."""
+    original = shared_experts.SplitExpertLinear.matrices
+
+    def matrices(self: Any) -> torch.Tensor:
+        found, size = original(self), self.weight.device_mesh.size()
+        return found.detach() + factor(size) * (found - found.detach())
+
+    return patch.object(shared_experts.SplitExpertLinear, "matrices", matrices)
+
+
+@contextmanager
+def experts_averaged_over_their_group() -> Iterator[None]:
+    """The gradients of experts are divided by the ranks that share a layer's experts."""
+    with _scaled(lambda size: 1 / size):
+        yield
+
+
+@contextmanager
+def experts_gradients_doubled() -> Iterator[None]:
+    """The gradients of experts are as many times too large."""
+    with _scaled(float):
+        yield
+
+
+@contextmanager
+def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
+    """A tensor-parallel rank's router learns from its own part of the sequence alone."""
+    with patch.object(tensor_styles.RouterStyle, "partial_gradients", ()):
+        yield
+
+
+@contextmanager
+def experts_not_summed() -> Iterator[None]:
+    """The ranks that hold the same experts do not sum their gradients."""
+    original = DataParallel.__init__
+
+    def init(self: DataParallel, *arguments: Any) -> None:
+        original(self, *arguments)
+        del self._all_reduces[1:]
+
+    with patch.object(DataParallel, "__init__", init):
+        yield
+
+
+@contextmanager
+def rows_returned_as_they_were_sorted() -> Iterator[None]:
+    """Results go back to the ranks that sent the rows in the order of the experts."""
+    with patch.object(shared_experts, "permuted", _sorts_only):
+        yield
+
+
+def _sorts_only(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    is_sorting = bool((order.diff() > 0).float().mean() >= (inverse.diff() > 0).float().mean())
+    return rows[order] if is_sorting else rows
+
+
+@contextmanager
+def empty_experts_left_out() -> Iterator[None]:
+    """The experts after one without rows get those of the next."""
+    original = shared_experts.exchange_of
+
+    def exchange_of(ends: torch.Tensor, group: Any) -> Any:
+        found = original(ends, group)
+        filled = found.ends.unique_consecutive()
+        filled = filled[filled > 0]
+        last = filled[-1:].expand(len(found.ends) - len(filled))
+        return found._replace(ends=torch.cat((filled, last)))
+
+    with patch.object(shared_experts, "exchange_of", exchange_of):
+        yield
+
+
+@contextmanager
+def balance_times_expert_ranks() -> Iterator[None]:
+    """The auxiliary loss is multiplied by the ranks that share experts."""
+    original = ExpertBalance.begin
+
+    def begin(self: ExpertBalance, loss_scale: Any, num_tokens: int) -> None:
+        original(self, loss_scale * (1 if self.expert_mesh is None else self.expert_mesh["ep"].size()), num_tokens)
+
+    init = ExpertBalance.__init__
+
+    def with_mesh(self: ExpertBalance, model: Any, mesh: Any) -> None:
+        init(self, model, mesh)
+        self.expert_mesh = model.expert_mesh  # type: ignore[attr-defined]
+
+    with patch.object(ExpertBalance, "begin", begin), patch.object(ExpertBalance, "__init__", with_mesh):
+        yield
+
+
+@contextmanager
+def experts_of_the_wrong_rank() -> Iterator[None]:
+    """Rows are sent to the ranks in reverse."""
+    original = shared_experts.all_to_all_rows
+
+    def reversed_ranks(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        parts = original(x, sent, received, group).split(received)
+        return torch.cat(parts[::-1]) if group.rank else torch.cat(parts)
+
+    with patch.object(shared_experts, "all_to_all_rows", reversed_ranks):
         yield

@@ -1,4 +1,4 @@
-"""The family's tensor-parallel plan: Llama's outside the MLPs. Experts have their own (`titan_like.parallel.experts`)."""
+"""The family's tensor-parallel plan. It leaves experts to `titan_like.parallel.experts`."""
 
 from __future__ import annotations
 
