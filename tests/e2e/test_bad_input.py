@@ -117,10 +117,10 @@ WORLDS = {  # WORLD_SIZE, settings, words
         ["training.global_batch_size = 4", "2 × 3 = 6", "use a multiple such as 6"],
     ),
     "no process": ("0", [], ["WORLD_SIZE", '"0"', "at least 1"]),
-    "degree that is not available": (
+    "experts of a dense model": (
         "2",
         ["--parallelism.expert_parallel_degree=2"],
-        ["parallelism.expert_parallel_degree = 2", "not available yet; use 1"],
+        ["parallelism.expert_parallel_degree = 2", "gpt has no experts; use 1"],
     ),
     "heads over three": (
         "3",

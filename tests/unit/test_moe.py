@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -145,8 +146,10 @@ def test_products_that_torch_does_not_group_are_looped_over(monkeypatch, dtype):
 
 
 def balance_of(model: torch.nn.Module) -> ExpertBalance:
-    alone = SimpleNamespace(size=lambda: 1)
-    return ExpertBalance(SimpleNamespace(stages=[SimpleNamespace(module=model)]), alone, alone)  # type: ignore[arg-type]
+    alone = MagicMock()  # a mesh whose dimensions all have one rank
+    alone.__getitem__.return_value.size.return_value = alone.get_group.return_value.size.return_value = 1
+    alone.__getitem__.return_value.get_group.return_value.size.return_value = 1
+    return ExpertBalance(SimpleNamespace(stages=[SimpleNamespace(module=model)]), alone)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -268,10 +271,43 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
 @pytest.mark.parametrize(
     ("settings", "processes", "told"),
     [
-        ({"parallelism.tensor_parallel_degree": 2}, 2, "parallelism.tensor_parallel_degree = 2: moe cannot split its"),
+        ({"parallelism.tensor_parallel_degree": 2}, 2, "parallelism.sequence_parallel = false: tensor-parallel proc"),
+        (
+            {
+                "parallelism.tensor_parallel_degree": 2,
+                "parallelism.sequence_parallel": True,
+                "model.overrides": {"qk_norm": "all"},
+            },
+            2,
+            'parallelism.tensor_parallel_degree = 2: qk_norm = "all" normalises all heads',
+        ),
         ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
         ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": would take the stacked experts'),
-        ({"parallelism.expert_parallel_degree": 2}, 1, "parallelism.expert_parallel_degree = 2: not available yet"),
+        ({"parallelism.expert_parallel_degree": 3}, 3, "degree = 3: does not divide the model's num_experts (8)"),
+        (
+            {"parallelism.expert_parallel_degree": 4, "training.global_batch_size": 48},
+            6,
+            "degree = 4: does not divide the processes that share experts, shard × context × tensor = 6·1·1 = 6",
+        ),
+        (
+            {
+                "parallelism.expert_parallel_degree": 2,
+                "compile.enable": True,
+                "activation_checkpoint.mode": "selective",
+            },
+            2,
+            'activation_checkpoint.mode = "selective": split experts are compiled in parts',
+        ),
+        (
+            {"model.family": "llama", "parallelism.expert_parallel_degree": 2},
+            2,
+            "parallelism.expert_parallel_degree = 2: llama has no experts; use 1",
+        ),
+        (
+            {"model.family": "llama", "activation_checkpoint.mode": "experts"},
+            1,
+            'activation_checkpoint.mode = "experts": llama has no experts to recompute',
+        ),
     ],
 )
 def test_what_does_not_work_yet_is_refused(settings, processes, told):

@@ -280,8 +280,10 @@ class Parallelism(Section):
 class ActivationCheckpoint(Section):
     """Recomputation of activations in the backward pass, which saves memory."""
 
-    mode: Literal["none", "full", "selective"] = Field(
-        "none", description="full recomputes whole layers; selective keeps matrix products and recomputes the rest"
+    mode: Literal["none", "full", "selective", "experts"] = Field(
+        "none",
+        description="full recomputes whole layers; selective keeps matrix products and recomputes the rest; experts "
+        "recomputes routers and experts alone",
     )
     every_n_layers: int = Field(1, gt=0, le=MOST_LAYERS, description="checkpoint every n-th layer")
 

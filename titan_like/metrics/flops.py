@@ -27,11 +27,16 @@ class LayerFlops:
     matrices: int  # products with weights
     attention_core: int  # QKᵀ and PV over the full matrix
     causal_core: int  # the same, over the half of it that a causal mask leaves
+    experts: int  # of the products with weights, those in routers and experts
 
     @property
     def full(self) -> int:
         """The whole layer, full attention matrix."""
         return self.matrices + self.attention_core
+
+    def recomputed(self, mode: str) -> int:
+        """What `activation_checkpoint.mode` computes again, unless it is "none"."""
+        return {"selective": self.attention_core, "experts": self.experts}.get(mode, self.full)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,13 @@ def forward_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int =
     """FLOPs of one sample. For GPT: 24h² + 4sh per token and layer and 2hV for its logits (arXiv 2104.04473)."""
     parts, lengths, width = model.parts, (seq_len, decoder_seq_len), 4 * model.attention_size
     kinds = tuple(
-        LayerFlops(count, 2 * kind.products(lengths), width * kind.scores(lengths), width * kind.scores(lengths, True))
+        LayerFlops(
+            count,
+            2 * kind.products(lengths),
+            width * kind.scores(lengths),
+            width * kind.scores(lengths, True),
+            2 * kind.experts * seq_len,
+        )
         for count, kind in zip(model.layer_counts, parts.kinds, strict=True)
     )
     return ForwardFlops(kinds, 2 * parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len))
@@ -77,9 +88,9 @@ def hardware_flops_per_token(
     model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
 ) -> float:
     """``model`` plus what activation checkpointing recomputes."""
-    forward, selective = forward_flops(model, seq_len, decoder_seq_len), recompute.mode == "selective"
+    forward = forward_flops(model, seq_len, decoder_seq_len)
     again = sum(
-        count * (kind.attention_core if selective else kind.full)
+        count * kind.recomputed(recompute.mode)
         for kind, count in zip(forward.kinds, recomputed_layers(model, recompute), strict=True)
     )
     return (3 * (forward.layers + forward.logits) + again) / seq_len

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.experts import ExpertLinear
+from titan_like.models.layers.experts import ExpertLinear, SparseMLP
 from titan_like.models.transformer import Transformer, replace_forward
 
 Lengths = tuple[int, int]
@@ -42,6 +42,7 @@ class LayerParts(NamedTuple):
     parameters: int
     matrices: Lengths  # elements of matrices with which each position of the first stack, of a decoder is multiplied
     cores: tuple[Core, ...]
+    experts: int = 0  # of the first stack's matrices, those of routers and experts
 
     def products(self, lengths: Lengths) -> int:
         """Multiplications of a sample's positions with matrices."""
@@ -97,7 +98,8 @@ def parts_of(config: TransformerConfig) -> Parts:
 
 
 def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
-    matrices = [0, 0]
+    matrices, experts = [0, 0], 0
+    sparse = tuple(f"{name}." for name, module in layer.named_modules() if isinstance(module, SparseMLP))
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2:
             owner = name.rpartition(".")[0]
@@ -106,8 +108,9 @@ def _layer_parts(layer: nn.Module, stacks: Stacks) -> LayerParts:
             # Of stacked matrices each position uses a few.
             elements = module.elements_per_token if isinstance(module, ExpertLinear) else parameter.numel()
             matrices[stack] += elements
+            experts += elements if name.startswith(sparse) else 0
     size = sum(parameter.numel() for parameter in layer.parameters())
-    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores_of(layer, stacks)))
+    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores_of(layer, stacks)), experts)
 
 
 def cores_of(module: nn.Module, stacks: Stacks, prefix: str = "") -> Iterator[Core]:

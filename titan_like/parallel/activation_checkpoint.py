@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_like.config.schema import ActivationCheckpoint
-from titan_like.models.layers import experts  # noqa: F401  # which defines an operator
+from titan_like.models.layers import experts
 from titan_like.models.transformer import Transformer
 from titan_like.torch_private import float8_product, functional_collectives, grouped_product_operator
 
@@ -29,15 +29,18 @@ _KEPT_OPERATIONS = {
 
 
 def apply_activation_checkpoint(model: Transformer, section: ActivationCheckpoint) -> None:
-    """Wrap the forward pass of every n-th layer in place. Parameters keep their names."""
+    """Wrap the forward pass of every n-th layer, or of its experts, in place. Parameters keep their names."""
     if section.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if section.mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
     for name, layer in model.layers.items():
-        if int(name) % section.every_n_layers == 0:  # numbered over the whole model, so stages do not change the choice
-            layer.forward = partial(checkpoint, layer.forward, **options)
+        if int(name) % section.every_n_layers:  # numbered over the whole model, so stages do not change the choice
+            continue
+        for module in [layer] if section.mode != "experts" else layer.children():
+            if module is layer or isinstance(module, experts.SparseMLP):
+                module.forward = partial(checkpoint, module.forward, **options)
 
 
 def _keep_matrix_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

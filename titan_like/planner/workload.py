@@ -43,7 +43,7 @@ class Workload(NamedTuple):
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
-    recompute: Literal["none", "full", "selective"] = "none"  # selective: only the attention core
+    recompute: Literal["none", "full", "selective", "experts"] = "none"  # selective: only the attention core
     recompute_every: int = 1
     flash: bool = True
     dtype: str = "bfloat16"

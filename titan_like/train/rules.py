@@ -346,6 +346,9 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse what has not been made to work for matrices that are stacked."""
     if not is_sparse(model):
+        if config.activation_checkpoint.mode == "experts":
+            problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
+            raise ConfigError("activation_checkpoint.mode", "experts", problem)
         return
     family, rule = config.model.family, config.optimizer.name
     if config.float8.enable:
