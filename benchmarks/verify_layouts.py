@@ -137,9 +137,9 @@ moe ep=4 cp=2 tp=2 sp=true dp=1 method=all_gather zero=2
 moe ep=2 cp=2 pp=2 dp=2 method=all_gather zero=3 batch=32
 moe ep=2 replicas=2 dp=2 zero=2 batch=16
 moe ep=2 replicas=2 dp=1 tp=2 sp=true zero=3
-moe ep=2 replicas=2 dp=2 zero=0 dtype=bfloat16
+moe ep=2 replicas=2 dp=2 zero=0 dtype=bfloat16 batch=16
 moe ep=2 dp=2 zero=0 dtype=bfloat16 batch=16
-moe ep=2 dp=4 zero=3 dtype=bfloat16
+moe ep=2 dp=4 zero=3 dtype=bfloat16 batch=16
 moe tp=2 sp=true ep=2 dp=1 dtype=bfloat16
 moe tp=2 sp=true ep=2 dp=2 zero=2 dtype=float16 batch=16
 moe ep=2 dp=2 recompute=full zero=3 batch=16

@@ -202,7 +202,9 @@ class ObservedTrainer(WatchedTrainer):
         section, training = self.config.parallelism, self.config.training
         # Each stage rounds its own part, and each chunk of the loss.
         has_table = name.startswith("output") or (name == "embedding.weight" and self.run.model.tied_embeddings)
-        if name in self.model.copies_in or has_table:
+        # One rounding for the tokens of all processes that share the expert.
+        has_tokens_of_others = ".experts." in name and section.expert_parallel_degree > 1
+        if name in self.model.copies_in or has_table or has_tokens_of_others:
             return False
         masks = self.run.masks
         if masks.has_intervals or masks.pair_tokens is not None:  # the reference's attention takes a mask of all pairs
