@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=3, help="updates to compare (default: 3)")
+    parser.add_argument("--steps", type=int, default=4, help="updates to compare (default: 4)")
     parser.add_argument(
         "--processes",
         type=int,

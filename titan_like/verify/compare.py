@@ -52,6 +52,7 @@ class Row(StrEnum):
     VALIDATION = "validation loss"
     WHOLE_VALIDATION = "validation loss on the whole split"
     VALIDATED = "weights that validation computes with"
+    BIASES = "biases in the choice of experts"
     LARGE_LOSS = "loss with large logits"
     LARGE_NORM = "gradient norm with large logits"
     LARGE_GRADIENT = "gradients with large logits"

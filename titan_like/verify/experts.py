@@ -1,7 +1,8 @@
 """Experts, their balance and its losses by definition, for the reference: no sorting, no grouping, no common buffers.
 
-It shares no code with `titan_like.models.layers.experts` or `titan_like.parallel.expert_balance`. What it has in common
-with them, so that half types round alike, is the order in which a token's results and gradients are summed.
+The definitions share no code with `titan_like.models.layers.experts` or `titan_like.parallel.expert_balance`. What they
+have in common with them, so that half types round alike, is the order in which a token's results and gradients are
+summed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from titan_like.models.layers.experts import Router, SparseMLP
 from titan_like.models.layers.init import local_part
 from titan_like.models.moe.config import MoEConfig
 from titan_like.models.transformer import Transformer, replace_forward
+from titan_like.parallel.expert_balance import ExpertBalance
+from titan_like.verify.compare import Key, Report, Row
 
 _FEWEST, _MOST_CHOSEN = 5, 2
 
@@ -38,6 +41,21 @@ def starve_an_expert(model: nn.Module) -> None:
         rows[1], rows[4] = (rows[0] + rows[2]) / 2, rows[0] + rows[2] - rows[3]
         part, offset = local_part(weight)
         part.copy_(rows[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))])
+
+
+def check_biases(report: Report, balance: ExpertBalance) -> None:
+    """Give the experts of each router loads above, below and exactly at the mean, and check how their biases move."""
+    if not balance.routers or balance.routers[0].config.balance != "bias":
+        return
+    counts = torch.full_like(balance.counts, 3)
+    counts[:, 0], counts[:, -1] = 5, 1
+    wanted, rate = balance.bias.clone(), balance.routers[0].config.bias_update_rate
+    wanted[:, 0] -= rate
+    wanted[:, -1] += rate
+    balance.counts.copy_(counts)
+    balance.finish(torch.tensor(False, device=counts.device))
+    told = None if torch.allclose(balance.bias, wanted, rtol=1e-6, atol=1e-6 * rate) else "they do not follow the loads"
+    report.exact(Key(0, Row.BIASES), told)
 
 
 class PlainExperts:

@@ -35,7 +35,7 @@ from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import DROPOUT, EXACT, HALF, RESUME, Key, Reference, Report, Row
 from titan_like.verify.dropout import observe_dropout
-from titan_like.verify.experts import starve_an_expert
+from titan_like.verify.experts import check_biases, starve_an_expert
 from titan_like.verify.half import (
     TRAVELLING,
     check_loss_scaler,
@@ -58,7 +58,6 @@ _BLOCK_BYTES = 2048  # of work that a CPU does at a time: small samples then tak
 _LONG_BLOCK_BYTES = 64 * _BLOCK_BYTES  # of longer sequences, of which every query would be a block
 _CHUNK_LOGITS = 1024  # of the loss at once, for the same reason
 _UNIT_BYTES = 4096  # of gradients in a half type that wait to be added up, for the same reason
-_KEPT = 2  # checkpoints that a leg keeps, of more
 _MOST_RAMPING = 100_000  # steps of the original run whose batch sizes are compared
 _SCHEDULE_POINTS = 1000  # steps of the original run at which learning rates are compared
 
@@ -76,7 +75,8 @@ class ObservedTrainer(WatchedTrainer):
         self.batches = batches(small.config, self.num_steps)
         self.updates = UpdateCheck(self, report)
         self._compare = partial(report.compare, reference, self.dtype)
-        report.data_rank = self.dp_rank
+        shares = run.layout.context * run.layout.tensor  # neighbouring ranks see the same samples
+        report.data_rank = report.rank // shares % run.layout.data_parallel
         if self.dtype == "float16":
             told = f"training begins with a loss scale of {float(self.loss_scale)}, which raises no gradient"
             report.exact(Key(0, Row.LOSS_SCALE), None if self.loss_scale > 1 else told)
@@ -261,6 +261,7 @@ class ObservedTrainer(WatchedTrainer):
             self.enlarge_logits()
             self.read_step(self.train_step(self._microbatches(self.num_steps + 1)))
             self._check_end()
+            check_biases(self.report, self.experts)
         if self.dtype in HALF:
             for name, steps in self.finer.items():
                 self.report.exact(Key(1, Row.SUMS, name), None if steps else f"it is rounded to {self.dtype}")
@@ -322,15 +323,15 @@ def compare_longer(member: Member, reference: Reference, config: JobConfig, repo
 
 def observe_leg(
     member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
-    folder: Path,
+    most: int, folder: Path,
 ) -> Report:  # fmt: skip
     """One leg of a relay: resume, and save after every step up to ``last_step``.
 
     It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
-    removes old checkpoints unless those that follow need them.
+    removes checkpoints before its latest ``most`` unless those legs that follow need them.
     """
     is_last_good, report = last_step not in reference.small.bad_steps, Report(RESUME, member.rank)
-    keep = 0 if load_step and is_last_good else _KEPT
+    keep = 0 if load_step and is_last_good else most
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(config, {f"checkpoint.{key}": value for key, value in saves.items()})
     run = prepare_run(member, reference, changed, EXACT, folder)

@@ -62,8 +62,10 @@ class UpdateCheck:
                 self.report.exact(Key(step, Row.SKIPPED, name), None if torch.equal(new, old) else "it is updated")
             elif copy.grad is None:
                 self.report.exact(Key(step, Row.UPDATE, name), "it is not updated")
+            elif (held := next(unclipped, None)) is None:
+                self.report.exact(Key(step, Row.MISSING, name), "it has no gradient")
             else:
-                gradient = next(unclipped)[1]
+                gradient = held[1]
                 self._check_clipping(Key(step, Row.CLIPPED, name), copy.grad, self._double(gradient) * factor)
                 self._check_update(Key(step, Row.UPDATE, name), old, new, copy)
                 self._check_types(Key(step, Row.TYPES, name), parameter, gradient.dtype)
