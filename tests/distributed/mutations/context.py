@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
@@ -112,33 +111,6 @@ def heads_come_back_in_reverse() -> Iterator[None]:
 
 
 @contextmanager
-def labels_of_one_process_counted() -> Iterator[None]:
-    """The loss is divided by the labels of the process's own slices."""
-    original = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return None if tensor.dtype == torch.int64 else original(tensor, *args, **options)
-
-    with patch.object(dist, "all_reduce", all_reduce):
-        yield
-
-
-@contextmanager
-def gradients_times_the_processes() -> Iterator[None]:
-    """The loss is multiplied by the number of processes that share a sequence, and reported without that."""
-    original = Trainer._complete_gradients
-
-    def complete(self: Trainer) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.slices.size)
-        original(self)
-
-    with patch.object(Trainer, "_complete_gradients", complete):
-        yield
-
-
-@contextmanager
 def losses_counted_by_each() -> Iterator[None]:
     """The reported loss is summed over the processes that share a sequence as if each had the whole of it."""
     original = Trainer._sum_over_samples
@@ -178,18 +150,6 @@ def gradients_averaged_over_slices() -> Iterator[None]:
             module.set_gradient_divide_factor(2.0)
 
     with patch.object(DataParallel, "before_backward", before_backward):
-        yield
-
-
-@contextmanager
-def ring_gradients_scaled() -> Iterator[None]:
-    """The ring's gradients of keys and values are multiplied by the number of processes."""
-    original = slice_attention._exchange
-
-    def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
-        return original(block, name, size, rank) * size ** (1 / size)
-
-    with patch.object(slice_attention, "_exchange", exchange):
         yield
 
 
@@ -243,20 +203,6 @@ def bidirectional_ring_skips_later_pieces() -> Iterator[None]:
     def blocks(length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any) -> Iterator[Any]:
         for block in original(length, first, end, True, size, rank, source):
             yield block._replace(is_causal=False)
-
-    with patch.object(slice_attention, "_blocks", blocks):
-        yield
-
-
-@contextmanager
-def pieces_of_gathered_keys_end_early() -> Iterator[None]:
-    """Queries miss the last key before their own piece."""
-    original = slice_attention._blocks
-
-    def blocks(*args: Any) -> Iterator[Any]:
-        for block in original(*args):
-            start, stop = block.keys.start, block.keys.stop
-            yield block if block.is_causal else block._replace(keys=slice(start, stop - 1))
 
     with patch.object(slice_attention, "_blocks", blocks):
         yield

@@ -19,7 +19,6 @@ from titan_like.data.permutation import Permutation
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.stream_reader import Documents, Place, Reader
 from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from titan_like.train import setup
 
 
 @contextmanager
@@ -92,17 +91,6 @@ def epochs_have_the_first_one_s_order() -> Iterator[None]:
         return Permutation(size, *key[:-1], 0)
 
     with patch.object(source, "epoch_order", order), patch.object(stream, "Permutation", order):
-        yield
-
-
-@contextmanager
-def orders_forget_the_seed() -> Iterator[None]:
-    """Every seed gives the same order."""
-
-    def order(size: int, seed: int, *key: int) -> Permutation:
-        return Permutation(size, 0, *key)
-
-    with patch.object(source, "epoch_order", order):
         yield
 
 
@@ -212,19 +200,6 @@ def every_source_of_a_blend_is_its_first() -> Iterator[None]:
         return replace(request, **{**fields, "part": 0})
 
     with patch.object(open_source, "replace", changed):
-        yield
-
-
-@contextmanager
-def a_run_swaps_its_splits() -> Iterator[None]:
-    """The trainer takes the held-out samples for training."""
-    original = setup.open_data
-
-    def opened(*arguments: Any) -> dict[str, source.Source]:
-        found = original(*arguments)
-        return {"train": found["validation"], "validation": found["train"]}
-
-    with patch.object(setup, "open_data", opened):
         yield
 
 

@@ -112,18 +112,6 @@ def biases_of_other_heads() -> Iterator[None]:
 
 
 @contextmanager
-def later_stages_begin_a_position_early() -> Iterator[None]:
-    """Every stage but the first takes the encoder's last position for the decoder's first."""
-    original = T5.layer_inputs
-
-    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
-        return original(self, positions, encoder_len - (not self.is_first))
-
-    with patch.object(T5, "layer_inputs", layer_inputs):
-        yield
-
-
-@contextmanager
 def encoder_s_bias_in_the_first_stage_alone() -> Iterator[None]:
     """Encoder layers of later stages get no relative positions."""
     original = T5.layer_inputs

@@ -301,24 +301,6 @@ def validation_an_update_behind() -> Iterator[None]:
 
 
 @contextmanager
-def norms_cast_once() -> Iterator[None]:
-    """Only matrices are cast to the model's type again after an update."""
-    cast, known = gradients.copy_all_, set[int]()
-
-    def is_new(copy: torch.Tensor, master: torch.Tensor) -> bool:
-        was_known = copy.data_ptr() in known
-        known.add(copy.data_ptr())
-        return master.ndim > 1 or not was_known or copy.dtype.itemsize > 2
-
-    def cast_matrices(copies: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        changed = [n for n, (copy, master) in enumerate(zip(copies, masters, strict=True)) if is_new(copy, master)]
-        cast([copies[number] for number in changed], [masters[number] for number in changed])
-
-    with patch.object(gradients, "copy_all_", cast_matrices):
-        yield
-
-
-@contextmanager
 def gradients_of_complete_units_lost() -> Iterator[None]:
     """A unit of gradients in the half type that is complete drops them instead of adding them up."""
 

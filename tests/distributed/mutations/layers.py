@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.models import transformer
 from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
-from titan_like.models.layers.attention import AttentionCore, SelfAttention
+from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.llama import model as llama_model
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
@@ -92,21 +92,6 @@ def softmax_of_own_vocabulary() -> Iterator[None]:
         return gathered
 
     with patch.object(tensor_styles, "all_gather", all_gather):
-        yield
-
-
-@contextmanager
-def middle_stages_swapped() -> Iterator[None]:
-    """The second and the third stage hold each other's layers."""
-    original = apply.split_layers
-
-    def split_layers(counts: list[int]) -> list[StageLayers]:
-        stages = original(counts)
-        if len(stages) > 3:
-            stages[1], stages[2] = stages[2], stages[1]
-        return stages
-
-    with patch.object(apply, "split_layers", split_layers):
         yield
 
 
@@ -219,16 +204,4 @@ def learned_positions_end_at_128() -> Iterator[None]:
         return original(self, tokens, positions.clamp(max=127))
 
     with patch.object(GPT, "embed", embed):
-        yield
-
-
-@contextmanager
-def attention_sees_128_keys() -> Iterator[None]:
-    """Nobody sees a key after the 128th."""
-    original = AttentionCore.forward
-
-    def forward(self: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: Any) -> torch.Tensor:
-        return original(self, q, k[:, :, :128], v[:, :, :128], *mask)
-
-    with patch.object(AttentionCore, "forward", forward):
         yield

@@ -37,21 +37,6 @@ def later_stages_attend_causally() -> Iterator[None]:
 
 
 @contextmanager
-def later_stages_of_bert_attend_causally() -> Iterator[None]:
-    """In pipeline stages after the first a bidirectional model attends only to the tokens before."""
-    original = Transformer.keep_stage
-
-    def keep_stage(self: Transformer, layers: range, is_first: bool, is_last: bool) -> None:
-        original(self, layers, is_first, is_last)
-        for module in self.modules():
-            if isinstance(module, AttentionCore) and not is_first:
-                module.is_causal = True
-
-    with patch.object(Transformer, "keep_stage", keep_stage):
-        yield
-
-
-@contextmanager
 def later_stages_count_positions_through() -> Iterator[None]:
     """Pipeline stages after the first get no positions."""
     original = Transformer.forward
@@ -145,22 +130,6 @@ def masks_drawn_by_each_process() -> Iterator[None]:
         return original(self, sample, index + (dist.get_rank() << 40))
 
     with patch.object(Masks, "add_rows", add_rows):
-        yield
-
-
-@contextmanager
-def labels_past_documents_on_one_process() -> Iterator[None]:
-    """One process keeps the labels that belong to another document."""
-    original = Masks.split_rows
-
-    def split_rows(self: Masks, batch: torch.Tensor) -> tuple[ModelInputs, torch.Tensor]:
-        inputs, labels = original(self, batch)
-        if dist.get_rank() == dist.get_world_size() - 1 and dist.get_world_size() > 1:
-            crosses = inputs.tokens[:, :-1] == self.eod_id
-            labels = torch.cat((torch.where(crosses, inputs.tokens[:, 1:], labels[:, :-1]), labels[:, -1:]), 1)
-        return inputs, labels
-
-    with patch.object(Masks, "split_rows", split_rows):
         yield
 
 

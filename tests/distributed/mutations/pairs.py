@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titan_like.data.masks import Masks
 from titan_like.data.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.collectives import CopyFromFirstRank
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
 from titan_like.train import trainer
@@ -46,18 +46,6 @@ def padding_is_seen() -> Iterator[None]:
 
 
 @contextmanager
-def later_stages_see_padding() -> Iterator[None]:
-    """Pipeline stages after the first see the padding."""
-    original = Transformer.forward
-
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
-        return original(self, x, positions, visible if self.is_first else None, *types)
-
-    with patch.object(Transformer, "forward", forward):
-        yield
-
-
-@contextmanager
 def _pairs_made(change: Any) -> Iterator[None]:
     original = SentencePairs.make
 
@@ -65,20 +53,6 @@ def _pairs_made(change: Any) -> Iterator[None]:
         return change(original, self, samples, index, seed)
 
     with patch.object(SentencePairs, "make", make):
-        yield
-
-
-@contextmanager
-def classes_swapped_on_one_process() -> Iterator[None]:
-    """The last process labels pairs in order as those that are not."""
-
-    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
-        pair = original(self, samples, index, seed)
-        if pair[1, 0] >= 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
-            pair[1, 0] = 1 - pair[1, 0]
-        return pair
-
-    with _pairs_made(change):
         yield
 
 

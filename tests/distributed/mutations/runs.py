@@ -153,20 +153,6 @@ def resumed_shards_without_moments() -> Iterator[None]:
 
 
 @contextmanager
-def resumed_one_sample_late() -> Iterator[None]:
-    """A resumed run leaves a sample out."""
-    original = Trainer._resume
-
-    def resume(self: Trainer, is_usable: Any) -> bool:
-        resumed = original(self, is_usable)
-        self.consumed_samples += resumed
-        return resumed
-
-    with patch.object(Trainer, "_resume", resume):
-        yield
-
-
-@contextmanager
 def loss_scale_lost_when_resumed() -> Iterator[None]:
     """A resumed run begins with the loss scale of a new one."""
     original = training_state.LossScaler

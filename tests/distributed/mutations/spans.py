@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -46,18 +45,6 @@ def padding_carries_a_loss() -> Iterator[None]:
         return rows
 
     with _changed(change):
-        yield
-
-
-@contextmanager
-def sentinels_in_reverse() -> Iterator[None]:
-    """The first span has the last sentinel."""
-    original = SpanCorruption.apply
-
-    def apply(self: SpanCorruption, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        return original(replace(self, sentinel_ids=self.sentinel_ids[::-1]), sample, seed, index)
-
-    with patch.object(SpanCorruption, "apply", apply):
         yield
 
 

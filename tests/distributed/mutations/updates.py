@@ -103,36 +103,12 @@ def gradients_not_unscaled() -> Iterator[None]:
 
 
 @contextmanager
-def clipped_before_unscaling() -> Iterator[None]:
-    """float16's gradients are clipped by their norm with the loss scale in it."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        original(self, grad_norm * self.loss_scale, lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
-
-
-@contextmanager
 def vectors_decay() -> Iterator[None]:
     """In half types weight decay applies to norms and biases too."""
 
     def change(self: Trainer) -> None:
         for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
             group["weight_decay"] = self.config.optimizer.weight_decay
-
-    with _after_init(change):
-        yield
-
-
-@contextmanager
-def norms_never_updated_in_bfloat16() -> Iterator[None]:
-    """The optimizer does not know of norms where the model computes in bfloat16."""
-
-    def change(self: Trainer) -> None:
-        if self.config.training.dtype == "bfloat16":
-            del self.optimizer.param_groups[1]["params"][:]
 
     with _after_init(change):
         yield
