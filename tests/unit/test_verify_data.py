@@ -149,10 +149,7 @@ KINDS = {
 }
 
 
-QUICK = ("text", "blend", "stream", "documents")
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_is_what_its_definition_says(folder: Path, kind: str, tmp_path: Path) -> None:
     found = checked(config_of(folder, *KINDS[kind]), tmp_path)
     assert found.problem is None and found.unchecked is None
@@ -177,7 +174,6 @@ class OwnOrder(Own):
         return self.sample((7 * index + self.request.part + self.request.seed) % len(self))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "paths"), [(Own, '[1, "a", 2, "bb"]'), (OwnOrder, '["a"]'), (OwnOrder, '[1, "a", 2, "bb"]')]
 )
@@ -246,7 +242,6 @@ def test_a_bug_in_the_data_is_no_fault_of_the_layout_s(folder: Path) -> None:
     assert not (folder / "run").exists()
 
 
-@pytest.mark.slow
 def test_data_that_is_not_there_is_no_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = verdict_of(config_of(folder, "--data.dataset=text", "--data.paths=/no/such/file"))
     assert missing.outcome == "same" and not missing.checks
