@@ -101,18 +101,21 @@ def verify(
 
 
 # Layouts in all kinds of runs, or in those that are named. test_verify_command.py has the pipeline in all of them.
-SAME: list[tuple[list[str], list[str]]] = [
+# `./scripts/test.sh quick` runs the first ones alone: each kind of parallelism.
+QUICK: list[tuple[list[str], list[str]]] = [
     (ZERO_3, []),
     (SEQUENCE, [EXACT, DROPOUT]),
+    ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
+    ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
+]
+SAME: list[tuple[list[str], list[str]]] = [
     ([*RAMPUP, *BFLOAT16[:2]], []),
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
     ([*PAIRS, *SEQUENCE], [EXACT, SINGLE, DROPOUT]),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [EXACT, SINGLE]),
-    ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     # Large weights: AdamW makes steps of the rounding of gradients that cancel, such as those of the keys' biases.
     (["--model.overrides.init_std", "0.5", *DATA], [EXACT, SINGLE]),
-    ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8, *TENSOR[:2], *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT, SINGLE]),
 ]
@@ -152,8 +155,12 @@ MORE_SAME: list[tuple[list[str], list[str]]] = [
 ]
 
 
+def marked(cases: list[tuple[list[str], list[str]]], mark: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*case, marks=mark) for case in cases]
+
+
 @pytest.mark.parametrize(
-    ("layout", "kinds"), [*SAME, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_SAME)]
+    ("layout", "kinds"), [*QUICK, *marked(SAME, pytest.mark.slow), *marked(MORE_SAME, pytest.mark.exhaustive)]
 )
 def test_product_is_the_same(layout: list[str], kinds: list[str]) -> None:
     verdict = verify(layout, kinds=kinds)

@@ -59,13 +59,10 @@ OVERRIDES = {
         [STEPS, "--evaluation.interval=0", "--evaluation.datasets", "text={tmp}/latin.txt"],
         ["evaluation.datasets", "set evaluation.interval"],
     ),
-    "options of text": ([STEPS, "--data.options.size=4"], ["data.options = {'size': 4}", '"text" has no options']),
-    "missing data": ([STEPS, "--data.paths={tmp}/no.txt"], ["data.paths", "{tmp}/no.txt", "no such file"]),
     "data not UTF-8": (
         [STEPS, "--data.paths={tmp}/latin.txt"],
         ["data.paths", "{tmp}/latin.txt", "byte 3 is not valid UTF-8", "convert"],
     ),
-    "too little data": ([STEPS, "--training.seq_len=999"], ["training.seq_len = 999", "add text or lower it"]),
     "tokenizer larger than model": (
         [STEPS, "--model.overrides.vocab_size=256"],
         ["data.tokenizer", '"byte"', "257 tokens", "set model.overrides.vocab_size to 257"],

@@ -8,21 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.hugging_face_cases import bert_config, random_model
+from tests.unit.hugging_face_cases import bert_config
 from tests.unit.plain_loop import logged, plain_losses, prepared, run_settings, untrained_reference
 from titan_like.models.registry import build_model
 from titan_like.train.job import run_job
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_every_token_changes_every_logit(placement: str) -> None:
-    model = random_model(bert_config(norm_placement=placement)).eval()
-    tokens = torch.arange(24)[None]
-    for changed in (0, 23):
-        other = tokens.clone()
-        other[0, changed] = 77
-        difference = (model(tokens) - model(other))[..., :101].abs().amax(-1)
-        assert (difference > 1e-6).all()
 
 
 def test_initial_weights_are_scaled_by_depth_only_where_norms_come_first() -> None:

@@ -44,15 +44,6 @@ def test_a_copy_begins_another_run_and_the_first_one_loses_nothing(tmp_path: Pat
     assert steps(dump / "metrics.jsonl") == [1, 2, 3, 4, 5, 6] and steps(dump / "metrics.2.jsonl") == [3, 4, 5]
 
 
-def test_a_copy_in_a_new_folder_is_another_run_too(tmp_path: Path) -> None:
-    train(tmp_path / "one", 2)
-    shutil.copytree(tmp_path / "one" / "checkpoint", tmp_path / "two" / "checkpoint")
-    train(tmp_path / "two", 3)
-    assert steps(tmp_path / "two" / "metrics.jsonl") == [3]
-    checkpoint = Path("checkpoint", "step-3")
-    assert run_id(tmp_path / "two" / checkpoint) != run_id(tmp_path / "one" / "checkpoint" / "step-2")
-
-
 def test_a_run_goes_on_where_its_folder_has_moved_or_its_output_goes_elsewhere(tmp_path: Path) -> None:
     train(tmp_path / "here", 2)
     first = run_id(tmp_path / "here" / "checkpoint" / "step-2")

@@ -81,6 +81,7 @@ def test_products_of_chunks_add_up_in_float32(monkeypatch):
     assert errors[1] < 1.1 * errors[0]
 
 
+@pytest.mark.slow
 def test_compiled_form_is_the_same():
     """GPUs run the two kernels compiled, in another form of the gradient."""
     generator = torch.Generator().manual_seed(0)

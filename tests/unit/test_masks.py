@@ -273,6 +273,7 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.slow
 def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MEMORY_OF_A_LONG_SAMPLE)

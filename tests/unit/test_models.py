@@ -153,17 +153,6 @@ def test_bad_model_names_field_value_and_cure(argv, words):
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_later_token_does_not_change_earlier_logits(family):
-    model = tiny_model(family)
-    tokens = torch.arange(24).view(1, 24)
-    changed = tokens.clone()
-    changed[0, 15] = 90
-    before, after = model(tokens)[..., :97], model(changed)[..., :97]
-    assert torch.equal(before[:, :15], after[:, :15])
-    assert (before[:, 15:] != after[:, 15:]).any(dim=-1).all()
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_padding_logits_have_no_probability_and_no_gradient(family):
     model = tiny_model(family)
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -177,19 +166,6 @@ def test_padding_logits_have_no_probability_and_no_gradient(family):
     used = (model.embedding if model.config.tied_embeddings else model.output).weight.grad[:97]
     assert used.isfinite().all()
     assert (used != 0).any(dim=1).all()
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_logits_are_those_of_the_unpadded_model(family):
-    unpadded = build_model(TINY[family].model_copy(update={"vocab_multiple": 1}), family)
-    padded = tiny_model(family)
-    unpadded.load_state_dict(
-        {name: value[:97] if value.shape[:1] == (128,) and "mlp" not in name and "qkv" not in name else value
-         for name, value in padded.state_dict().items()}
-    )  # fmt: skip
-    tokens = torch.arange(24).view(1, 24)
-    # The wider product may be blocked differently: a few roundings of logits of order 0.1.
-    torch.testing.assert_close(padded(tokens)[..., :97], unpadded(tokens), rtol=0, atol=1e-6)
 
 
 def test_dropout_acts_in_training_only():

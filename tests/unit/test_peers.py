@@ -31,17 +31,6 @@ def test_mfu_counts_the_full_attention_matrix_and_no_recomputation() -> None:
     assert peers.mfu_of(settings, 400_000, None) is None
 
 
-def test_ratios_are_ours_over_the_other_side() -> None:
-    rows = [
-        {"model": "a", "side": "ours", "tokens_per_second": 300.0},
-        {"model": "a", "side": "bare", "tokens_per_second": 200.0},
-        {"model": "a", "side": "trainer", "problem": "stopped"},
-        {"model": "b", "side": "ours", "problem": "not run"},
-        {"model": "b", "side": "bare", "tokens_per_second": 200.0},
-    ]
-    assert peers.ratios_of(rows) == {"a": {"bare": 1.5}}
-
-
 def test_cause_is_the_last_exception() -> None:
     output = "start\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
     assert peers.cause_of(output) == "[rank0]: torch.OutOfMemoryError: CUDA out of memory."

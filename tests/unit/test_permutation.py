@@ -19,7 +19,7 @@ def test_every_element_comes_once(size: int) -> None:
         assert sorted(map(Permutation(size, key), range(size))) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 10, 33])
+@pytest.mark.parametrize("size", [3, 10, 33])
 def test_small_permutations_have_every_pair_of_first_elements_equally_often(size: int) -> None:
     keys, pairs = 20_000, size * (size - 1)
     found = Counter((order(0), order(1)) for order in (Permutation(size, key) for key in range(keys)))

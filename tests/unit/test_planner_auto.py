@@ -17,7 +17,7 @@ BIG = ["--model.flavor=18b", "--training.steps=3", "--training.seq_len=2048", "-
 AUTO = [*BIG, "--parallelism.auto=true"]
 
 
-@pytest.mark.parametrize("world", [16, 64, 256, 768])
+@pytest.mark.parametrize("world", [16, 64, 768])
 def test_choice_fits_any_number_of_processes_and_keeps_the_batch(world):
     config, told = choose_layout(load_config(AUTO), world, "NVIDIA A100-SXM4-80GB", 8)
     layout = resolve_settings(config, world).layout
@@ -53,8 +53,9 @@ def test_what_is_set_stays():
 
 def test_named_gpu_comes_before_the_one_found():
     named = load_config([*AUTO, "--cluster.gpu=H100", "--cluster.gpus_per_node=4"])
-    assert choose_layout(named, 64, None, None) == choose_layout(named, 64, "A100", 8)
-    assert "H100-80GB" in choose_layout(named, 64, "A100", 8)[1]
+    chosen = choose_layout(named, 16, "A100", 8)
+    assert choose_layout(named, 16, None, None) == chosen
+    assert "H100-80GB" in chosen[1]
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def test_what_is_read_is_not_overwritten(words, tmp_path, monkeypatch):
     assert (tmp_path / "a.toml").read_text() == "[job]\n"
 
 
+@pytest.mark.slow
 def test_who_reads_only_the_first_line_gets_no_traceback():
     command = f"{sys.executable} {ROOT}/scripts/plan.py predict --job.config_file train_configs/gpt3_175b.toml"
     shell = ["bash", "-c", f"{command} | true"]  # nobody reads

@@ -3,8 +3,6 @@ import statistics
 import pytest
 
 from tests.unit.planner_cases import flavor, random_workloads
-from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble
-from titan_like.parallel.schedules.simulate import step_time as end_of
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, stages_per_rank
 from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import builtin_profiles
@@ -15,28 +13,6 @@ from titan_like.planner.workload import Workload
 QUIET = builtin_profiles()["selene_2021"].changed(
     nvlink_latency=0.0, network_latency=0.0, message_efficiency=1e12, nvlink_efficiency=1e12, microbatch_time=0.0
 )
-
-
-def without_ends(times):
-    """The times of a stage in the middle, for all stages."""
-    return [times[1]] * len(times)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
-@pytest.mark.parametrize(("degree", "microbatches"), [(4, 8), (8, 8), (8, 64)])
-def test_equal_stages_have_exactly_the_papers_bubbles(schedule, degree, microbatches, monkeypatch):
-    virtual = stages_per_rank(schedule, 3)
-    work = Workload(flavor("gpt", "gpt3_175b"), 2048, 1, microbatches, pipeline=degree, schedule=schedule)
-    work = work._replace(virtual_stages=virtual, flash=False, dtype="float16", recompute="full")
-    times = without_ends(stage_passes(work, QUIET))
-    monkeypatch.setattr("titan_like.planner.simulator.stage_passes", lambda *_: times)
-    events = timeline(work, QUIET).passes
-    assert bubble_fraction(events, degree) == pytest.approx((degree - 1) / (virtual * microbatches), rel=1e-9)
-    assert ideal_bubble(schedule, degree, virtual, microbatches) == (degree - 1) / (virtual * microbatches)
-    total = microbatches * virtual * (times[0].F + times[0].B)
-    assert end_of(events) == pytest.approx(total * (1 + (degree - 1) / (virtual * microbatches)), rel=1e-9)
-    found = simulated_step_time(work, QUIET)
-    assert found.bubble == pytest.approx(total * (degree - 1) / (virtual * microbatches), rel=1e-9)
 
 
 def own_pipelines(count, seed):

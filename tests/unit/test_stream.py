@@ -320,8 +320,6 @@ def test_a_dead_reader_is_named(long_file, monkeypatch, waits):
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', ["a.jsonl:2", 'no text under "text"', "data.text_key"]),
         ("a.parquet", {"body": ["x"]}, ["a.parquet", 'has no column "text"; it has body']),
-        ("a.parquet", {"text": ["x", None]}, ["a.parquet:2", "the row has no text"]),
-        ("a.parquet", b"PAR1", ["a.parquet", "is damaged"]),
         ("a.arrow", b"ARROW1\0\0", ["a.arrow", "is damaged"]),
         ("a.jsonl", b"\n\n", ["data.num_readers = 1: reader 0 finds no text"]),
         ("a.jsonl", b"", ["a.jsonl", "is empty"]),

@@ -64,15 +64,6 @@ def rng_tensors() -> dict[str, torch.Tensor]:
     return states
 
 
-def restore_rng(tensors: dict[str, torch.Tensor]) -> None:
-    """Restore this rank's random generators from the states in ``tensors``."""
-    for name, state in tensors.items():
-        if name.startswith("rng.cpu."):
-            torch.set_rng_state(state)
-        elif name.startswith("rng.cuda."):
-            torch.cuda.set_rng_state(state)
-
-
 def _by_name(model: ParallelModel | nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by name; only the first copy of a tied table."""
     parameters: dict[str, nn.Parameter] = {}
@@ -181,7 +172,11 @@ def load_checkpoint(
     if isinstance(model, ParallelModel):
         _update_copies(model, optimizer)
     if optimizer is not None:
-        restore_rng(tensors)
+        for name, state in tensors.items():
+            if name.startswith("rng.cpu."):
+                torch.set_rng_state(state)
+            elif name.startswith("rng.cuda."):
+                torch.cuda.set_rng_state(state)
     return run
 
 

@@ -116,10 +116,6 @@ def read_run_state(path: Path) -> RunState:
         numbers = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{RUN_FILE} is not JSON: {error}") from None
-    return _checked(numbers, path)
-
-
-def _checked(numbers: Any, path: Path) -> RunState:
     if isinstance(numbers, dict):
         of_itself, of_description = numbers.pop("crc32", None), numbers.get("metadata_crc32")
         if of_itself is not None and of_itself != crc32(_as_json(numbers).encode()):

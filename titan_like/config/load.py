@@ -32,13 +32,10 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
         lines += ["", f"[{section}] {(section_type.__doc__ or '').strip()}"]
         for key, option in options_of(section_type).items():
             default = option.get_default(call_default_factory=True)
-            lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {_default(default)}")
+            shown = "none" if default is None else json.dumps(default)
+            lines.append(f"  --{section}.{key}  {_type_name(option.annotation)}, default {shown}")
             lines += textwrap.wrap(option.description or "", 108, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
-
-
-def _default(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
 
 
 def _type_name(annotation: Any) -> str:

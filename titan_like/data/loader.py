@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import torch
-from torch.utils.data import Dataset, Sampler, default_collate
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from titan_like.config.errors import ConfigError, RunError
 
@@ -76,16 +74,14 @@ class BackgroundLoader:
         depth: int = 8,
     ) -> None:
         self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata on newer torch
-            loader = StatefulDataLoader(
-                _Batches(dataset),
-                batch_sampler=sampler,
-                collate_fn=_collate,
-                num_workers=num_workers,
-                pin_memory=device.type == "cuda",
-                generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
-            )
+        loader = DataLoader(
+            _Batches(dataset),
+            batch_sampler=sampler,
+            collate_fn=_collate,
+            num_workers=num_workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
+        )
         self._queue: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(loader,), name="data-loader", daemon=True)
@@ -108,7 +104,7 @@ class BackgroundLoader:
             self._queue.get_nowait()
         self._thread.join(timeout=10)
 
-    def _fill(self, loader: StatefulDataLoader) -> None:
+    def _fill(self, loader: DataLoader) -> None:
         others = active_children()
         workers: list[BaseProcess] = []
         try:

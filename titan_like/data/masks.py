@@ -42,9 +42,7 @@ class Masks:
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
-    objective: MaskedTokens | SpanCorruption | None = (
-        None  # None: the labels are the next tokens, as a dataset gives them
-    )
+    objective: MaskedTokens | SpanCorruption | None = None  # None: the labels are a dataset's, the next tokens
     pairs: SentencePairs | None = None  # of an objective over pairs of sentences
     pair_tokens: PairTokens | None = None  # where samples are two sentences, with types of tokens and padding
 

@@ -91,10 +91,8 @@ class StreamSource(Source):
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
         """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
         section = self.request.section
-        text, times = (
-            f"streaming with {section.num_readers} readers",
-            tokenized_times(section, micro_batch_size, num_ranks),
-        )
+        text = f"streaming with {section.num_readers} readers"
+        times = tokenized_times(section, micro_batch_size, num_ranks)
         wanted = micro_batch_size * num_ranks * max(1, section.num_workers)
         cure = f"each sample is tokenized {times} times; data.num_readers = {wanted} would avoid it"
         return text if times == 1 else f"{text}: {cure}"

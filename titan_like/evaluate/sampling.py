@@ -30,12 +30,6 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tenso
     return logits
 
 
-def prefix_visible(seq_len: int, prefix_end: int, device: torch.device) -> VisibleKeys:
-    """The keys that each token of one sequence sees if its first ``prefix_end`` tokens see each other."""
-    order = torch.arange(seq_len, device=device)[None]
-    return VisibleKeys(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
-
-
 @torch.no_grad()
 def generate(
     model: Transformer | ParallelInference,
@@ -66,8 +60,11 @@ def generate(
     model.eval()
     for _ in range(max_new_tokens):
         window = tokens[:, -model.config.max_seq_len :]
-        prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
-        visible = prefix_visible(window.shape[1], prefix_end, window.device) if prefix_lm else None
+        visible = None
+        if prefix_lm:
+            prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
+            order = torch.arange(window.shape[1], device=window.device)[None]
+            visible = VisibleKeys(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
         given = window if memory is None else torch.cat((memory, window), 1)
         logits = model(given, None, visible, encoder_len)[:, -1].float()  # [1, vocab]
         if temperature == 0:

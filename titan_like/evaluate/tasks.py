@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -221,11 +222,12 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
         raise TaskError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
     questions = read_questions(folder, tokenizer)
     around = PairTokens(*tokenizer.pair_ids)
-    windows = [
-        option_window(question.inputs(option, around, settings.seq_len), around)
-        for question in questions
-        for option in range(NUM_OPTIONS)
-    ]
+    windows = []
+    for question, option in product(questions, range(NUM_OPTIONS)):
+        inputs = question.inputs(option, around, settings.seq_len)
+        end = int(np.flatnonzero(inputs == around.separator)[-1]) + 1
+        # Without the padding: the model sees all tokens of the option and predicts none of them.
+        windows.append(Window(np.append(inputs[:end], around.separator), 1))
 
     def results(scores: Sequence[Score]) -> dict[str, float]:
         values = np.array([score.log_probability for score in scores]).reshape(-1, NUM_OPTIONS)
@@ -236,12 +238,6 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
         return figures | {f"accuracy_{group}": float(right[groups == group].mean()) for group in names}
 
     return Task(name, windows, results)
-
-
-def option_window(inputs: np.ndarray, around: PairTokens) -> Window:
-    """The window of one option without its padding: the model sees all its tokens and predicts none of them."""
-    end = int(np.flatnonzero(inputs == around.separator)[-1]) + 1
-    return Window(np.append(inputs[:end], around.separator), 1)
 
 
 # What makes a task of its label and its file or folder.

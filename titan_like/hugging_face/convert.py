@@ -54,12 +54,6 @@ class Origin:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of each tensor, by its name in transformers' class
 
 
-def write_origin(folder: HuggingFaceFolder, path: Path) -> None:
-    """Write the origin into a checkpoint's folder."""
-    dtypes = {name: tensor.dtype for name, tensor in folder.tensors.items()}
-    write_durably(path / ORIGIN_FILE, json.dumps({"config": folder.fields, "dtypes": dtypes}, indent=2))
-
-
 def read_origin(path: Path) -> Origin:
     """Read the origin from a checkpoint's folder.
 
@@ -161,7 +155,8 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path, most_chunk_bytes:
             raise RunError(f"{source.path} cannot be converted ({first_failure(error)})") from error
         finally:
             planner.close()
-        write_origin(source, aside)
+        dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
+        write_durably(aside / ORIGIN_FILE, json.dumps({"config": source.fields, "dtypes": dtypes}, indent=2))
         write_run_state(aside, _run_state(source, final))
     return final
 
@@ -193,17 +188,9 @@ def _run_state(source: HuggingFaceFolder, final: Path) -> RunState:
     model = Model.model_validate({"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}})
     tokenizer = _tokenizer_of(source.path, final)
     data = Data() if tokenizer is None else Data(tokenizer=tokenizer)
-    return RunState(
-        step=0,
-        consumed_samples=0,
-        consumed_tokens=0,
-        skipped_steps=0,
-        loss_scale=1.0,
-        loss_scale_good_steps=0,
-        model=shape,
-        config=JobConfig(model=model, data=data).model_dump(mode="json"),
-        versions={name: version(name) for name in ("torch", "safetensors")},
-    )
+    config = JobConfig(model=model, data=data).model_dump(mode="json")
+    versions = {name: version(name) for name in ("torch", "safetensors")}
+    return RunState(0, 0, 0, 0, 1.0, 0, shape, config, versions=versions)
 
 
 class _Planner(DefaultSavePlanner):
@@ -275,7 +262,9 @@ def to_hugging_face(
         for name, shape in stored.sources.items()
     ]
     shards = plan_shards(specs, most_bytes)
-    names = shard_names(len(shards))
+    count = len(shards)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]  # as transformers' are
+    names = names if count > 1 else [WEIGHTS_FILE]
     with written_aside(output) as aside:
         tokens: dict[str, int] = {}
         if tokenizer is None and origin.fields:
@@ -287,16 +276,9 @@ def to_hugging_face(
         values = _values(weights, specs)
         for name, shard in zip(names, shards, strict=True):
             write_safetensors(aside / name, shard, values)
-        if len(shards) > 1:
+        if count > 1:
             write_durably(aside / INDEX_FILE, _index(names, shards))
     return [output / name for name in names]
-
-
-def shard_names(count: int) -> list[str]:
-    """The names that transformers gives to ``count`` weight files."""
-    if count == 1:
-        return [WEIGHTS_FILE]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _values(weights: CheckpointWeights, specs: list[TensorSpec]) -> Iterator[torch.Tensor]:

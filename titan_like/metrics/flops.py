@@ -12,8 +12,8 @@ positions of each sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
@@ -102,16 +102,8 @@ def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint)
         return (0,) * len(model.layer_counts)
     return tuple(
         len(range(-first % recompute.every_n_layers, count, recompute.every_n_layers))
-        for first, count in _runs(model.layer_counts)
+        for first, count in zip(accumulate(model.layer_counts, initial=0), model.layer_counts, strict=False)
     )
-
-
-def _runs(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (number of the first layer, number of layers) for each kind."""
-    first = 0
-    for count in counts:
-        yield first, count
-        first += count
 
 
 def megatron_flops_per_token(

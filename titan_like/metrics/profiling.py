@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -84,15 +84,10 @@ class StepProfiler:
 
     def _gather(self, times: RankTimes) -> StepTimeline | None:
         """The timeline of the whole pipeline, on its first rank only."""
-        ranks: list[RankTimes | None] | None = None
-        if self._rank == 0:
-            ranks = [None] * dist.get_world_size(self._group)
+        ranks: list[Any] | None = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
         dist.gather_object(times, ranks, group=self._group, group_dst=0)
-        if ranks is None:
-            return None
         shape = self._pipeline.shape
-        found = [of_rank for of_rank in ranks if of_rank is not None]
-        return measured(shape.schedule, shape.degree, shape.virtual_stages, found)
+        return None if ranks is None else measured(shape.schedule, shape.degree, shape.virtual_stages, ranks)
 
 
 def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:

@@ -62,8 +62,9 @@ class JsonLinesWriter:
 
     def write(self, record: StepRecord) -> None:
         """Append the step. A line that cannot be written is kept and written with a later one."""
-        line = json.dumps({key: _json_number(value) for key, value in record.as_dict().items()}) + "\n"
-        self._append(line.encode())
+        values = record.as_dict()
+        values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._append(f"{json.dumps(values)}\n".encode())
 
     def close(self) -> None:
         """Write the waiting lines and close the file. A line on stderr says how many could not be written."""
@@ -104,10 +105,6 @@ class JsonLinesWriter:
             return error.strerror or str(error)
         self._size += len(lines)
         return None
-
-
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoardWriter:

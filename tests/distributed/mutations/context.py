@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
+from tests.distributed.mutations import bug
 from titan_like.models.layers.visible import VisibleKeys
 from titan_like.models.transformer import ModelInputs
 from titan_like.parallel import collectives, context, slice_attention
@@ -73,29 +73,19 @@ def labels_of_the_slice_shifted() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pieces_swapped() -> Iterator[None]:
+@bug(context, "joined")
+def pieces_swapped(original: Any, slices: torch.Tensor) -> torch.Tensor:
     """Gathered keys and values of the last two pieces change places."""
-    original = context.joined
-
-    def joined(slices: torch.Tensor) -> torch.Tensor:
-        *others, last, very_last = original(slices).chunk(2 * len(slices), -2)
-        return torch.cat((*others, very_last, last), -2)
-
-    with patch.object(context, "joined", joined):
-        yield
+    *others, last, very_last = original(slices).chunk(2 * len(slices), -2)
+    return torch.cat((*others, very_last, last), -2)
 
 
-@contextmanager
-def keys_gradient_of_the_last_rank_dropped() -> Iterator[None]:
+@bug(collectives._Gathered, "backward")
+def keys_gradient_of_the_last_rank_dropped(
+    original: Any, ctx: Any, gradient: torch.Tensor
+) -> tuple[torch.Tensor, None]:
     """What the last process's queries make of the gradients of keys and values is lost."""
-    original = collectives._Gathered.backward
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return original(ctx, gradient if ctx.group.rank < ctx.group.size - 1 else torch.zeros_like(gradient))
-
-    with patch.object(collectives._Gathered, "backward", staticmethod(backward)):
-        yield
+    return original(ctx, gradient if ctx.group.rank < ctx.group.size - 1 else torch.zeros_like(gradient))
 
 
 @contextmanager
@@ -111,45 +101,12 @@ def heads_come_back_in_reverse() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def labels_of_one_process_counted() -> Iterator[None]:
-    """The loss is divided by the labels of the process's own slices."""
-    original = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return None if tensor.dtype == torch.int64 else original(tensor, *args, **options)
-
-    with patch.object(dist, "all_reduce", all_reduce):
-        yield
-
-
-@contextmanager
-def gradients_times_the_processes() -> Iterator[None]:
-    """The loss is multiplied by the number of processes that share a sequence, and reported without that."""
-    original = Trainer._complete_gradients
-
-    def complete(self: Trainer) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.slices.size)
-        original(self)
-
-    with patch.object(Trainer, "_complete_gradients", complete):
-        yield
-
-
-@contextmanager
-def losses_counted_by_each() -> Iterator[None]:
+@bug(Trainer, "_sum_over_samples")
+def losses_counted_by_each(original: Any, self: Trainer, value: torch.Tensor) -> None:
     """The reported loss is summed over the processes that share a sequence as if each had the whole of it."""
-    original = Trainer._sum_over_samples
-
-    def sum_over_samples(self: Trainer, value: torch.Tensor) -> None:
-        original(self, value)
-        if value.ndim == 1:
-            value.mul_(self.slices.size)
-
-    with patch.object(Trainer, "_sum_over_samples", sum_over_samples):
-        yield
+    original(self, value)
+    if value.ndim == 1:
+        value.mul_(self.slices.size)
 
 
 @contextmanager
@@ -167,30 +124,12 @@ def gradients_summed_over_data_alone() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gradients_averaged_over_slices() -> Iterator[None]:
+@bug(DataParallel, "before_backward")
+def gradients_averaged_over_slices(original: Any, self: DataParallel, is_last: bool) -> None:
     """FSDP2 averages over processes that have slices of the same samples."""
-    original = DataParallel.before_backward
-
-    def before_backward(self: DataParallel, is_last: bool) -> None:
-        original(self, is_last)
-        for module in sharded_modules(self.model):
-            module.set_gradient_divide_factor(2.0)
-
-    with patch.object(DataParallel, "before_backward", before_backward):
-        yield
-
-
-@contextmanager
-def ring_gradients_scaled() -> Iterator[None]:
-    """The ring's gradients of keys and values are multiplied by the number of processes."""
-    original = slice_attention._exchange
-
-    def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
-        return original(block, name, size, rank) * size ** (1 / size)
-
-    with patch.object(slice_attention, "_exchange", exchange):
-        yield
+    original(self, is_last)
+    for module in sharded_modules(self.model):
+        module.set_gradient_divide_factor(2.0)
 
 
 @contextmanager
@@ -210,65 +149,31 @@ def backward_ring_stands_still() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def last_step_of_the_ring_skipped() -> Iterator[None]:
+@bug(slice_attention, "_blocks")
+def last_step_of_the_ring_skipped(original: Any, *args: Any) -> Iterator[Any]:
     """The block that arrives last is not attended to."""
-    original = slice_attention._blocks
-
-    def blocks(*args: Any) -> Iterator[Any]:
-        *_, size, rank, source = args
-        return original(*args) if (source - rank - 1) % size else iter(())
-
-    with patch.object(slice_attention, "_blocks", blocks):
-        yield
+    *_, size, rank, source = args
+    return original(*args) if (source - rank - 1) % size else iter(())
 
 
-@contextmanager
-def denominators_merged_in_bfloat16() -> Iterator[None]:
+@bug(slice_attention, "_merge")
+def denominators_merged_in_bfloat16(
+    original: Any, output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor
+) -> None:
     """The logarithms of the softmax's denominators are rounded before they are merged."""
-    original = slice_attention._merge
-
-    def merge(output: torch.Tensor, denominator: torch.Tensor, found: torch.Tensor, total: torch.Tensor) -> None:
-        original(output, denominator, found, total.bfloat16().to(total.dtype))
-
-    with patch.object(slice_attention, "_merge", merge):
-        yield
+    original(output, denominator, found, total.bfloat16().to(total.dtype))
 
 
-@contextmanager
-def bidirectional_ring_skips_later_pieces() -> Iterator[None]:
+@bug(slice_attention, "_blocks")
+def bidirectional_ring_skips_later_pieces(
+    original: Any, length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any
+) -> Iterator[Any]:
     """Without a mask, queries still see no piece after their own, as balanced causal attention has it."""
-    original = slice_attention._blocks
-
-    def blocks(length: int, first: Any, end: Any, is_causal: bool, size: int, rank: int, source: Any) -> Iterator[Any]:
-        for block in original(length, first, end, True, size, rank, source):
-            yield block._replace(is_causal=False)
-
-    with patch.object(slice_attention, "_blocks", blocks):
-        yield
+    for block in original(length, first, end, True, size, rank, source):
+        yield block._replace(is_causal=False)
 
 
-@contextmanager
-def pieces_of_gathered_keys_end_early() -> Iterator[None]:
-    """Queries miss the last key before their own piece."""
-    original = slice_attention._blocks
-
-    def blocks(*args: Any) -> Iterator[Any]:
-        for block in original(*args):
-            start, stop = block.keys.start, block.keys.stop
-            yield block if block.is_causal else block._replace(keys=slice(start, stop - 1))
-
-    with patch.object(slice_attention, "_blocks", blocks):
-        yield
-
-
-@contextmanager
-def ring_gradients_in_bfloat16() -> Iterator[None]:
+@bug(slice_attention, "_exchange")
+def ring_gradients_in_bfloat16(original: Any, block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
     """The gradients of keys and values travel in the model's type."""
-    original = slice_attention._exchange
-
-    def exchange(block: torch.Tensor, name: str, size: int, rank: int) -> torch.Tensor:
-        return original(block.bfloat16(), name, size, rank).to(block.dtype)
-
-    with patch.object(slice_attention, "_exchange", exchange):
-        yield
+    return original(block.bfloat16(), name, size, rank).to(block.dtype)

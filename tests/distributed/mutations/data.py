@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from tests.distributed.mutations import bug
 from titan_like.data import open_source, packed, race, source, stream, stream_reader
 from titan_like.data.blend import Blend, BlendedSource, Share
 from titan_like.data.indexed import IndexedDataset
@@ -19,62 +20,37 @@ from titan_like.data.permutation import Permutation
 from titan_like.data.sentence_pairs import PairTokens
 from titan_like.data.stream_reader import Documents, Place, Reader
 from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from titan_like.train import setup
 
 
-@contextmanager
-def a_sample_is_skipped_at_each_bookmark() -> Iterator[None]:
+@bug(Reader, "_read")
+def a_sample_is_skipped_at_each_bookmark(original: Any, self: Reader) -> np.ndarray | None:
     """A reader reads past a sample after it has written down where it is."""
-    original = Reader._read
-
-    def read(self: Reader) -> np.ndarray | None:
-        if self._next and self._next % stream_reader.INTERVAL == 0:
-            original(self)
-            self._next -= 1
-        return original(self)
-
-    with patch.object(Reader, "_read", read):
-        yield
+    if self._next and self._next % stream_reader.INTERVAL == 0:
+        original(self)
+        self._next -= 1
+    return original(self)
 
 
-@contextmanager
-def the_last_record_of_a_piece_is_lost() -> Iterator[None]:
+@bug(stream_reader, "texts_of")
+def the_last_record_of_a_piece_is_lost(original: Any, *arguments: Any) -> Iterator[Any]:
     """A reader leaves out the last record before it reads on."""
-    original = stream_reader.texts_of
-
-    def texts_of(*arguments: Any) -> Iterator[Any]:
-        yield from list(original(*arguments))[:-1]
-
-    with patch.object(stream_reader, "texts_of", texts_of):
-        yield
+    yield from list(original(*arguments))[:-1]
 
 
-@contextmanager
-def bookmarks_are_a_document_late() -> Iterator[None]:
+@bug(Documents, "from_place")
+def bookmarks_are_a_document_late(original: Any, self: Documents, place: Place) -> Iterator[Any]:
     """A reader that begins at a bookmark leaves out the document there."""
-    original = Documents.from_place
-
-    def from_place(self: Documents, place: Place) -> Iterator[Any]:
-        documents = original(self, place)
-        if place != Place():
-            next(documents)
-        return documents
-
-    with patch.object(Documents, "from_place", from_place):
-        yield
+    documents = original(self, place)
+    if place != Place():
+        next(documents)
+    return documents
 
 
-@contextmanager
-def bookmarks_forget_the_tokens_before() -> Iterator[None]:
+@bug(Reader, "_go_near")
+def bookmarks_forget_the_tokens_before(original: Any, self: Reader, number: int) -> None:
     """A reader that begins at a bookmark begins with the first token of the document there."""
-    original = Reader._go_near
-
-    def go_near(self: Reader, number: int) -> None:
-        original(self, number)
-        self._offset = 0
-
-    with patch.object(Reader, "_go_near", go_near):
-        yield
+    original(self, number)
+    self._offset = 0
 
 
 @contextmanager
@@ -96,17 +72,6 @@ def epochs_have_the_first_one_s_order() -> Iterator[None]:
 
 
 @contextmanager
-def orders_forget_the_seed() -> Iterator[None]:
-    """Every seed gives the same order."""
-
-    def order(size: int, seed: int, *key: int) -> Permutation:
-        return Permutation(size, 0, *key)
-
-    with patch.object(source, "epoch_order", order):
-        yield
-
-
-@contextmanager
 def an_epoch_lacks_its_last_sample() -> Iterator[None]:
     """The last whole window of a split is never read."""
     original = PackedDataset.__len__
@@ -114,43 +79,26 @@ def an_epoch_lacks_its_last_sample() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def windows_overlap_by_a_token() -> Iterator[None]:
+@bug(PackedDataset, "sample")
+def windows_overlap_by_a_token(_: Any, self: PackedDataset, position: int) -> Any:
     """Windows begin with the last label's predecessor."""
-
-    def sample(self: PackedDataset, position: int) -> Any:
-        first = position * (self.request.seq_len - 1)
-        window = np.asarray(self.tokens[first : first + self.request.seq_len + 1], dtype=np.int64)
-        return source.torch.from_numpy(np.stack((window[:-1], window[1:])))
-
-    with patch.object(PackedDataset, "sample", sample):
-        yield
+    first = position * (self.request.seq_len - 1)
+    window = np.asarray(self.tokens[first : first + self.request.seq_len + 1], dtype=np.int64)
+    return source.torch.from_numpy(np.stack((window[:-1], window[1:])))
 
 
-@contextmanager
-def ranks_share_a_sample() -> Iterator[None]:
+@bug(GlobalSampler, "__iter__")
+def ranks_share_a_sample(original: Any, self: GlobalSampler) -> Iterator[list[int]]:
     """Every rank but the first begins with the last sample of the one before it."""
-    original = GlobalSampler.__iter__
-
-    def samples(self: GlobalSampler) -> Iterator[list[int]]:
-        for mine in original(self):
-            yield [index - (self.rank > 0) for index in mine]
-
-    with patch.object(GlobalSampler, "__iter__", samples):
-        yield
+    for mine in original(self):
+        yield [index - (self.rank > 0) for index in mine]
 
 
-@contextmanager
-def a_resumed_run_repeats_a_sample() -> Iterator[None]:
+@bug(GlobalSampler, "__iter__")
+def a_resumed_run_repeats_a_sample(original: Any, self: GlobalSampler) -> Iterator[list[int]]:
     """A run that does not begin with sample 0 begins with the last one before."""
-    original = GlobalSampler.__iter__
-
-    def samples(self: GlobalSampler) -> Iterator[list[int]]:
-        for mine in original(self):
-            yield [index - (self.first_sample > 0) for index in mine]
-
-    with patch.object(GlobalSampler, "__iter__", samples):
-        yield
+    for mine in original(self):
+        yield [index - (self.first_sample > 0) for index in mine]
 
 
 @contextmanager
@@ -204,53 +152,25 @@ def samples_are_a_token_shorter() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def every_source_of_a_blend_is_its_first() -> Iterator[None]:
+@bug(open_source, "replace")
+def every_source_of_a_blend_is_its_first(_: Any, request: source.DataRequest, **fields: Any) -> source.DataRequest:
     """All sources of a blend have the order of part 0."""
-
-    def changed(request: source.DataRequest, **fields: Any) -> source.DataRequest:
-        return replace(request, **{**fields, "part": 0})
-
-    with patch.object(open_source, "replace", changed):
-        yield
+    return replace(request, **{**fields, "part": 0})
 
 
-@contextmanager
-def a_run_swaps_its_splits() -> Iterator[None]:
-    """The trainer takes the held-out samples for training."""
-    original = setup.open_data
-
-    def opened(*arguments: Any) -> dict[str, source.Source]:
-        found = original(*arguments)
-        return {"train": found["validation"], "validation": found["train"]}
-
-    with patch.object(setup, "open_data", opened):
-        yield
-
-
-@contextmanager
-def a_blend_swaps_its_weights() -> Iterator[None]:
+@bug(open_source, "shares_of")
+def a_blend_swaps_its_weights(original: Any, *arguments: Any, **named: Any) -> list[Share]:
     """The first source has the weight of the last, and so on."""
-    original = open_source.shares_of
-
-    def shares_of(*arguments: Any, **named: Any) -> list[Share]:
-        shares = original(*arguments, **named)
-        return [Share(other.weight, share.paths) for share, other in zip(shares, shares[::-1], strict=True)]
-
-    with patch.object(open_source, "shares_of", shares_of):
-        yield
+    shares = original(*arguments, **named)
+    return [Share(other.weight, share.paths) for share, other in zip(shares, shares[::-1], strict=True)]
 
 
-@contextmanager
-def sources_without_weights_count_alike() -> Iterator[None]:
+@bug(BlendedSource, "__init__")
+def sources_without_weights_count_alike(
+    original: Any, self: BlendedSource, request: source.DataRequest, sources: Any, weights: Any
+) -> None:
     """Each has the same share of a blend, whatever its size."""
-    original = BlendedSource.__init__
-
-    def init(self: BlendedSource, request: source.DataRequest, sources: Any, weights: Any) -> None:
-        original(self, request, sources, [weight or 1.0 for weight in weights])
-
-    with patch.object(BlendedSource, "__init__", init):
-        yield
+    original(self, request, sources, [weight or 1.0 for weight in weights])
 
 
 @contextmanager
@@ -268,33 +188,20 @@ def splits_cut_documents() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def validation_has_the_test_split_s_weight() -> Iterator[None]:
+@bug(packed, "split_weights")
+def validation_has_the_test_split_s_weight(original: Any, text: str) -> tuple[float, float, float]:
     """The weights of the held-out splits are swapped."""
-    original = packed.split_weights
-
-    def weights(text: str) -> tuple[float, float, float]:
-        train, validation, test = original(text)
-        return train, test, validation
-
-    with patch.object(packed, "split_weights", weights):
-        yield
+    train, validation, test = original(text)
+    return train, test, validation
 
 
-@contextmanager
-def answers_are_those_of_other_questions() -> Iterator[None]:
+@bug(race, "read_questions")
+def answers_are_those_of_other_questions(original: Any, *arguments: Any) -> list[race.Question]:
     """Each question of RACE has the answer of the one before it."""
-    original = race.read_questions
-
-    def read_questions(*arguments: Any) -> list[race.Question]:
-        questions = original(*arguments)
-        return [
-            replace(one, answer=other.answer)
-            for one, other in zip(questions, [questions[-1], *questions], strict=False)
-        ]
-
-    with patch.object(race, "read_questions", read_questions):
-        yield
+    questions = original(*arguments)
+    return [
+        replace(one, answer=other.answer) for one, other in zip(questions, [questions[-1], *questions], strict=False)
+    ]
 
 
 @contextmanager

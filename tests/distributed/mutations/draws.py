@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from tests.distributed.mutations import bug
 from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
 from titan_like.data.masked_tokens import MaskedTokens
 from titan_like.data.permutation import sample_generator
@@ -42,17 +43,13 @@ def draws_ignore_the_seed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def loss_on_replaced_tokens_alone() -> Iterator[None]:
+@bug(MaskedTokens, "apply")
+def loss_on_replaced_tokens_alone(
+    original: Any, self: MaskedTokens, sample: torch.Tensor, seed: int, index: int
+) -> torch.Tensor:
     """A chosen token that stays as it is has no label."""
-    original = MaskedTokens.apply
-
-    def apply(self: MaskedTokens, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        inputs, labels = original(self, sample, seed, index)
-        return torch.stack((inputs, labels.masked_fill(inputs == sample[0], IGNORED_LABEL)))
-
-    with patch.object(MaskedTokens, "apply", apply):
-        yield
+    inputs, labels = original(self, sample, seed, index)
+    return torch.stack((inputs, labels.masked_fill(inputs == sample[0], IGNORED_LABEL)))
 
 
 @contextmanager
@@ -96,24 +93,21 @@ def special_tokens_are_masked() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def spans_are_all_of_one_length() -> Iterator[None]:
+@bug(span_corruption, "noise_mask")
+def spans_are_all_of_one_length(
+    original: Any, raw: int, num_noise: int, num_spans: int, seed: int, index: int
+) -> np.ndarray:
     """Spans and the texts between them are cut evenly."""
-    original = span_corruption.noise_mask
 
-    def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
-        class Even:
-            def random(self, size: int) -> np.ndarray:
-                cuts = np.linspace(0, size + 1, num_spans + 1).astype(int)[1:-1] - 1
-                drawn = np.ones(size)
-                drawn[cuts] = 0
-                return drawn
+    class Even:
+        def random(self, size: int) -> np.ndarray:
+            cuts = np.linspace(0, size + 1, num_spans + 1).astype(int)[1:-1] - 1
+            drawn = np.ones(size)
+            drawn[cuts] = 0
+            return drawn
 
-        with patch.object(span_corruption, "sample_generator", lambda *_: Even()):
-            return original(raw, num_noise, num_spans, seed, index)
-
-    with patch.object(span_corruption, "noise_mask", noise_mask):
-        yield
+    with patch.object(span_corruption, "sample_generator", lambda *_: Even()):
+        return original(raw, num_noise, num_spans, seed, index)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.distributed.mutations import bug
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.model import ParallelModel
@@ -29,54 +30,33 @@ def same_dropout_everywhere() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def same_dropout_in_all_heads() -> Iterator[None]:
+@bug(tensor_styles.SplitHeads, "run")
+def same_dropout_in_all_heads(_: Any, _style: Any, module: Any, *inputs: torch.Tensor) -> torch.Tensor:
     """Tensor-parallel processes drop the same probabilities of attention, each in its own heads."""
-
-    def run(_style: Any, module: Any, *inputs: torch.Tensor) -> torch.Tensor:
-        return module.whole.forward(module, *inputs)
-
-    with patch.object(tensor_styles.SplitHeads, "run", run):
-        yield
+    return module.whole.forward(module, *inputs)
 
 
-@contextmanager
-def dropout_drawn_anew_in_recomputation() -> Iterator[None]:
+@bug(activation_checkpoint, "checkpoint")
+def dropout_drawn_anew_in_recomputation(original: Any, *args: Any, **options: Any) -> Any:
     """Recomputation does not put the random generator back."""
-    original = activation_checkpoint.checkpoint
-
-    def checkpoint(*args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"preserve_rng_state": False})
-
-    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
-        yield
+    return original(*args, **options | {"preserve_rng_state": False})
 
 
-@contextmanager
-def dropout_halved_in_split_attention() -> Iterator[None]:
+@bug(tensor_styles.SplitHeads, "_apply")
+def dropout_halved_in_split_attention(original: Any, self: Any, module: Any, mesh: DeviceMesh) -> nn.Module:
     """Under tensor parallelism attention drops half as much."""
-    original = tensor_styles.SplitHeads._apply
-
-    def split_heads(self: Any, module: Any, mesh: DeviceMesh) -> nn.Module:
-        module.dropout /= 2
-        return original(self, module, mesh)
-
-    with patch.object(tensor_styles.SplitHeads, "_apply", split_heads):
-        yield
+    module.dropout /= 2
+    return original(self, module, mesh)
 
 
-@contextmanager
-def dropout_halved_in_later_stages() -> Iterator[None]:
+@bug(Transformer, "keep_stage")
+def dropout_halved_in_later_stages(
+    original: Any, self: Transformer, layers: range, is_first: bool, is_last: bool
+) -> None:
     """Stages after the first drop half as much."""
-    original = Transformer.keep_stage
-
-    def keep_stage(self: Transformer, layers: range, is_first: bool, is_last: bool) -> None:
-        original(self, layers, is_first, is_last)
-        for layer in self.layers.values():
-            layer.dropout = layer.dropout / (1 if is_first else 2)  # type: ignore[assignment, operator]
-
-    with patch.object(Transformer, "keep_stage", keep_stage):
-        yield
+    original(self, layers, is_first, is_last)
+    for layer in self.layers.values():
+        layer.dropout = layer.dropout / (1 if is_first else 2)  # type: ignore[assignment, operator]
 
 
 @contextmanager
@@ -110,29 +90,18 @@ def dropout_scale_lost_in_bfloat16() -> Iterator[None]:
             yield
 
 
-@contextmanager
-def compiled_layers_never_drop() -> Iterator[None]:
+@bug(torch, "compile")
+def compiled_layers_never_drop(original: Any, forward: Any, **options: Any) -> Any:
     """Layers are compiled as if for validation."""
-    original = torch.compile
-
-    def compile_without(forward: Any, **options: Any) -> Any:
-        for part in forward.__self__.modules():
-            part.dropout = 0.0
-        return original(forward, **options)
-
-    with patch.object(torch, "compile", compile_without):
-        yield
+    for part in forward.__self__.modules():
+        part.dropout = 0.0
+    return original(forward, **options)
 
 
-@contextmanager
-def seed_ignored() -> Iterator[None]:
+@bug(training_state, "seed_everything")
+def seed_ignored(_: Any, _seed: int, *others: Any) -> None:
     """Dropout is drawn from the same random numbers whatever the seed is."""
-
-    def seed_as_before(_seed: int, *others: Any) -> None:
-        seed_everything(1234, *others)
-
-    with patch.object(training_state, "seed_everything", seed_as_before):
-        yield
+    seed_everything(1234, *others)
 
 
 @contextmanager
@@ -148,18 +117,12 @@ def seed_of_each_trainer() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def validation_seeds_dropout_anew() -> Iterator[None]:
+@bug(Trainer, "validate")
+def validation_seeds_dropout_anew(original: Any, self: Trainer) -> float:
     """After each validation dropout draws what it drew at the start."""
-    original = Trainer.validate
-
-    def validate(self: Trainer) -> float:
-        loss = original(self)
-        seed_everything(self.config.job.seed, dropout_stream(self.mesh, self.config.parallelism), False)
-        return loss
-
-    with patch.object(Trainer, "validate", validate):
-        yield
+    loss = original(self)
+    seed_everything(self.config.job.seed, dropout_stream(self.mesh, self.config.parallelism), False)
+    return loss
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from tests.distributed.mutations import bug
 from titan_like.models.layers import positions
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
@@ -17,29 +18,19 @@ from titan_like.parallel import tensor_styles
 from titan_like.parallel.collectives import Group
 
 
-@contextmanager
-def causal_buckets_in_the_encoder() -> Iterator[None]:
+@bug(positions, "bucket_of")
+def causal_buckets_in_the_encoder(
+    original: Any, distance: torch.Tensor, num_buckets: int, max_distance: int, is_causal: bool
+) -> torch.Tensor:
     """Keys after a query share the bucket of the query itself."""
-    original = positions.bucket_of
-
-    def bucket_of(distance: torch.Tensor, num_buckets: int, max_distance: int, is_causal: bool) -> torch.Tensor:
-        return original(distance, num_buckets, max_distance, True)
-
-    with patch.object(positions, "bucket_of", bucket_of):
-        yield
+    return original(distance, num_buckets, max_distance, True)
 
 
-@contextmanager
-def decoder_sees_the_future() -> Iterator[None]:
+@bug(RelativeBias, "forward")
+def decoder_sees_the_future(original: Any, self: RelativeBias, queries: torch.Tensor, num_keys: int) -> torch.Tensor:
     """The decoder's bias hides no key."""
-    original = RelativeBias.forward
-
-    def forward(self: RelativeBias, queries: torch.Tensor, num_keys: int) -> torch.Tensor:
-        bias = original(self, queries, num_keys)
-        return bias.masked_fill(bias.isneginf(), 0.0)
-
-    with patch.object(RelativeBias, "forward", forward):
-        yield
+    bias = original(self, queries, num_keys)
+    return bias.masked_fill(bias.isneginf(), 0.0)
 
 
 @contextmanager
@@ -78,17 +69,13 @@ def cross_attention_reads_what_is_not_normalised() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def parts_not_shared_out_alike() -> Iterator[None]:
+@bug(T5, "embed")
+def parts_not_shared_out_alike(
+    original: Any, self: T5, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int
+) -> torch.Tensor:
     """Under sequence parallelism a process takes a contiguous piece of both parts together."""
-    original = T5.embed
-
-    def embed(self: T5, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int) -> torch.Tensor:
-        with patch.object(self, "sequence_shards", 1):
-            return original(self, tokens, positions, encoder_len)
-
-    with patch.object(T5, "embed", embed):
-        yield
+    with patch.object(self, "sequence_shards", 1):
+        return original(self, tokens, positions, encoder_len)
 
 
 @contextmanager
@@ -99,38 +86,18 @@ def gradient_of_the_encoder_s_output_not_summed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def biases_of_other_heads() -> Iterator[None]:
+@bug(tensor_styles.HeadTable, "forward")
+def biases_of_other_heads(
+    original: Any, self: Any, module: nn.Embedding, group: Group, rows: torch.Tensor
+) -> torch.Tensor:
     """Each tensor-parallel process takes the biases of its heads in reverse."""
-    original = tensor_styles.HeadTable.forward
-
-    def forward(self: Any, module: nn.Embedding, group: Group, rows: torch.Tensor) -> torch.Tensor:
-        return original(self, module, group, rows).flip(-1)
-
-    with patch.object(tensor_styles.HeadTable, "forward", forward):
-        yield
+    return original(self, module, group, rows).flip(-1)
 
 
-@contextmanager
-def later_stages_begin_a_position_early() -> Iterator[None]:
-    """Every stage but the first takes the encoder's last position for the decoder's first."""
-    original = T5.layer_inputs
-
-    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
-        return original(self, positions, encoder_len - (not self.is_first))
-
-    with patch.object(T5, "layer_inputs", layer_inputs):
-        yield
-
-
-@contextmanager
-def encoder_s_bias_in_the_first_stage_alone() -> Iterator[None]:
+@bug(T5, "layer_inputs")
+def encoder_s_bias_in_the_first_stage_alone(
+    original: Any, self: T5, positions: torch.Tensor, encoder_len: int
+) -> tuple[LayerInputs]:
     """Encoder layers of later stages get no relative positions."""
-    original = T5.layer_inputs
-
-    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
-        (inputs,) = original(self, positions, encoder_len)
-        return (inputs if self.is_first else inputs._replace(encoder_bias=None),)
-
-    with patch.object(T5, "layer_inputs", layer_inputs):
-        yield
+    (inputs,) = original(self, positions, encoder_len)
+    return (inputs if self.is_first else inputs._replace(encoder_bias=None),)

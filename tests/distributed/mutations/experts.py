@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.distributed.mutations import bug
 from titan_like.checkpoint import loader
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, Routing, SparseMLP
@@ -29,33 +30,21 @@ def weights_not_renormalised() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def bias_in_the_weights() -> Iterator[None]:
+@bug(Router, "forward")
+def bias_in_the_weights(original: Any, self: Router, x: torch.Tensor) -> Routing:
     """What is added to the scores for the choice is part of the weights too."""
-    original = Router.forward
-
-    def forward(self: Router, x: torch.Tensor) -> Routing:
-        found = original(self, x)
-        assert self.bias is not None
-        counts, chosen = found.ends.diff(prepend=found.ends.new_zeros(1)), torch.empty_like(found.order)
-        chosen[found.order] = torch.arange(len(counts)).repeat_interleave(counts)
-        return found._replace(weights=found.weights + self.bias[chosen].view_as(found.weights))
-
-    with patch.object(Router, "forward", forward):
-        yield
+    found = original(self, x)
+    assert self.bias is not None
+    counts, chosen = found.ends.diff(prepend=found.ends.new_zeros(1)), torch.empty_like(found.order)
+    chosen[found.order] = torch.arange(len(counts)).repeat_interleave(counts)
+    return found._replace(weights=found.weights + self.bias[chosen].view_as(found.weights))
 
 
-@contextmanager
-def loads_of_each_process() -> Iterator[None]:
+@bug(ExpertBalance, "__init__")
+def loads_of_each_process(original: Any, self: ExpertBalance, model: Any, mesh: Any) -> None:
     """Loads are not summed over the processes with other tokens."""
-    original = ExpertBalance.__init__
-
-    def init(self: ExpertBalance, model: Any, mesh: Any) -> None:
-        original(self, model, mesh)
-        self.token_group = SimpleNamespace(size=lambda: 1)  # type: ignore[assignment]
-
-    with patch.object(ExpertBalance, "__init__", init):
-        yield
+    original(self, model, mesh)
+    self.token_group = SimpleNamespace(size=lambda: 1)  # type: ignore[assignment]
 
 
 @contextmanager
@@ -66,29 +55,17 @@ def loads_of_skipped_steps() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def loads_forgotten_when_resumed() -> Iterator[None]:
+@bug(loader, "model_tensors")
+def loads_forgotten_when_resumed(original: Any, model: Any) -> dict[str, torch.Tensor]:
     """A resumed run begins with equal loads."""
-    original = loader.model_tensors
-
-    def weights(model: Any) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in original(model).items() if not name.startswith("buffers.")}
-
-    with patch.object(loader, "model_tensors", weights):
-        yield
+    return {name: value for name, value in original(model).items() if not name.startswith("buffers.")}
 
 
-@contextmanager
-def shared_experts_twice() -> Iterator[None]:
+@bug(SparseMLP, "forward")
+def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor) -> torch.Tensor:
     """The result of the shared experts is added twice."""
-    original = SparseMLP.forward
-
-    def forward(self: SparseMLP, x: torch.Tensor) -> torch.Tensor:
-        assert self.shared is not None
-        return original(self, x) + self.shared(x)
-
-    with patch.object(SparseMLP, "forward", forward):
-        yield
+    assert self.shared is not None
+    return original(self, x) + self.shared(x)
 
 
 @contextmanager
@@ -98,45 +75,27 @@ def results_in_another_order() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def balance_times_microbatches() -> Iterator[None]:
+@bug(WholeModel, "forward_backward")
+def balance_times_microbatches(original: Any, self: WholeModel, inputs: Any, loss_function: Any) -> None:
     """The auxiliary loss is a mean over a microbatch, and these means are summed."""
-    original = WholeModel.forward_backward
-
-    def forward_backward(self: WholeModel, inputs: Any, loss_function: Any) -> None:
-        for module in self.stage.module.modules():
-            if isinstance(module, Router):
-                module.loss_factor.mul_(len(inputs))
-        original(self, inputs, loss_function)
-
-    with patch.object(WholeModel, "forward_backward", forward_backward):
-        yield
+    for module in self.stage.module.modules():
+        if isinstance(module, Router):
+            module.loss_factor.mul_(len(inputs))
+    original(self, inputs, loss_function)
 
 
-@contextmanager
-def later_stages_without_balance() -> Iterator[None]:
+@bug(ExpertBalance, "begin")
+def later_stages_without_balance(original: Any, self: ExpertBalance, loss_scale: Any, num_tokens: int) -> None:
     """Only the first pipeline stage's layers have an auxiliary loss."""
-    original = ExpertBalance.begin
-
-    def begin(self: ExpertBalance, loss_scale: Any, num_tokens: int) -> None:
-        is_first = self.pp_group.rank() == 0
-        original(self, loss_scale if is_first else 0.0, num_tokens)
-
-    with patch.object(ExpertBalance, "begin", begin):
-        yield
+    is_first = self.pp_group.rank() == 0
+    original(self, loss_scale if is_first else 0.0, num_tokens)
 
 
-@contextmanager
-def norm_without_other_ranks_experts() -> Iterator[None]:
+@bug(optimizer.Gradients, "__init__")
+def norm_without_other_ranks_experts(original: Any, self: optimizer.Gradients, *arguments: Any) -> None:
     """Each rank's gradient norm has its own experts alone."""
-    original = optimizer.Gradients.__init__
-
-    def init(self: optimizer.Gradients, *arguments: Any) -> None:
-        original(self, *arguments)
-        self._groups["ep"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-    with patch.object(optimizer.Gradients, "__init__", init):
-        yield
+    original(self, *arguments)
+    self._groups["ep"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _scaled(factor: Callable[[Any], float]) -> Any:
@@ -171,17 +130,11 @@ def routers_not_summed_over_tensor_ranks() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def experts_not_summed() -> Iterator[None]:
+@bug(DataParallel, "__init__")
+def experts_not_summed(original: Any, self: DataParallel, *arguments: Any) -> None:
     """The ranks that hold the same experts do not sum their gradients."""
-    original = DataParallel.__init__
-
-    def init(self: DataParallel, *arguments: Any) -> None:
-        original(self, *arguments)
-        del self._all_reduces[1:]
-
-    with patch.object(DataParallel, "__init__", init):
-        yield
+    original(self, *arguments)
+    del self._all_reduces[1:]
 
 
 @contextmanager
@@ -196,20 +149,14 @@ def _sorts_only(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) 
     return rows[order] if is_sorting else rows
 
 
-@contextmanager
-def empty_experts_left_out() -> Iterator[None]:
+@bug(shared_experts, "exchange_of")
+def empty_experts_left_out(original: Any, ends: torch.Tensor, group: Any) -> Any:
     """The experts after one without rows get those of the next."""
-    original = shared_experts.exchange_of
-
-    def exchange_of(ends: torch.Tensor, group: Any) -> Any:
-        found = original(ends, group)
-        filled = found.ends.unique_consecutive()
-        filled = filled[filled > 0]
-        last = filled[-1:].expand(len(found.ends) - len(filled))
-        return found._replace(ends=torch.cat((filled, last)))
-
-    with patch.object(shared_experts, "exchange_of", exchange_of):
-        yield
+    found = original(ends, group)
+    filled = found.ends.unique_consecutive()
+    filled = filled[filled > 0]
+    last = filled[-1:].expand(len(found.ends) - len(filled))
+    return found._replace(ends=torch.cat((filled, last)))
 
 
 @contextmanager
@@ -230,14 +177,10 @@ def balance_times_expert_ranks() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def experts_of_the_wrong_rank() -> Iterator[None]:
+@bug(shared_experts, "all_to_all_rows")
+def experts_of_the_wrong_rank(
+    original: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Any
+) -> torch.Tensor:
     """Rows are sent to the ranks in reverse."""
-    original = shared_experts.all_to_all_rows
-
-    def reversed_ranks(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
-        parts = original(x, sent, received, group).split(received)
-        return torch.cat(parts[::-1]) if group.rank else torch.cat(parts)
-
-    with patch.object(shared_experts, "all_to_all_rows", reversed_ranks):
-        yield
+    parts = original(x, sent, received, group).split(received)
+    return torch.cat(parts[::-1]) if group.rank else torch.cat(parts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from tests.distributed.mutations import bug
 from titan_like.parallel import float8
 
 
@@ -17,14 +18,8 @@ def each_rank_scales_its_own_part() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def each_shard_has_its_own_scale() -> Iterator[None]:
+@bug(float8.Float8Gathers, "__init__")
+def each_shard_has_its_own_scale(original: Any, self: Any, *arguments: Any) -> None:
     """A rank casts its shard of a weight, before ZeRO gathers it, with a scale that others do not know."""
-    original = float8.Float8Gathers.__init__
-
-    def init(self: Any, *arguments: Any) -> None:
-        original(self, *arguments)
-        self.groups = []
-
-    with patch.object(float8.Float8Gathers, "__init__", init):
-        yield
+    original(self, *arguments)
+    self.groups = []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.mutations import bug
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import cross_entropy
 from titan_like.optim.optimizer import Gradients
@@ -31,17 +32,11 @@ def tied_tables_not_summed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def norm_of_one_stage() -> Iterator[None]:
+@bug(Gradients, "norm")
+def norm_of_one_stage(original: Any, self: Gradients) -> torch.Tensor:
     """Every stage clips at its own gradient norm."""
-    original = Gradients.norm
-
-    def of_this_stage(self: Gradients) -> torch.Tensor:
-        with patch.object(dist, "all_reduce", _unless_group(self._mesh["pp"].get_group())):
-            return original(self)
-
-    with patch.object(Gradients, "norm", of_this_stage):
-        yield
+    with patch.object(dist, "all_reduce", _unless_group(self._groups["pp"])):
+        return original(self)
 
 
 def _unless_group(left_out: dist.ProcessGroup) -> Any:
@@ -72,47 +67,31 @@ def tokens_of_one_process() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def last_microbatch_dropped() -> Iterator[None]:
+@bug(Pipeline, "forward_backward")
+def last_microbatch_dropped(original: Any, self: Pipeline, inputs: list[torch.Tensor], loss: Any) -> None:
     """A pipeline leaves out the last microbatch's loss."""
-    original = Pipeline.forward_backward
+    last = len(inputs) - 1
 
-    def forward_backward(self: Pipeline, inputs: list[torch.Tensor], loss: Any) -> None:
-        last = len(inputs) - 1
+    def loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return loss(logits, microbatch) * (microbatch != last or self.shape.degree == 1)
 
-        def loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-            return loss(logits, microbatch) * (microbatch != last or self.shape.degree == 1)
-
-        original(self, inputs, loss_but_of_last)
-
-    with patch.object(Pipeline, "forward_backward", forward_backward):
-        yield
+    original(self, inputs, loss_but_of_last)
 
 
-@contextmanager
-def loss_times_microbatches() -> Iterator[None]:
+@bug(WholeModel, "forward_backward")
+def loss_times_microbatches(original: Any, self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
     """Gradients are those of the loss times the number of microbatches."""
-    original = WholeModel.forward_backward
-
-    def forward_backward(self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
-        original(self, inputs, lambda logits, microbatch: loss(logits, microbatch) * len(inputs))
-
-    with patch.object(WholeModel, "forward_backward", forward_backward):
-        yield
+    original(self, inputs, lambda logits, microbatch: loss(logits, microbatch) * len(inputs))
 
 
-@contextmanager
-def last_stage_not_updated() -> Iterator[None]:
+@bug(Trainer, "_update")
+def last_stage_not_updated(
+    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
+) -> None:
     """The last stage's optimizer does nothing."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        stage = self.mesh["pp"]
-        if stage.size() == 1 or stage.get_local_rank() < stage.size() - 1:
-            original(self, grad_norm, lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
+    stage = self.mesh["pp"]
+    if stage.size() == 1 or stage.get_local_rank() < stage.size() - 1:
+        original(self, grad_norm, lr, skip)
 
 
 @contextmanager
@@ -122,85 +101,49 @@ def partial_gradients_not_summed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def gradients_averaged_over_data() -> Iterator[None]:
+@bug(Trainer, "_complete_gradients")
+def gradients_averaged_over_data(original: Any, self: Trainer) -> None:
     """Gradients are divided by the data-parallel degree, as if each process had divided by its own tokens."""
-    original = Trainer._complete_gradients
-
-    def complete_gradients(self: Trainer) -> None:
-        original(self)
-        self.gradients_held.multiply(torch.tensor(1 / self.dp_size, dtype=torch.float64))
-
-    with patch.object(Trainer, "_complete_gradients", complete_gradients):
-        yield
+    original(self)
+    self.gradients_held.multiply(torch.tensor(1 / self.dp_size, dtype=torch.float64))
 
 
-@contextmanager
-def replicas_not_summed() -> Iterator[None]:
+@bug(data, "fully_shard")
+def replicas_not_summed(original: Any, module: nn.Module, *, mesh: Any, **options: Any) -> Any:
     """HSDP reduces gradients over shards and leaves out the replicas."""
-    original = data.fully_shard
-
-    def fully_shard(module: nn.Module, *, mesh: Any, **options: Any) -> Any:
-        shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
-        return original(module, mesh=shards, **options)
-
-    with patch.object(data, "fully_shard", fully_shard):
-        yield
+    shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
+    return original(module, mesh=shards, **options)
 
 
-@contextmanager
-def one_shard_not_updated() -> Iterator[None]:
+@bug(Trainer, "_update")
+def one_shard_not_updated(original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """Under ZeRO the optimizer of one process leaves its shards as they are."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        if self.dp_rank != 1 or self.config.parallelism.zero_stage == 0:
-            original(self, grad_norm, lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
+    if self.dp_rank != 1 or self.config.parallelism.zero_stage == 0:
+        original(self, grad_norm, lr, skip)
 
 
-@contextmanager
-def weight_products_of_one_microbatch_lost() -> Iterator[None]:
+@bug(RunningStage, "_add_products")
+def weight_products_of_one_microbatch_lost(original: Any, self: RunningStage, microbatch: int) -> None:
     """A split backward pass forgets the weights' gradients of the second microbatch."""
-    original = RunningStage._add_products
-
-    def add_products(self: RunningStage, microbatch: int) -> None:
-        if microbatch == 1:
-            self._products[microbatch] = []
-        original(self, microbatch)
-
-    with patch.object(RunningStage, "_add_products", add_products):
-        yield
+    if microbatch == 1:
+        self._products[microbatch] = []
+    original(self, microbatch)
 
 
-@contextmanager
-def gradient_never_sent() -> Iterator[None]:
+@bug(RunningStage, "get_bwd_send_ops")
+def gradient_never_sent(original: Any, self: RunningStage, bwd_chunk_id: int) -> Any:
     """A stage keeps a microbatch's gradient to itself, and the one before waits for ever."""
-    original = RunningStage.get_bwd_send_ops
-
-    def get_bwd_send_ops(self: RunningStage, bwd_chunk_id: int) -> Any:
-        if bwd_chunk_id == 1:
-            time.sleep(1000)
-        return original(self, bwd_chunk_id)
-
-    with patch.object(RunningStage, "get_bwd_send_ops", get_bwd_send_ops):
-        yield
+    if bwd_chunk_id == 1:
+        time.sleep(1000)
+    return original(self, bwd_chunk_id)
 
 
-@contextmanager
-def all_gathers_gradient_not_summed() -> Iterator[None]:
+@bug(CopyToTensorRegion, "backward")
+def all_gathers_gradient_not_summed(original: Any, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     """Sequence parallelism gives each process its part of its own gradient, and not of the sum."""
-    original = CopyToTensorRegion.backward
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if not ctx.sequence_parallel:
-            return original(ctx, gradient)
-        return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
-
-    with patch.object(CopyToTensorRegion, "backward", staticmethod(backward)):
-        yield
+    if not ctx.sequence_parallel:
+        return original(ctx, gradient)
+    return gradient.chunk(ctx.group.size, 1)[ctx.group.rank], None, None
 
 
 @contextmanager
@@ -211,17 +154,11 @@ def last_unit_not_all_reduced() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def norm_of_one_shard() -> Iterator[None]:
+@bug(Gradients, "norm")
+def norm_of_one_shard(original: Any, self: Gradients) -> torch.Tensor:
     """Under ZeRO each process clips at the norm of its own shards."""
-    original = Gradients.norm
-
-    def of_this_shard(self: Gradients) -> torch.Tensor:
-        with patch.object(dist, "all_reduce", _unless_group(self._mesh["dp_shard"].get_group())):
-            return original(self)
-
-    with patch.object(Gradients, "norm", of_this_shard):
-        yield
+    with patch.object(dist, "all_reduce", _unless_group(self._groups["dp_shard"])):
+        return original(self)
 
 
 @contextmanager
@@ -231,143 +168,75 @@ def tied_table_counted_twice() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def recomputation_rounds() -> Iterator[None]:
+@bug(activation_checkpoint, "checkpoint")
+def recomputation_rounds(original: Any, function: Any, *args: Any, **options: Any) -> Any:
     """What is recomputed is not quite what the forward pass computed."""
-    original = activation_checkpoint.checkpoint
 
-    def checkpoint(function: Any, *args: Any, **options: Any) -> Any:
-        def changed(*inputs: Any) -> Any:
-            x, *others = inputs
-            return function(x * 1.001 if is_in_backward_pass() else x, *others)
+    def changed(*inputs: Any) -> Any:
+        x, *others = inputs
+        return function(x * 1.001 if is_in_backward_pass() else x, *others)
 
-        return original(changed, *args, **options)
-
-    with patch.object(activation_checkpoint, "checkpoint", checkpoint):
-        yield
+    return original(changed, *args, **options)
 
 
-@contextmanager
-def gradients_summed_in_bfloat16() -> Iterator[None]:
+@bug(gradients, "add_all_")
+def gradients_summed_in_bfloat16(original: Any, sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
     """Gradients of one process's microbatches are summed in the model's type, except for the last one."""
-    add = gradients.add_all_
-
-    def add_to_rounded(sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
-        for total in sums:
-            total.copy_(total.to(new[0].dtype))
-        add(sums, new)
-
-    with patch.object(gradients, "add_all_", add_to_rounded):
-        yield
+    for total in sums:
+        total.copy_(total.to(new[0].dtype))
+    original(sums, new)
 
 
-@contextmanager
-def gradients_kept_in_bfloat16() -> Iterator[None]:
+@bug(gradients, "add_all_")
+def gradients_kept_in_bfloat16(original: Any, sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
     """Gradients of one process's microbatches are summed and kept in the model's type."""
-    add = gradients.add_all_
-
-    def add_rounded(sums: list[torch.Tensor], new: list[torch.Tensor]) -> None:
-        add(sums, new)
-        for total in sums:
-            total.copy_(total.to(new[0].dtype))
-
-    with patch.object(gradients, "add_all_", add_rounded):
-        yield
+    original(sums, new)
+    for total in sums:
+        total.copy_(total.to(new[0].dtype))
 
 
-@contextmanager
-def gradients_reduced_in_bfloat16() -> Iterator[None]:
+@bug(data, "MixedPrecisionPolicy")
+def gradients_reduced_in_bfloat16(original: Any, **options: Any) -> Any:
     """Gradients are summed over processes in the model's type."""
-    original = data.MixedPrecisionPolicy
-
-    def policy(**options: Any) -> Any:
-        return original(**options | {"reduce_dtype": options["param_dtype"]})
-
-    with patch.object(data, "MixedPrecisionPolicy", policy):
-        yield
+    return original(**options | {"reduce_dtype": options["param_dtype"]})
 
 
-@contextmanager
-def validation_an_update_behind() -> Iterator[None]:
+@bug(data.DataParallel, "before_forward")
+def validation_an_update_behind(original: Any, self: data.DataParallel) -> None:
     """Only training casts weights to the model's type."""
-    original = data.DataParallel.before_forward
-
-    def before_forward(self: data.DataParallel) -> None:
-        if torch.is_grad_enabled():
-            original(self)
-
-    with patch.object(data.DataParallel, "before_forward", before_forward):
-        yield
+    if torch.is_grad_enabled():
+        original(self)
 
 
-@contextmanager
-def norms_cast_once() -> Iterator[None]:
-    """Only matrices are cast to the model's type again after an update."""
-    cast, known = gradients.copy_all_, set[int]()
-
-    def is_new(copy: torch.Tensor, master: torch.Tensor) -> bool:
-        was_known = copy.data_ptr() in known
-        known.add(copy.data_ptr())
-        return master.ndim > 1 or not was_known or copy.dtype.itemsize > 2
-
-    def cast_matrices(copies: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        changed = [n for n, (copy, master) in enumerate(zip(copies, masters, strict=True)) if is_new(copy, master)]
-        cast([copies[number] for number in changed], [masters[number] for number in changed])
-
-    with patch.object(gradients, "copy_all_", cast_matrices):
-        yield
-
-
-@contextmanager
-def gradients_of_complete_units_lost() -> Iterator[None]:
+@bug(gradients.ComputeCopies, "_on_gradient")
+def gradients_of_complete_units_lost(_: Any, self: gradients.ComputeCopies, number: int, _copy: torch.Tensor) -> None:
     """A unit of gradients in the half type that is complete drops them instead of adding them up."""
-
-    def drop(self: gradients.ComputeCopies, number: int, _copy: torch.Tensor) -> None:
-        for unit in self._units[number:]:
-            for copy in unit.copies:
-                copy.grad = None if unit._sums else copy.grad
-            unit.add_gradients()
-
-    with patch.object(gradients.ComputeCopies, "_on_gradient", drop):
-        yield
+    for unit in self._units[number:]:
+        for copy in unit.copies:
+            copy.grad = None if unit._sums else copy.grad
+        unit.add_gradients()
 
 
-@contextmanager
-def table_gets_the_last_chunk_s_gradient() -> Iterator[None]:
+@bug(cross_entropy, "_add_product")
+def table_gets_the_last_chunk_s_gradient(
+    original: Any, total: Any, gradient: torch.Tensor, x: torch.Tensor, several: bool
+) -> torch.Tensor:
     """In a half type, each chunk of the loss overwrites the gradient of the output matrix."""
-    add = cross_entropy._add_product
-
-    def overwrite(total: Any, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
-        return add(total if x.dtype.itemsize > 2 else None, gradient, x, several)
-
-    with patch.object(cross_entropy, "_add_product", overwrite):
-        yield
+    return original(total if x.dtype.itemsize > 2 else None, gradient, x, several)
 
 
-@contextmanager
-def gradients_reduced_in_float32() -> Iterator[None]:
+@bug(data, "MixedPrecisionPolicy")
+def gradients_reduced_in_float32(original: Any, **options: Any) -> Any:
     """Gradients are summed over processes in float32, whatever the configuration says."""
-    original = data.MixedPrecisionPolicy
-
-    def policy(**options: Any) -> Any:
-        return original(**options | {"reduce_dtype": torch.float32})
-
-    with patch.object(data, "MixedPrecisionPolicy", policy):
-        yield
+    return original(**options | {"reduce_dtype": torch.float32})
 
 
-@contextmanager
-def losses_summed_in_bfloat16() -> Iterator[None]:
+@bug(Trainer, "_sum_over_samples")
+def losses_summed_in_bfloat16(original: Any, self: Trainer, value: torch.Tensor) -> None:
     """Losses are summed in the model's type."""
-    original = Trainer._sum_over_samples
-
-    def sum_over_samples(self: Trainer, value: torch.Tensor) -> None:
-        rounded = value.to(getattr(torch, self.config.training.dtype))
-        original(self, rounded)
-        value.copy_(rounded)
-
-    with patch.object(Trainer, "_sum_over_samples", sum_over_samples):
-        yield
+    rounded = value.to(getattr(torch, self.config.training.dtype))
+    original(self, rounded)
+    value.copy_(rounded)
 
 
 @contextmanager
@@ -378,37 +247,22 @@ def norm_in_float16() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def third_samples_of_microbatches_lost() -> Iterator[None]:
+@bug(Trainer, "_with_labels")
+def third_samples_of_microbatches_lost(
+    original: Any, self: Trainer, inputs: Any, labels: Any, factors: torch.Tensor
+) -> Any:
     """A microbatch has no loss after its second sample."""
-    original = Trainer._with_labels
-
-    def with_labels(self: Trainer, inputs: Any, labels: Any, factors: torch.Tensor) -> Any:
-        kept = [torch.cat((own[:2], torch.full_like(own[2:], IGNORED_LABEL))) for own in labels]
-        return original(self, inputs, kept, factors)
-
-    with patch.object(Trainer, "_with_labels", with_labels):
-        yield
+    kept = [torch.cat((own[:2], torch.full_like(own[2:], IGNORED_LABEL))) for own in labels]
+    return original(self, inputs, kept, factors)
 
 
-@contextmanager
-def microbatches_after_the_fourth_lost() -> Iterator[None]:
+@bug(WholeModel, "forward_backward")
+def microbatches_after_the_fourth_lost(original: Any, self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
     """Of five or more microbatches only the first four have a loss."""
-    original = WholeModel.forward_backward
-
-    def forward_backward(self: WholeModel, inputs: list[torch.Tensor], loss: Any) -> None:
-        original(self, inputs, lambda output, index: loss(output, index) if index < 4 else 0 * output.sum())
-
-    with patch.object(WholeModel, "forward_backward", forward_backward):
-        yield
+    original(self, inputs, lambda output, index: loss(output, index) if index < 4 else 0 * output.sum())
 
 
-@contextmanager
-def receives_never_awaited() -> Iterator[None]:
+@bug(TableSchedule, "_wait_for_input")
+def receives_never_awaited(_: Any, self: TableSchedule, kind: str, step: Any, stage: RunningStage) -> None:
     """A stage computes with whatever is in its buffer. Then the processes wait, and gloo spins."""
-
-    def wait(self: TableSchedule, kind: str, step: Any, stage: RunningStage) -> None:
-        self._receives.pop((kind, step.stage, step.microbatch), None)
-
-    with patch.object(TableSchedule, "_wait_for_input", wait):
-        yield
+    self._receives.pop((kind, step.stage, step.microbatch), None)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.distributed.mutations import bug
 from titan_like.models import transformer
 from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import init
-from titan_like.models.layers.attention import AttentionCore, SelfAttention
+from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.llama import model as llama_model
 from titan_like.models.llama.model import Llama
 from titan_like.models.transformer import Transformer
@@ -23,28 +24,17 @@ from titan_like.parallel.collectives import Group
 from titan_like.parallel.split import StageLayers
 
 
-@contextmanager
-def row_bias_added_by_each() -> Iterator[None]:
+@bug(tensor_styles.RowLinear, "forward")
+def row_bias_added_by_each(original: Any, self: Any, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
     """Every tensor-parallel process adds the bias to its part of the sum."""
-    original = tensor_styles.RowLinear.forward
-
-    def row_linear(self: Any, module: nn.Linear, group: Group, x: torch.Tensor) -> torch.Tensor:
-        result = original(self, module, group, x)
-        return result if module.bias is None else result + (group.size - 1) * tensor_styles.local(module.bias)
-
-    with patch.object(tensor_styles.RowLinear, "forward", row_linear):
-        yield
+    result = original(self, module, group, x)
+    return result if module.bias is None else result + (group.size - 1) * tensor_styles.local(module.bias)
 
 
-@contextmanager
-def attention_fails() -> Iterator[None]:
+@bug(SelfAttention, "forward")
+def attention_fails(*_: Any, **__: Any) -> torch.Tensor:
     """Attention raises an error whose last line is only a hint, as those of torch's compiler are."""
-
-    def forward(*_: Any, **__: Any) -> torch.Tensor:
-        raise ValueError("\nno kernel takes this:\n  heads of 8 dimensions\n\nSet VERBOSE=1 for the internal stack")
-
-    with patch.object(SelfAttention, "forward", forward):
-        yield
+    raise ValueError("\nno kernel takes this:\n  heads of 8 dimensions\n\nSet VERBOSE=1 for the internal stack")
 
 
 @contextmanager
@@ -68,126 +58,67 @@ def same_start_on_every_stage() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def positions_begin_anew_in_each_part() -> Iterator[None]:
+@bug(Llama, "layer_inputs")
+def positions_begin_anew_in_each_part(original: Any, self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
-    original = Llama.layer_inputs
-
-    def layer_inputs(self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return original(self, positions % (positions.shape[-1] // self.sequence_shards))
-
-    with patch.object(Llama, "layer_inputs", layer_inputs):
-        yield
+    return original(self, positions % (positions.shape[-1] // self.sequence_shards))
 
 
-@contextmanager
-def softmax_of_own_vocabulary() -> Iterator[None]:
+@bug(tensor_styles, "all_gather")
+def softmax_of_own_vocabulary(original: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The loss's softmax is over a process's own part of the vocabulary."""
-    original = tensor_styles.all_gather
-
-    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        gathered = original(x, dim, group).clone()
-        gathered[:, 0] = float("-inf")
-        gathered[group.rank, 0] = x[0, 0]
-        return gathered
-
-    with patch.object(tensor_styles, "all_gather", all_gather):
-        yield
+    gathered = original(x, dim, group).clone()
+    gathered[:, 0] = float("-inf")
+    gathered[group.rank, 0] = x[0, 0]
+    return gathered
 
 
-@contextmanager
-def middle_stages_swapped() -> Iterator[None]:
-    """The second and the third stage hold each other's layers."""
-    original = apply.split_layers
-
-    def split_layers(counts: list[int]) -> list[StageLayers]:
-        stages = original(counts)
-        if len(stages) > 3:
-            stages[1], stages[2] = stages[2], stages[1]
-        return stages
-
-    with patch.object(apply, "split_layers", split_layers):
-        yield
-
-
-@contextmanager
-def key_heads_of_the_next_group() -> Iterator[None]:
+@bug(tensor_styles.SplitHeads, "_apply")
+def key_heads_of_the_next_group(original: Any, self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Under tensor parallelism queries meet the keys and values of another group of heads."""
-    original = tensor_styles.SplitHeads._apply
-
-    def split_heads(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        original(self, module, mesh)
-        forward = module.forward
-        transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
-        return module
-
-    with patch.object(tensor_styles.SplitHeads, "_apply", split_heads):
-        yield
+    original(self, module, mesh)
+    forward = module.forward
+    transformer.replace_forward(module, lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask))
+    return module
 
 
-@contextmanager
-def shard_of_padding_is_nan() -> Iterator[None]:
+@bug(tensor_styles, "all_gather")
+def shard_of_padding_is_nan(original: Any, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The loss of a process whose part of the vocabulary is all padding is not a number."""
-    original = tensor_styles.all_gather
-
-    def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-        gathered = original(x, dim, group)
-        return gathered.masked_fill(gathered.isneginf(), float("nan"))
-
-    with patch.object(tensor_styles, "all_gather", all_gather):
-        yield
+    gathered = original(x, dim, group)
+    return gathered.masked_fill(gathered.isneginf(), float("nan"))
 
 
-@contextmanager
-def later_blocks_of_shards_misplaced() -> Iterator[None]:
+@bug(init, "normal_rows")
+def later_blocks_of_shards_misplaced(
+    original: Any, seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int
+) -> torch.Tensor:
     """Shards that begin above the first block of random numbers get those of the block before."""
-    original = init.normal_rows
-
-    def normal_rows(seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int) -> torch.Tensor:
-        block = max(1, init.BLOCK_ELEMENTS // shape[1:].numel())
-        shift = block if start >= block and start else 0
-        return original(seed, name, shape, std, start - shift, stop - shift)
-
-    with patch.object(init, "normal_rows", normal_rows):
-        yield
+    block = max(1, init.BLOCK_ELEMENTS // shape[1:].numel())
+    shift = block if start >= block and start else 0
+    return original(seed, name, shape, std, start - shift, stop - shift)
 
 
-@contextmanager
-def softmax_without_maximum() -> Iterator[None]:
+@bug(tensor_styles.VocabularyLoss, "forward")
+def softmax_without_maximum(original: Any, *args: Any) -> torch.Tensor:
     """Split cross entropy takes the exponential of logits as they are."""
-    original = tensor_styles.VocabularyLoss.forward
-
-    def forward(*args: Any) -> torch.Tensor:
-        with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
-            return original(*args)
-
-    with patch.object(tensor_styles.VocabularyLoss, "forward", forward):
-        yield
+    with patch.object(torch.Tensor, "logsumexp", lambda x, dim: x.exp().sum(dim).log()):
+        return original(*args)
 
 
-@contextmanager
-def positions_of_a_dimension_that_tokens_lack() -> Iterator[None]:
+@bug(GPT, "embed")
+def positions_of_a_dimension_that_tokens_lack(
+    original: Any, self: GPT, tokens: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """The embedding of positions fails, on one process too."""
-    original = GPT.embed
-
-    def embed(self: GPT, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return original(self, tokens, positions[: tokens.shape[2]])
-
-    with patch.object(GPT, "embed", embed):
-        yield
+    return original(self, tokens, positions[: tokens.shape[2]])
 
 
-@contextmanager
-def stages_after_the_fourth_in_reverse() -> Iterator[None]:
+@bug(apply, "split_layers")
+def stages_after_the_fourth_in_reverse(original: Any, counts: list[int]) -> list[StageLayers]:
     """Of five or more stages, those after the third hold each other's layers."""
-    original = apply.split_layers
-
-    def split_layers(counts: list[int]) -> list[StageLayers]:
-        stages = original(counts)
-        return stages if len(stages) < 5 else [*stages[:3], stages[4], stages[3], *stages[5:]]
-
-    with patch.object(apply, "split_layers", split_layers):
-        yield
+    stages = original(counts)
+    return stages if len(stages) < 5 else [*stages[:3], stages[4], stages[3], *stages[5:]]
 
 
 @contextmanager
@@ -198,37 +129,17 @@ def rotary_table_ends_at_128() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def rotary_table_of_later_stages_ends_at_128() -> Iterator[None]:
+@bug(Llama, "layer_inputs")
+def rotary_table_of_later_stages_ends_at_128(
+    original: Any, self: Llama, positions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Pipeline stages after the first turn all later positions as the 128th."""
-    original = Llama.layer_inputs
-
-    def layer_inputs(self: Llama, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return original(self, positions if self.is_first else positions.clamp(max=127))
-
-    with patch.object(Llama, "layer_inputs", layer_inputs):
-        yield
+    return original(self, positions if self.is_first else positions.clamp(max=127))
 
 
-@contextmanager
-def learned_positions_end_at_128() -> Iterator[None]:
+@bug(GPT, "embed")
+def learned_positions_end_at_128(
+    original: Any, self: GPT, tokens: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """All later positions take the 128th row."""
-    original = GPT.embed
-
-    def embed(self: GPT, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return original(self, tokens, positions.clamp(max=127))
-
-    with patch.object(GPT, "embed", embed):
-        yield
-
-
-@contextmanager
-def attention_sees_128_keys() -> Iterator[None]:
-    """Nobody sees a key after the 128th."""
-    original = AttentionCore.forward
-
-    def forward(self: AttentionCore, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: Any) -> torch.Tensor:
-        return original(self, q, k[:, :, :128], v[:, :, :128], *mask)
-
-    with patch.object(AttentionCore, "forward", forward):
-        yield
+    return original(self, tokens, positions.clamp(max=127))

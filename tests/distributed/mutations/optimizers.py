@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from tests.distributed.mutations.updates import _after_init
+from tests.distributed.mutations import bug
+from tests.distributed.mutations.updates import after_init
 from titan_like.optim import adafactor, muon
 from titan_like.optim.muon import MatrixExchange
 from titan_like.optim.shards import Partial, ShardedOptimizer, local
@@ -39,31 +40,21 @@ def column_means_of_own_rows() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def clipped_by_the_norm_of_a_shard() -> Iterator[None]:
+@bug(adafactor._Update, "divide")
+def clipped_by_the_norm_of_a_shard(original: Any, self: Any) -> Partial:
     """Adafactor clips each shard of an update by itself."""
-    original = adafactor._Update.divide
-
-    def divide(self: Any) -> Partial:
-        return original(self)._replace(groups=())
-
-    with patch.object(adafactor._Update, "divide", divide):
-        yield
+    return original(self)._replace(groups=())
 
 
-@contextmanager
-def skipped_steps_counted_as_updates() -> Iterator[None]:
+@bug(ShardedOptimizer, "assign")
+def skipped_steps_counted_as_updates(
+    original: Any, self: ShardedOptimizer, old: torch.Tensor, new: torch.Tensor
+) -> None:
     """Adafactor's decay rate goes on in a skipped step."""
-    original = ShardedOptimizer.assign
-
-    def assign(self: ShardedOptimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-        if old.dtype == torch.float32 and old.ndim == 0:
-            old.copy_(new)
-        else:
-            original(self, old, new)
-
-    with patch.object(ShardedOptimizer, "assign", assign):
-        yield
+    if old.dtype == torch.float32 and old.ndim == 0:
+        old.copy_(new)
+    else:
+        original(self, old, new)
 
 
 @contextmanager
@@ -73,32 +64,22 @@ def shards_orthogonalised_alone() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def parts_put_together_in_reverse() -> Iterator[None]:
+@bug(MatrixExchange, "gather")
+def parts_put_together_in_reverse(original: Any, self: MatrixExchange, parts: Any) -> Any:
     """Muon's owner of a matrix takes the first process's part for the last one's."""
-    original = MatrixExchange.gather
-
-    def gather(self: MatrixExchange, parts: Any) -> Any:
-        blocks, self.blocks = self.blocks, self.blocks[::-1]
-        wholes = original(self, parts)
-        self.blocks = blocks
-        return wholes
-
-    with patch.object(MatrixExchange, "gather", gather):
-        yield
+    blocks, self.blocks = self.blocks, self.blocks[::-1]
+    wholes = original(self, parts)
+    self.blocks = blocks
+    return wholes
 
 
-@contextmanager
-def momentum_forgotten_in_later_stages() -> Iterator[None]:
+@after_init
+def momentum_forgotten_in_later_stages(self: Trainer) -> None:
     """Stages after the first begin every step without momentum."""
 
-    def change(self: Trainer) -> None:
-        def forget(*_: Any) -> None:
-            for state in self.optimizer.state.values():
-                if "momentum_buffer" in state and self.mesh["pp"].get_local_rank() > 0:
-                    local(state["momentum_buffer"]).zero_()
+    def forget(*_: Any) -> None:
+        for state in self.optimizer.state.values():
+            if "momentum_buffer" in state and self.mesh["pp"].get_local_rank() > 0:
+                local(state["momentum_buffer"]).zero_()
 
-        self.optimizer.register_step_post_hook(forget)
-
-    with _after_init(change):
-        yield
+    self.optimizer.register_step_post_hook(forget)

@@ -10,10 +10,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.distributed.mutations import bug
 from titan_like.data.masks import Masks
 from titan_like.data.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
-from titan_like.models.transformer import ModelInputs, Transformer
+from titan_like.models.transformer import ModelInputs
 from titan_like.parallel.collectives import CopyFromFirstRank
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
 from titan_like.train import trainer
@@ -45,66 +46,21 @@ def padding_is_seen() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def later_stages_see_padding() -> Iterator[None]:
-    """Pipeline stages after the first see the padding."""
-    original = Transformer.forward
-
-    def forward(self: Transformer, x: torch.Tensor, positions: Any = None, visible: Any = None, *types: Any) -> Any:
-        return original(self, x, positions, visible if self.is_first else None, *types)
-
-    with patch.object(Transformer, "forward", forward):
-        yield
-
-
-@contextmanager
-def _pairs_made(change: Any) -> Iterator[None]:
-    original = SentencePairs.make
-
-    def make(self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
-        return change(original, self, samples, index, seed)
-
-    with patch.object(SentencePairs, "make", make):
-        yield
-
-
-@contextmanager
-def classes_swapped_on_one_process() -> Iterator[None]:
-    """The last process labels pairs in order as those that are not."""
-
-    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
-        pair = original(self, samples, index, seed)
-        if pair[1, 0] >= 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
-            pair[1, 0] = 1 - pair[1, 0]
-        return pair
-
-    with _pairs_made(change):
-        yield
-
-
-@contextmanager
-def classes_swapped() -> Iterator[None]:
+@bug(SentencePairs, "make")
+def classes_swapped(original: Any, *arguments: Any) -> torch.Tensor:
     """Every process labels pairs in order as those that are not."""
-
-    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
-        pair = original(self, samples, index, seed)
-        if pair[1, 0] >= 0:
-            pair[1, 0] = 1 - pair[1, 0]
-        return pair
-
-    with _pairs_made(change):
-        yield
+    pair = original(*arguments)
+    if pair[1, 0] >= 0:
+        pair[1, 0] = 1 - pair[1, 0]
+    return pair
 
 
-@contextmanager
-def pairs_drawn_by_each_process() -> Iterator[None]:
+@bug(SentencePairs, "make")
+def pairs_drawn_by_each_process(
+    original: Any, self: SentencePairs, samples: Any, index: int, seed: int
+) -> torch.Tensor:
     """Each process makes other pairs of the same samples."""
-
-    def change(original: Any, self: SentencePairs, samples: Any, index: int, seed: int) -> torch.Tensor:
-        return original(self, samples, index, seed + dist.get_rank())
-
-    with _pairs_made(change):
-        yield
+    return original(self, samples, index, seed + dist.get_rank())
 
 
 @contextmanager
@@ -115,30 +71,18 @@ def pairs_divided_by_tokens() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pairs_weigh_as_much_as_tokens() -> Iterator[None]:
+@bug(Bert, "loss")
+def pairs_weigh_as_much_as_tokens(original: Any, self: Bert, *arguments: Any) -> torch.Tensor:
     """Only the gradient of the loss of tokens is halved, so the loss is right."""
-    original = Bert.loss
-
-    def loss(self: Bert, *arguments: Any) -> torch.Tensor:
-        found = original(self, *arguments)
-        halved = found[:1] / 2
-        return torch.cat((halved + halved.detach(), found[1:]))
-
-    with patch.object(Bert, "loss", loss):
-        yield
+    found = original(self, *arguments)
+    halved = found[:1] / 2
+    return torch.cat((halved + halved.detach(), found[1:]))
 
 
-@contextmanager
-def losses_under_each_other_s_names() -> Iterator[None]:
+@bug(trainer, "named_losses")
+def losses_under_each_other_s_names(original: Any, predictions: Any, losses: Any) -> dict[str, float]:
     """The loss is right, but that of tokens is reported as that of pairs, and the other way round."""
-    original = trainer.named_losses
-
-    def named(predictions: Any, losses: Any) -> dict[str, float]:
-        return original(predictions, losses[::-1])
-
-    with patch.object(trainer, "named_losses", named):
-        yield
+    return original(predictions, losses[::-1])
 
 
 @contextmanager
@@ -148,15 +92,10 @@ def each_rank_takes_its_own_first_token() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def first_token_gets_no_gradient() -> Iterator[None]:
+@bug(CopyFromFirstRank, "backward")
+def first_token_gets_no_gradient(_: Any, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     """Under sequence parallelism the layers get no gradient from the head of the first token."""
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(gradient), None
-
-    with patch.object(CopyFromFirstRank, "backward", staticmethod(backward)):
-        yield
+    return torch.zeros_like(gradient), None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.distributed.mutations import bug
 from titan_like.checkpoint import loader, saver
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
@@ -23,51 +24,36 @@ from titan_like.train import training_state
 from titan_like.train.trainer import Trainer
 
 
-@contextmanager
-def data_of_one_process_shifted() -> Iterator[None]:
+@bug(Trainer, "_load_data")
+def data_of_one_process_shifted(original: Any, self: Trainer) -> Any:
     """One data-parallel process begins a sample late."""
-    original = Trainer._load_data
-
-    def load_data(self: Trainer) -> Any:
-        if self.dp_rank:
-            self.consumed_samples += 1
-        data = original(self)
-        if self.dp_rank:
-            self.consumed_samples -= 1
-        return data
-
-    with patch.object(Trainer, "_load_data", load_data):
-        yield
+    if self.dp_rank:
+        self.consumed_samples += 1
+    data = original(self)
+    if self.dp_rank:
+        self.consumed_samples -= 1
+    return data
 
 
-@contextmanager
-def validation_without_last_microbatch() -> Iterator[None]:
+@bug(Pipeline, "forward")
+def validation_without_last_microbatch(
+    original: Any, self: Pipeline, inputs: list[torch.Tensor], add_loss: Any
+) -> None:
     """A pipeline validates on all microbatches of a batch but the last."""
-    original = Pipeline.forward
+    last = len(inputs) - 1
 
-    def forward(self: Pipeline, inputs: list[torch.Tensor], add_loss: Any) -> None:
-        last = len(inputs) - 1
+    def add_loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
+        is_counted = microbatch != last or self.shape.degree == 1
+        return add_loss(logits, microbatch) if is_counted else logits.sum()
 
-        def add_loss_but_of_last(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-            is_counted = microbatch != last or self.shape.degree == 1
-            return add_loss(logits, microbatch) if is_counted else logits.sum()
-
-        original(self, inputs, add_loss_but_of_last)
-
-    with patch.object(Pipeline, "forward", forward):
-        yield
+    original(self, inputs, add_loss_but_of_last)
 
 
-@contextmanager
-def crash_at_the_end() -> Iterator[None]:
+@bug(dist, "destroy_process_group")
+def crash_at_the_end(_: Any) -> None:
     """One data-parallel process fails when all is computed."""
-
-    def destroy() -> None:
-        if dist.get_rank() == 1:
-            raise RuntimeError("too late")
-
-    with patch.object(dist, "destroy_process_group", destroy):
-        yield
+    if dist.get_rank() == 1:
+        raise RuntimeError("too late")
 
 
 @contextmanager
@@ -88,82 +74,48 @@ def validation_takes_training_samples() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def validation_on_everything() -> Iterator[None]:
+@bug(Trainer, "validate")
+def validation_on_everything(original: Any, self: Trainer) -> float:
     """Validation ignores `evaluation.steps`."""
-    original = Trainer.validate
-
-    def validate(self: Trainer) -> float:
-        config = self.config
-        section = config.evaluation.model_copy(update={"steps": 1000})
-        self.config = config.model_copy(update={"evaluation": section})
-        value = original(self)
-        self.config = config
-        return value
-
-    with patch.object(Trainer, "validate", validate):
-        yield
+    config = self.config
+    section = config.evaluation.model_copy(update={"steps": 1000})
+    self.config = config.model_copy(update={"evaluation": section})
+    value = original(self)
+    self.config = config
+    return value
 
 
-@contextmanager
-def resumed_without_moments() -> Iterator[None]:
+@bug(training_state, "resume")
+def resumed_without_moments(
+    original: Any, folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer
+) -> Any:
     """A resumed run begins with an optimizer that remembers nothing."""
-    original = training_state.resume
-
-    def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
-        state = original(folder, is_usable, model, optimizer)
-        for values in optimizer.state.values():
-            values["exp_avg"].zero_()
-        return state
-
-    with patch.object(training_state, "resume", resume):
-        yield
+    state = original(folder, is_usable, model, optimizer)
+    for values in optimizer.state.values():
+        values["exp_avg"].zero_()
+    return state
 
 
-@contextmanager
-def resumed_without_moments_where_the_layout_stays() -> Iterator[None]:
+@bug(training_state, "resume")
+def resumed_without_moments_where_the_layout_stays(
+    original: Any, folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer
+) -> Any:
     """A run that resumes with as many shards as it was saved with begins with an optimizer that remembers nothing."""
-    original = training_state.resume
-
-    def resume(folder: Any, is_usable: Any, model: Any, optimizer: torch.optim.Optimizer) -> Any:
-        state = original(folder, is_usable, model, optimizer)
-        shards = state.config["parallelism"]["data_parallel_shard_degree"] if state is not None else 0
-        for values in optimizer.state.values() if shards == dist.get_world_size() else ():
-            values["exp_avg"].zero_()
-        return state
-
-    with patch.object(training_state, "resume", resume):
-        yield
+    state = original(folder, is_usable, model, optimizer)
+    shards = state.config["parallelism"]["data_parallel_shard_degree"] if state is not None else 0
+    for values in optimizer.state.values() if shards == dist.get_world_size() else ():
+        values["exp_avg"].zero_()
+    return state
 
 
-@contextmanager
-def resumed_shards_without_moments() -> Iterator[None]:
+@bug(Trainer, "_resume")
+def resumed_shards_without_moments(original: Any, self: Trainer, is_usable: Any) -> bool:
     """A resumed run loses the optimizer's state of one shard."""
-    original = Trainer._resume
-
-    def resume(self: Trainer, is_usable: Any) -> bool:
-        resumed = original(self, is_usable)
-        for values in self.optimizer.state.values():
-            if self.dp_rank == 1 and self.config.parallelism.zero_stage:
-                values["exp_avg"].to_local().zero_()
-        return resumed
-
-    with patch.object(Trainer, "_resume", resume):
-        yield
-
-
-@contextmanager
-def resumed_one_sample_late() -> Iterator[None]:
-    """A resumed run leaves a sample out."""
-    original = Trainer._resume
-
-    def resume(self: Trainer, is_usable: Any) -> bool:
-        resumed = original(self, is_usable)
-        self.consumed_samples += resumed
-        return resumed
-
-    with patch.object(Trainer, "_resume", resume):
-        yield
+    resumed = original(self, is_usable)
+    for values in self.optimizer.state.values():
+        if self.dp_rank == 1 and self.config.parallelism.zero_stage:
+            values["exp_avg"].to_local().zero_()
+    return resumed
 
 
 @contextmanager
@@ -174,19 +126,14 @@ def loss_scale_lost_when_resumed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def computes_for_ever() -> Iterator[None]:
+@bug(Trainer, "train_step")
+def computes_for_ever(_: Any, self: Trainer, data: Any) -> Any:
     """The first step never ends. It computes a sixth of the time: too much for a process that waits."""
-
-    def train_step(self: Trainer, data: Any) -> Any:
-        while True:
-            began = time.thread_time()
-            while time.thread_time() < began + 0.02:
-                sum(range(10_000))
-            time.sleep(0.1)
-
-    with patch.object(Trainer, "train_step", train_step):
-        yield
+    while True:
+        began = time.thread_time()
+        while time.thread_time() < began + 0.02:
+            sum(range(10_000))
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -196,79 +143,49 @@ def ends_before_its_first_step() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def skipped_steps_forgotten_when_resumed() -> Iterator[None]:
+@bug(Trainer, "_resume")
+def skipped_steps_forgotten_when_resumed(original: Any, self: Trainer, is_usable: Any) -> bool:
     """A resumed run counts skipped steps from 0."""
-    original = Trainer._resume
-
-    def resume(self: Trainer, is_usable: Any) -> bool:
-        resumed = original(self, is_usable)
-        self.skipped_steps = 0
-        return resumed
-
-    with patch.object(Trainer, "_resume", resume):
-        yield
+    resumed = original(self, is_usable)
+    self.skipped_steps = 0
+    return resumed
 
 
-@contextmanager
-def cursor_goes_back_after_a_skipped_step() -> Iterator[None]:
+@bug(Trainer, "save")
+def cursor_goes_back_after_a_skipped_step(original: Any, self: Trainer, is_last: bool = False) -> None:
     """A checkpoint of a skipped step has the samples that it consumed still to come."""
-    original = Trainer.save
-
-    def save(self: Trainer, is_last: bool = False) -> None:
-        consumed = self.consumed_samples
-        self.consumed_samples -= self.losses.consecutive_skips * self.config.training.global_batch_size
-        original(self, is_last)
-        self.consumed_samples = consumed
-
-    with patch.object(Trainer, "save", save):
-        yield
+    consumed = self.consumed_samples
+    self.consumed_samples -= self.losses.consecutive_skips * self.config.training.global_batch_size
+    original(self, is_last)
+    self.consumed_samples = consumed
 
 
-@contextmanager
-def replicas_draw_the_same_samples() -> Iterator[None]:
+@bug(Trainer, "_load_data")
+def replicas_draw_the_same_samples(original: Any, self: Trainer) -> Any:
     """Replicas of HSDP do not know of one another when they take samples."""
-    original = Trainer._load_data
-
-    def load_data(self: Trainer) -> Any:
-        rank = self.dp_rank
-        self.dp_rank = self.mesh["dp_shard"].get_local_rank()
-        data = original(self)
-        self.dp_rank = rank
-        return data
-
-    with patch.object(Trainer, "_load_data", load_data):
-        yield
+    rank = self.dp_rank
+    self.dp_rank = self.mesh["dp_shard"].get_local_rank()
+    data = original(self)
+    self.dp_rank = rank
+    return data
 
 
-@contextmanager
-def loop_ends_a_step_early() -> Iterator[None]:
+@bug(Trainer, "train")
+def loop_ends_a_step_early(original: Any, self: Trainer) -> None:
     """A run that no signal ends leaves out its last step."""
-    original = Trainer.train
-
-    def train(self: Trainer) -> None:
-        run, self.run = self.run, replace(self.run)
-        vars(self.run)["total_steps"] = run.total_steps - 1
-        original(self)
-        self.run = run
-
-    with patch.object(Trainer, "train", train):
-        yield
+    run, self.run = self.run, replace(self.run)
+    vars(self.run)["total_steps"] = run.total_steps - 1
+    original(self)
+    self.run = run
 
 
-@contextmanager
-def cursor_of_full_batches() -> Iterator[None]:
+@bug(Trainer, "_load_data")
+def cursor_of_full_batches(original: Any, self: Trainer) -> Any:
     """A resumed run takes all batches before it for full ones, also those of the ramp-up."""
-    original = Trainer._load_data
-
-    def load_data(self: Trainer) -> Any:
-        consumed, self.consumed_samples = self.consumed_samples, self.step * self.config.training.global_batch_size
-        data = original(self)
-        self.consumed_samples = consumed
-        return data
-
-    with patch.object(Trainer, "_load_data", load_data):
-        yield
+    consumed, self.consumed_samples = self.consumed_samples, self.step * self.config.training.global_batch_size
+    data = original(self)
+    self.consumed_samples = consumed
+    return data
 
 
 @contextmanager
@@ -279,18 +196,12 @@ def resumed_from_the_oldest() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def oldest_checkpoints_kept() -> Iterator[None]:
+@bug(saver, "complete_checkpoint")
+def oldest_checkpoints_kept(original: Any, folder: Path, run: RunState, keep_latest: int) -> None:
     """A save removes the newest checkpoints, not the oldest."""
-    original = saver.complete_checkpoint
-
-    def complete_checkpoint(folder: Path, run: RunState, keep_latest: int) -> None:
-        original(folder, run, 0)
-        for step in complete_steps(folder)[keep_latest:] if keep_latest else []:
-            shutil.rmtree(checkpoint_path(folder, step))
-
-    with patch.object(saver, "complete_checkpoint", complete_checkpoint):
-        yield
+    original(folder, run, 0)
+    for step in complete_steps(folder)[keep_latest:] if keep_latest else []:
+        shutil.rmtree(checkpoint_path(folder, step))
 
 
 @contextmanager
@@ -300,16 +211,12 @@ def updates_do_not_wait_for_copies() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def later_saves_hold_the_first_one_s_values() -> Iterator[None]:
+@bug(Saver, "_copy_one")
+def later_saves_hold_the_first_one_s_values(
+    original: Any, self: Saver, name: str, tensor: torch.Tensor
+) -> torch.Tensor:
     """Asynchronous saves after a process's first do not copy tensors into their buffers again."""
-    original = Saver._copy_one
-
-    def copy_one(self: Saver, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0 or name not in self._copies:
-            return original(self, name, tensor)
-        with patch.object(torch.Tensor, "copy_", lambda copy, *_, **__: copy):
-            return original(self, name, tensor)
-
-    with patch.object(Saver, "_copy_one", copy_one):
-        yield
+    if tensor.ndim == 0 or name not in self._copies:
+        return original(self, name, tensor)
+    with patch.object(torch.Tensor, "copy_", lambda copy, *_, **__: copy):
+        return original(self, name, tensor)

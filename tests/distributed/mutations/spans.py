@@ -2,74 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from tests.distributed.mutations import bug
 from titan_like.data.span_corruption import SpanCorruption
 from titan_like.train.trainer import Trainer
 
 
-def _changed(change: Callable[[SpanCorruption, torch.Tensor], torch.Tensor]) -> AbstractContextManager[object]:
-    """A context in which ``change`` is applied to every sample, int64 [2, seq]."""
-    original = SpanCorruption.apply
-
-    def apply(self: SpanCorruption, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        return change(self, original(self, sample, seed, index))
-
-    return patch.object(SpanCorruption, "apply", apply)
-
-
-@contextmanager
-def decoder_sees_what_it_writes() -> Iterator[None]:
+@bug(SpanCorruption, "apply")
+def decoder_sees_what_it_writes(original: Any, self: SpanCorruption, *arguments: Any) -> torch.Tensor:
     """The decoder's input is not shifted, so that it holds the very token that each position has to write."""
-
-    def change(objective: SpanCorruption, rows: torch.Tensor) -> torch.Tensor:
-        begin = objective.encoder_len
-        rows[0, begin:] = rows[0, begin:].roll(-1)
-        return rows
-
-    with _changed(change):
-        yield
+    rows, begin = original(self, *arguments), self.encoder_len
+    rows[0, begin:] = rows[0, begin:].roll(-1)
+    return rows
 
 
-@contextmanager
-def padding_carries_a_loss() -> Iterator[None]:
+@bug(SpanCorruption, "apply")
+def padding_carries_a_loss(original: Any, self: SpanCorruption, *arguments: Any) -> torch.Tensor:
     """The decoder learns to write padding after the end."""
-
-    def change(objective: SpanCorruption, rows: torch.Tensor) -> torch.Tensor:
-        first = objective.encoder_len + objective.num_noise + len(objective.sentinel_ids) + 1
-        rows[1, first:] = objective.pad_id
-        return rows
-
-    with _changed(change):
-        yield
+    rows, first = original(self, *arguments), self.encoder_len + self.num_noise + len(self.sentinel_ids) + 1
+    rows[1, first:] = self.pad_id
+    return rows
 
 
-@contextmanager
-def sentinels_in_reverse() -> Iterator[None]:
-    """The first span has the last sentinel."""
-    original = SpanCorruption.apply
-
-    def apply(self: SpanCorruption, sample: torch.Tensor, seed: int, index: int) -> torch.Tensor:
-        return original(replace(self, sentinel_ids=self.sentinel_ids[::-1]), sample, seed, index)
-
-    with patch.object(SpanCorruption, "apply", apply):
-        yield
-
-
-@contextmanager
-def the_same_spans_in_every_sample_of_validation() -> Iterator[None]:
+@bug(Trainer, "validate")
+def the_same_spans_in_every_sample_of_validation(original: Any, self: Trainer) -> float:
     """Validation draws the spans of its first sample for all."""
-    original = Trainer.validate
-
-    def validate(self: Trainer) -> float:
-        apply = SpanCorruption.apply
-        with patch.object(SpanCorruption, "apply", lambda self, sample, seed, index: apply(self, sample, seed, 0)):
-            return original(self)
-
-    with patch.object(Trainer, "validate", validate):
-        yield
+    apply = SpanCorruption.apply
+    with patch.object(SpanCorruption, "apply", lambda self, sample, seed, index: apply(self, sample, seed, 0)):
+        return original(self)

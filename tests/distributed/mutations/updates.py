@@ -4,61 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from tests.distributed.mutations import bug
 from titan_like.optim.optimizer import Gradients, LossScaler
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
+from titan_like.verify.processes import Prepare
 
 HALF = ("bfloat16", "float16")
 
 
-@contextmanager
-def bad_gradients_known_to_their_holder() -> Iterator[None]:
+@bug(Gradients, "norm")
+def bad_gradients_known_to_their_holder(original: Any, self: Gradients) -> torch.Tensor:
     """Gradients that are not finite count only on the processes that hold them."""
-    original = Gradients.norm
-
-    def norm(self: Gradients) -> torch.Tensor:
-        whole = original(self)
-        return whole if whole.isfinite() or not _are_finite(self) else torch.ones_like(whole)
-
-    with patch.object(Gradients, "norm", norm):
-        yield
+    whole = original(self)
+    return whole if whole.isfinite() or not _are_finite(self) else torch.ones_like(whole)
 
 
 def _are_finite(gradients: Gradients) -> bool:
     return all(part.isfinite().all() for parts in gradients.local().values() for part in parts)
 
 
-def _after_init(change: Callable[[Trainer], None]) -> Any:
-    """Change every trainer once it is built."""
-    original = Trainer.__init__
+def after_init(change: Callable[[Trainer], None]) -> Prepare:
+    """Plant a change of every trainer once it is built."""
 
-    def init(self: Trainer, *args: Any) -> None:
+    @wraps(change)
+    def init(original: Any, self: Trainer, *args: Any) -> None:
         original(self, *args)
         change(self)
 
-    return patch.object(Trainer, "__init__", init)
+    return bug(Trainer, "__init__")(init)
 
 
-@contextmanager
-def bad_gradients_kept() -> Iterator[None]:
+@after_init
+def bad_gradients_kept(self: Trainer) -> None:
     """A skipped step leaves its gradients for the next one to add to."""
+    zero_grad = self.optimizer.zero_grad
 
-    def change(self: Trainer) -> None:
-        zero_grad = self.optimizer.zero_grad
+    def zero_unless_bad(set_to_none: bool = True) -> None:
+        if _are_finite(self.gradients_held):
+            zero_grad(set_to_none)
 
-        def zero_unless_bad(set_to_none: bool = True) -> None:
-            if _are_finite(self.gradients_held):
-                zero_grad(set_to_none)
-
-        self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
-
-    with _after_init(change):
-        yield
+    self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -77,77 +69,34 @@ def learning_rate_waits_in_skipped_steps() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def end_of_decay_forgotten() -> Iterator[None]:
+@bug(trainer, "lr_factor")
+def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -> float:
     """The learning rate falls until the end of the run, wherever its decay is to end."""
-    original = trainer.lr_factor
-
-    def lr_factor(section: Any, step: int, total: int) -> float:
-        return original(section.model_copy(update={"decay_steps": None}), step, total)
-
-    with patch.object(trainer, "lr_factor", lr_factor):
-        yield
+    return original(section.model_copy(update={"decay_steps": None}), step, total)
 
 
-@contextmanager
-def gradients_not_unscaled() -> Iterator[None]:
+@bug(Trainer, "_update")
+def gradients_not_unscaled(
+    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
+) -> None:
     """float16's loss scale stays in the gradients."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
-        original(self, grad_norm, lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
+    self.gradients_held.multiply(torch.as_tensor(self.loss_scale))
+    original(self, grad_norm, lr, skip)
 
 
-@contextmanager
-def clipped_before_unscaling() -> Iterator[None]:
-    """float16's gradients are clipped by their norm with the loss scale in it."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        original(self, grad_norm * self.loss_scale, lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
-
-
-@contextmanager
-def vectors_decay() -> Iterator[None]:
+@after_init
+def vectors_decay(self: Trainer) -> None:
     """In half types weight decay applies to norms and biases too."""
-
-    def change(self: Trainer) -> None:
-        for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
-            group["weight_decay"] = self.config.optimizer.weight_decay
-
-    with _after_init(change):
-        yield
+    for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
+        group["weight_decay"] = self.config.optimizer.weight_decay
 
 
-@contextmanager
-def norms_never_updated_in_bfloat16() -> Iterator[None]:
-    """The optimizer does not know of norms where the model computes in bfloat16."""
-
-    def change(self: Trainer) -> None:
-        if self.config.training.dtype == "bfloat16":
-            del self.optimizer.param_groups[1]["params"][:]
-
-    with _after_init(change):
-        yield
-
-
-@contextmanager
-def clipped_by_another_norm_in_half_types() -> Iterator[None]:
+@bug(Trainer, "_update")
+def clipped_by_another_norm_in_half_types(
+    original: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor
+) -> None:
     """In half types gradients are clipped by their norm times the number of data-parallel processes."""
-    original = Trainer._update
-
-    def update(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, skip)
-
-    with patch.object(Trainer, "_update", update):
-        yield
+    original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, skip)
 
 
 @contextmanager
@@ -159,54 +108,34 @@ def loss_scale_begins_at_1() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def loss_scale_never_grows() -> Iterator[None]:
+@bug(LossScaler, "update")
+def loss_scale_never_grows(original: Any, self: LossScaler, overflowed: torch.Tensor) -> None:
     """The loss scale only ever falls."""
-    original = LossScaler.update
-
-    def update(self: LossScaler, overflowed: torch.Tensor) -> None:
-        original(self, overflowed)
-        self.good_steps.clamp_(max=self.growth_interval - 2)
-
-    with patch.object(LossScaler, "update", update):
-        yield
+    original(self, overflowed)
+    self.good_steps.clamp_(max=self.growth_interval - 2)
 
 
-@contextmanager
-def weights_rounded_to_bfloat16() -> Iterator[None]:
+@after_init
+def weights_rounded_to_bfloat16(self: Trainer) -> None:
     """Master weights lose what bfloat16 does not hold."""
 
-    def change(self: Trainer) -> None:
-        def round_weights(*_: Any) -> None:
-            for parameter in self.model.parameters():
-                parameter.data.copy_(parameter.data.bfloat16())
+    def round_weights(*_: Any) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.copy_(parameter.data.bfloat16())
 
-        if self.config.training.dtype == "bfloat16":
-            self.optimizer.register_step_post_hook(round_weights)
-
-    with _after_init(change):
-        yield
+    if self.config.training.dtype == "bfloat16":
+        self.optimizer.register_step_post_hook(round_weights)
 
 
-@contextmanager
-def betas_swapped() -> Iterator[None]:
+@after_init
+def betas_swapped(self: Trainer) -> None:
     """AdamW takes each of its betas for the other."""
-
-    def change(self: Trainer) -> None:
-        for group in self.optimizer.param_groups:
-            group["betas"] = group["betas"][::-1]
-
-    with _after_init(change):
-        yield
+    for group in self.optimizer.param_groups:
+        group["betas"] = group["betas"][::-1]
 
 
-@contextmanager
-def small_gradients_scaled_up() -> Iterator[None]:
+@bug(Trainer, "_update")
+def small_gradients_scaled_up(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """Clipping brings every gradient to max_norm, smaller ones too."""
-
-    def scale(self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-        factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
-        trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
-
-    with patch.object(Trainer, "_update", scale):
-        yield
+    factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
+    trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
