@@ -302,6 +302,7 @@ BUGS = [
     (experts.results_in_another_order, [*MOE, *ONE], "one_process", Row.LOSS, "layers.0.mlp"),
     (experts.loads_of_each_process, [*MOE, *ZERO_0], "data_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.loads_of_each_process, [*MOE, *BIASED, *GATHER[2:]], "context_parallel", Row.LOSS, "layers."),
+    (experts.mean_loads_count_as_small, [*MOE, *BIASED, *ONE], "one_process", Row.BIASES, ""),
     (experts.loads_of_skipped_steps, [*MOE, *ONE], "one_process", Row.GRADIENT, "layers.1.mlp"),
     (experts.loads_forgotten_when_resumed, [*MOE, *DATA], "resume", Row.GRADIENT, "layers.1.mlp"),
     (experts.balance_times_microbatches, [*MOE, *ACCUMULATION], "accumulation", Row.GRADIENT, "layers.1.mlp"),

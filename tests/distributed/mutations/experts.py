@@ -47,6 +47,15 @@ def loads_of_each_process(original: Any, self: ExpertBalance, model: Any, mesh: 
     self.token_group = SimpleNamespace(size=lambda: 1)  # type: ignore[assignment]
 
 
+@bug(ExpertBalance, "_update")
+def mean_loads_count_as_small(original: Any, self: ExpertBalance, skip: torch.Tensor) -> Any:
+    """The bias of an expert with exactly the mean load grows."""
+    counts = self.counts.clone()
+    found = original(self, skip)
+    self.bias += (counts * counts.shape[1] == counts.sum(1, keepdim=True)) * self.routers[0].config.bias_update_rate
+    return found
+
+
 @contextmanager
 def loads_of_skipped_steps() -> Iterator[None]:
     """A step whose update is skipped leaves its loads behind."""
