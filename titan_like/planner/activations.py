@@ -12,6 +12,9 @@ the modules of `titan_like.models`. It differs from the paper as follows:
   or a bias, on a GPU with grouped queries in float32 or older than the A100), the attention matrix is kept.
 - Selective recomputation keeps the result of every product with weights and of every tensor-parallel sum, including the
   layer's last two, which the backward pass does not need.
+- A layer with experts keeps the rows of its tokens, k for each, in the order of the experts and in that of the tokens.
+  With expert parallelism, those that arrive are as many at equal loads, and `Workload.expert_load` times as many on the
+  busiest rank.
 - The loss keeps the gradients of its input and of the output matrix (`titan_like.models.layers.cross_entropy`).
 
 tests/distributed/test_activation_memory.py checks these formulas against torch's memory tracker.
@@ -20,7 +23,7 @@ tests/distributed/test_activation_memory.py checks these formulas against torch'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -33,7 +36,7 @@ from titan_like.models.layers.cross_entropy import BLOCK_BYTES, PRODUCT, num_chu
 from titan_like.models.parts import Core, layers_of, one_of_each
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS
-from titan_like.planner.saved_tensors import layer_input_bytes, saved_inside
+from titan_like.planner.saved_tensors import Saved, layer_input_bytes, saved_inside
 from titan_like.planner.shapes import description
 from titan_like.planner.workload import BYTES, Counts, Workload
 
@@ -65,6 +68,8 @@ class _How(NamedTuple):
     recompute_every: int
     dtype: str
     device: Device
+    exchanges: bool  # whether other processes have experts of this one's tokens
+    expert_load: float
 
     @property
     def outside(self) -> float:
@@ -86,7 +91,8 @@ def kept_of(work: Workload, device: Device) -> Kept:
     """What one microbatch of a run keeps on ``device``."""
     lengths, recompute = (work.seq_len, work.decoder_seq_len), (work.recompute, work.recompute_every)
     split = work.tensor, work.sequence_parallel, work.context, work.context_method
-    return _kept(_How(work.model, work.tokens, lengths, *split, *recompute, work.dtype, device))
+    experts = work.expert > 1, work.expert_load
+    return _kept(_How(work.model, work.tokens, lengths, *split, *recompute, work.dtype, device, *experts))
 
 
 @lru_cache(maxsize=4096)
@@ -97,7 +103,8 @@ def _kept(how: _How) -> Kept:
     layers, layer_work = [], []
     for kind in range(len(model.layer_counts)):
         found = [_layer(how, kind, stack) for stack in range(1 + model.has_decoder)]
-        layers.append(sum([n * one for n, (one, _) in zip(of_stack, found, strict=False)]))
+        fixed = _fixed(how, kind)
+        layers.append(sum([n * one for n, (one, _) in zip(of_stack, found, strict=False)]) + fixed)
         layer_work.append(sum([n * work for n, (_, work) in zip(of_stack, found, strict=False)]))
     labelled, positions = of_stack[1] if model.has_decoder else tokens, sum(of_stack)
 
@@ -144,7 +151,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     e, h = BYTES[dtype], model.hidden_size
     gathered = h if how.sequence_parallel else 0
     parts, layer_module = description(model).kinds[kind], layers_of(one_of_each(model))[kind]
-    saved = saved_inside(model, dtype, how.context, how.method)[kind]
+    saved, part = _saved(how, kind), parts.experts
     norms = [name for name, of in zip(parts.norms, parts.norm_stacks, strict=True) if of == stack]
     regions = [region for region in parts.regions if region.stack == stack]
 
@@ -167,6 +174,13 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             else:
                 inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
                 whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
+    rows = 0.0  # of experts, relative to the tokens here between layers
+    if part:
+        rows = how.expert_load * part.per_token / t
+        whole += rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
+        whole += saved[part.name].token / t
+        if t > 1 or not any(region.name.startswith(f"{part.name}.") for region in regions):
+            whole += e * outside  # the norm's output, which shared experts gather, or else take as it is
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
@@ -179,6 +193,9 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         memory = sum(region.memory for region in parts.regions if region.stack != stack)
         kept_of_recomputed = e * (outside + (sum(region.columns for region in regions) + memory) / t)
         kept_of_recomputed += len(regions) * unused
+        if part:  # results of three products of each expert, and of the router's
+            kept_of_recomputed += rows * e * (2 * part.inner + h) + max(e, 4) * part.num_experts / t
+            unused *= any(region.name.startswith(f"{part.name}.") for region in regions)
     share = -(-model.num_layers // how.recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
@@ -186,10 +203,38 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     # Later, in attention, the MLP's share is free, but there may be gradients of scores, and of values and results.
     mlps = [region for region in regions if not region.cores]
     inner = e * max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
+    if part:
+        inner = max(inner, _experts_work(e, h / t, rows * h, rows * part.inner))
     if scores:
         after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (how.recompute == "selective")
         inner = max(inner, scores + 2 * e * model.attention_size / t - after_cores)
     return layer, whole - kept_of_recomputed + unused + e * outside + inner
+
+
+def _saved(how: _How, kind: int) -> Mapping[str, Saved]:
+    return saved_inside(how.model, how.dtype, how.context, how.method, not how.device.is_cpu)[kind]
+
+
+def _fixed(how: _How, kind: int) -> float:
+    """Bytes that a layer keeps whatever the tokens, such as the router's weights in float32."""
+    share = -(-how.model.num_layers // how.recompute_every) / how.model.num_layers if how.recompute != "none" else 0
+    return (1 - share) * sum([one.fixed for one in _saved(how, kind).values()])
+
+
+def _experts_work(e: int, stream: float, outer: float, inner: float) -> float:
+    """Bytes per token that the backward pass of a layer's experts needs on top of what the layer keeps.
+
+    Gradients of the results and of their weights, before these are summed, both in float32 at least; or of the three
+    factors inside the experts, when neither the results nor the products are needed any more.
+
+    Args:
+        e: bytes of an element.
+        stream: elements of hidden states.
+        outer: elements of the experts' rows.
+        inner: elements of each factor.
+    """
+    is_half = e < 4
+    return max(4 * stream * is_half + (2 * max(e, 4) + e * is_half) * outer, e * (2 * inner - outer))
 
 
 def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:

@@ -22,7 +22,7 @@ from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.step_time import StepTime, host_and_device_seconds
 from titan_like.planner.workload import BYTES, Workload
 from titan_like.train.environment import cluster_size
-from titan_like.train.rules import check_rules, is_sparse
+from titan_like.train.rules import check_rules
 
 # Our own trainer has been measured on the H100, whose constants also stand in for newer GPUs. On the A100 those of
 # PyTorch's FSDP with fused attention do, and on the V100 those of a stack with unfused attention.
@@ -193,14 +193,7 @@ def compute_type(config: JobConfig) -> str:
 
 
 def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
-    """The configuration's sections as a `Workload`.
-
-    Raises:
-        ConfigError: the model has experts.
-    """
-    if is_sparse(model):
-        problem = "is not predicted yet, as its experts get varying numbers of tokens; job.dry_run gives its state"
-        raise ConfigError("model.family", config.model.family, problem)
+    """The configuration's sections as a `Workload`."""
     training, parallelism, recompute = config.training, config.parallelism, config.activation_checkpoint
     schedule, virtual = parallelism.pipeline_schedule, parallelism.virtual_stages_per_rank
     stages = layout.pipeline * stages_per_rank(schedule, virtual)
@@ -214,6 +207,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         replicate=layout.replicate,
         shard=layout.shard,
         context=layout.context,
+        expert=layout.expert,
         context_method=method_of(config, model).name,
         schedule=schedule if layout.pipeline > 1 else "1f1b",
         virtual_stages=virtual if layout.pipeline > 1 else 1,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.experts import ExpertLinear
 from titan_like.models.parts import Lengths, layers_of, new_one_of_each, one_of_each
 from titan_like.models.transformer import replace_forward
 from titan_like.planner.shapes import description
@@ -57,26 +58,37 @@ def _tensors_in(inputs: tuple[Any, ...]) -> list[torch.Tensor]:
     return found
 
 
+class Saved(NamedTuple):
+    """Bytes that a part of a layer keeps, before tensor parallelism splits them."""
+
+    token: float  # for each token of the first stack
+    decoder: float  # for each token of a decoder
+    fixed: float = 0.0  # whatever the tokens
+
+
 @lru_cache(maxsize=4096)
 def saved_inside(
-    model: TransformerConfig, dtype: str, context: int = 1, method: str = "all_gather"
-) -> tuple[Mapping[str, tuple[float, float]], ...]:
-    """Bytes that each region of a layer keeps, before tensor parallelism splits them.
+    model: TransformerConfig, dtype: str, context: int = 1, method: str = "all_gather", fused_norms: bool = False
+) -> tuple[Mapping[str, Saved], ...]:
+    """What each region of a layer keeps, and, apart from these, its router and its experts.
 
-    For each kind of layers, they are by the region's name, per token of the first stack and of a decoder, on a process
-    of ``context`` that share each sequence by this method.
+    For each kind of layers, they are by the region's name, on a process of ``context`` that share each sequence by this
+    method. ``fused_norms``: each norm inside a region is one operator, as on a GPU.
     """
-    kinds = range(len(model.layer_counts))
-    if not model.has_decoder:
-        totals = [_kept(model, dtype, kind, context=context, method=method) for kind in kinds]
-        return tuple({name: (total / _TOKENS, 0.0) for name, total in of_kind.items()} for of_kind in totals)
-    found = []
-    for kind in kinds:
+    how, found = (context, method, fused_norms), []
+    for kind, parts in enumerate(description(model).kinds):
+        one = _kept(model, dtype, kind, (_TOKENS, 2 * model.has_decoder), *how)
+        if not model.has_decoder and parts.experts is None:
+            found.append({name: Saved(total / _TOKENS, 0.0) for name, total in one.items()})
+            continue
         # The bytes are linear in both lengths.
-        one, more, others = (
-            _kept(model, dtype, kind, lengths, context, method) for lengths in ((2, 2), (4, 2), (2, 4))
-        )
-        found.append({name: ((more[name] - one[name]) / 2, (others[name] - one[name]) / 2) for name in one})
+        more = _kept(model, dtype, kind, (2 * _TOKENS, 2 * model.has_decoder), *how)
+        tokens = {name: (more[name] - one[name]) / _TOKENS for name in one}
+        if model.has_decoder:
+            others = _kept(model, dtype, kind, (_TOKENS, 4), *how)
+            found.append({name: Saved(tokens[name], (others[name] - one[name]) / 2) for name in one})
+        else:
+            found.append({name: Saved(tokens[name], 0.0, one[name] - _TOKENS * tokens[name]) for name in one})
     return tuple(found)
 
 
@@ -84,13 +96,14 @@ def _kept(
     model: TransformerConfig,
     dtype: str,
     kind: int,
-    lengths: Lengths = (_TOKENS, 0),
-    context: int = 1,
-    method: str = "all_gather",
+    lengths: Lengths,
+    context: int,
+    method: str,
+    fused_norms: bool,
 ) -> Mapping[str, int]:
-    """Bytes that each region of a layer keeps of one sequence.
+    """Bytes that each region of a layer keeps of one sequence, and its router and its experts outside regions.
 
-    Each storage counts once, however many tensors share it, and a region's own input does not count. An attention core
+    Each storage counts once, however many tensors share it, and inputs of these parts do not count. An attention core
     counts with its queries, keys and values, as a fused kernel keeps them.
 
     What matrix products, norms and attention cores keep is known, so stand-ins replace them and their weights stay on
@@ -106,7 +119,9 @@ def _kept(
             replace_forward(module, partial(_core, context, method))
         elif isinstance(module, nn.Linear):
             replace_forward(module, partial(_product, module.out_features))
-        elif name in parts.norms:
+        elif isinstance(module, ExpertLinear):
+            replace_forward(module, partial(_expert_product, module.out_features))
+        elif name in parts.norms or (fused_norms and isinstance(module, nn.RMSNorm)):
             replace_forward(module, _norm)
         else:
             module.to_empty(device=cpu, recurse=False)
@@ -114,7 +129,9 @@ def _kept(
     shape = 1, sum(lengths), model.hidden_size
     x = torch.zeros(shape, dtype=getattr(torch, dtype), device=cpu, requires_grad=True)
     others = [tensor.untyped_storage() for tensor in (*layer.parameters(), *layer.buffers(), *_tensors_in(inputs))]
-    regions = {region.name: layer.get_submodule(region.name) for region in parts.regions}
+    names = [region.name for region in parts.regions]
+    names += [parts.experts.name, f"{parts.experts.name}.experts"] if parts.experts else []
+    regions = {name: layer.get_submodule(name) for name in names}
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), _saved_in(regions) as found:
         layer(x, *inputs)
     # `id` tells storages apart: all tensors that share a storage return the same object while one of them is alive.
@@ -129,7 +146,7 @@ def _kept(
 def _saved_in(regions: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch.UntypedStorage]]]:
     """Collect the storages that autograd saves inside each of some modules, except the modules' inputs.
 
-    The modules must not contain each other.
+    What a module saves inside another one is collected for the inner one alone.
     """
     found: dict[str, dict[int, torch.UntypedStorage]] = {name: {} for name in regions}
     inputs: list[torch.UntypedStorage] = []
@@ -177,6 +194,11 @@ def _core(context: int, method: str, q: torch.Tensor, k: torch.Tensor, v: torch.
 def _product(outputs: int, x: torch.Tensor) -> torch.Tensor:
     """Linear layer: [batch, seq, in] → [batch, seq, outputs]."""
     return _KeepInputs.apply((*x.shape[:-1], outputs), x)
+
+
+def _expert_product(outputs: int, x: torch.Tensor, _ends: torch.Tensor) -> torch.Tensor:
+    """One product of all experts: [rows, in] → [rows, outputs]."""
+    return _product(outputs, x)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from titan_like.config.errors import ConfigError
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
+from titan_like.models.layers.experts import ExpertLinear, SparseMLP
 from titan_like.models.parts import (
     Core,
     Lengths,
@@ -39,6 +40,7 @@ from titan_like.parallel.tensor import styles_by_module
 from titan_like.parallel.tensor_styles import StyleKind
 from titan_like.planner.workload import Counts
 
+OF_EXPERTS = " experts"  # ends the name of a unit of experts
 _WHOLE = StyleKind({}, (), enters=0, leaves=0)  # for modules that the plan does not name
 
 
@@ -69,6 +71,8 @@ class ParameterShape:
     tensor_dim: int | None = None  # dimension that tensor parallelism splits; None if every process has all of it
     partial: bool = False  # with sequence parallelism, its gradient must still be summed over the processes
     at_entry: bool = False  # used before the layers, so its gradient is complete last
+    of_experts: bool = False  # stacked matrices of experts, which expert parallelism shares and nothing else splits
+    after_experts: bool = False  # used before the layer's experts, so its gradient is complete after theirs
 
     @property
     def is_deferrable(self) -> bool:
@@ -103,6 +107,17 @@ class Region(NamedTuple):
     memory: int = 0  # cross attention: width of the results of matrices that work on the encoder's positions
 
 
+class ExpertPart(NamedTuple):
+    """The experts of a layer, and their router."""
+
+    name: str  # of the module with both and the shared experts, within the layer
+    num_experts: int
+    per_token: int
+    hidden: int
+    inner: int  # width of one expert
+    parameters: int  # elements of all experts' matrices
+
+
 class LayerDescription(NamedTuple):
     """One layer of a kind."""
 
@@ -116,6 +131,7 @@ class LayerDescription(NamedTuple):
     uses: tuple[str, ...]  # modules that it shares with other layers
     # Whether the backward pass needs the last sum over processes, which recomputation then repeats.
     ends_with_norm: bool
+    experts: ExpertPart | None = None  # positions of the first stack go to them
 
 
 class Description(NamedTuple):
@@ -158,18 +174,23 @@ def description(model: TransformerConfig) -> Description:
 
 def _layer(layer: nn.Module, number: str, kinds: Mapping[str, StyleKind], stacks: Stacks) -> LayerDescription:
     prefix = f"layers.{number}."
+    experts = next((_experts(name, one) for name, one in layer.named_modules() if isinstance(one, SparseMLP)), None)
     in_layer = {name.removeprefix(prefix): kind for name, kind in kinds.items() if name.startswith(prefix)}
     regions = _regions(layer, in_layer, stacks)
     owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in layer.named_parameters())
-    norms = tuple(name for name in owners if not any(_is_inside(name, region.name) for region in regions))
+    others = [region.name for region in regions] + ([experts.name] if experts else [])
+    norms = tuple(name for name in owners if not any(_is_inside(name, other) for other in others))
     enters, leaves = [0, 0], [0, 0]
     for region in regions:
         of_memory = min(1, region.memory) if region.enters > 1 else 0
         enters[region.stack] += region.enters - of_memory
         enters[1 - region.stack] += of_memory
         leaves[region.stack] += region.leaves
+    parameters = tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters())
+    if experts:
+        parameters = tuple(_around_experts(parameter, layer, experts.name) for parameter in parameters)
     return LayerDescription(
-        tuple(_shape(name, parameter, in_layer) for name, parameter in layer.named_parameters()),
+        parameters,
         regions,
         norms,
         tuple(stacks.get(name, (0,))[0] for name in norms),
@@ -178,7 +199,22 @@ def _layer(layer: nn.Module, number: str, kinds: Mapping[str, StyleKind], stacks
         tuple(next(iter(cores_of(layer.get_submodule(region.name), stacks, region.name)), None) for region in regions),
         shared_modules(layer),
         bool(stacks) and list(stacks)[-1] in norms,
+        experts,
     )
+
+
+def _experts(name: str, module: SparseMLP) -> ExpertPart:
+    config, size = module.router.config, sum(parameter.numel() for parameter in module.experts.parameters())
+    sizes = config.num_experts, config.experts_per_token, config.hidden_size, config.expert_ffn_hidden_size
+    return ExpertPart(name, *sizes, size)
+
+
+def _around_experts(parameter: ParameterShape, layer: nn.Module, name: str) -> ParameterShape:
+    """The parameter with its place before, in or after the experts. Shared experts run after the others."""
+    owner = layer.get_submodule(parameter.name.rpartition(".")[0])
+    if isinstance(owner, ExpertLinear):
+        return replace(parameter, of_experts=True)
+    return replace(parameter, after_experts=not _is_inside(parameter.name, f"{name}.shared"))
 
 
 def _shape(
@@ -267,8 +303,7 @@ def _units(model: TransformerConfig, kinds: Mapping[int, int], is_first: bool, i
             root.append(parameter)
     for layer, kind in kinds.items():
         prefix, own = f"layers.{layer}", parts.kinds[kind].parameters
-        parameters = (ParameterShape(f"{prefix}.{p.name}", p.shape, p.tensor_dim, p.partial) for p in own)
-        units.append(Unit(prefix, tuple(parameters)))
+        units.append(Unit(prefix, tuple(replace(p, name=f"{prefix}.{p.name}") for p in own)))
     used = {name for kind in kinds.values() for name in parts.kinds[kind].uses}
     root += [parameter for parameter in parts.shared if parameter.name.partition(".")[0] in used]
     if is_last:
@@ -293,34 +328,58 @@ class ShardOf:
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How one process's part of every parameter is cut out: first by tensor parallelism, then by rows through ZeRO."""
+    """How one process's part of every parameter is cut out: by tensor or expert parallelism, then by rows through ZeRO.
+
+    If ``expert`` is set, it says how experts are shared, and ``expert_shard`` how ZeRO then splits them. Otherwise they
+    are split as the rest of a layer is.
+    """
 
     tensor: ShardOf = ShardOf()
     shard: ShardOf = ShardOf()  # of one process if nothing is sharded
+    expert: ShardOf | None = None
+    expert_shard: ShardOf = ShardOf()
+
+    def shard_of(self, of_experts: bool) -> ShardOf:
+        """How ZeRO splits the parameters of experts, or all others."""
+        return self.expert_shard if of_experts and self.expert else self.shard
 
     def before_sharding(self, parameter: ParameterShape) -> tuple[int, ...]:
         """The shape that the processes of a ZeRO group share."""
         dim, shape = parameter.tensor_dim, parameter.shape
+        if parameter.of_experts and self.expert:
+            return (self.expert.of(shape[0]), *shape[1:])
         if dim is None or self.tensor.size == 1:
             return shape
         return (*shape[:dim], self.tensor.of(shape[dim]), *shape[dim + 1 :])
 
     def here(self, parameter: ParameterShape) -> tuple[int, ...]:
         """The shape on this process."""
-        shape = self.before_sharding(parameter)
-        return shape if self.shard.size == 1 else (self.shard.of(shape[0]), *shape[1:])
+        shape, shard = self.before_sharding(parameter), self.shard_of(parameter.of_experts)
+        return shape if shard.size == 1 else (shard.of(shape[0]), *shape[1:])
 
     def padded(self, parameter: ParameterShape) -> int:
         """Elements of each process's shard in a collective, where every shard is padded to the size of the first."""
         rows, *columns = self.before_sharding(parameter)
-        return -(-rows // self.shard.size) * prod(columns)
+        return -(-rows // self.shard_of(parameter.of_experts).size) * prod(columns)
 
 
 def joined(units: Sequence[Unit], split: ParameterSplit, element: int) -> list[Unit]:
-    """A stage's units of communication: layers share one until it is full. ``element``: bytes in the compute type."""
+    """A stage's units of communication: layers share one until it is full. ``element``: bytes in the compute type.
+
+    Experts that other processes share than the rest of their layers are a unit of their own, before these.
+    """
     layers = [unit for unit in units if unit.name.startswith("layers.")]
     sizes = [element * sum(prod(split.before_sharding(p)) for p in layer.parameters) for layer in layers]
     left, start = iter(layers), units.index(layers[0])
     parts = [list(islice(left, count)) for count in units_of_layers(sizes)]
     full = [Unit(part[0].name, tuple(p for layer in part for p in layer.parameters)) for part in parts]
+    if split.expert:
+        full = [unit for one in full for unit in _without_experts(one) if unit.parameters]
     return [*units[:start], *full, *units[start + len(layers) :]]
+
+
+def _without_experts(unit: Unit) -> tuple[Unit, Unit]:
+    """The experts in a unit of layers, and the rest of it."""
+    own = tuple(parameter for parameter in unit.parameters if parameter.of_experts)
+    rest = tuple(parameter for parameter in unit.parameters if not parameter.of_experts)
+    return Unit(f"{unit.name}{OF_EXPERTS}", own), Unit(unit.name, rest)

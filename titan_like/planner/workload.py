@@ -39,6 +39,7 @@ class Workload(NamedTuple):
     pipeline: int = 1
     context: int = 1
     expert: int = 1  # processes that share a layer's experts, among those of data, context and tensor parallelism
+    expert_load: float = 1.0  # rows on the process with the most work for its experts, relative to equal loads
     context_method: str = "all_gather"
     schedule: str = "1f1b"
     virtual_stages: int = 1
@@ -78,6 +79,16 @@ class Workload(NamedTuple):
     def labelled(self) -> float:
         """Positions of one microbatch on one rank that have logits: a decoder's alone, if there is one."""
         return self.stack_tokens[1] if self.decoder_seq_len else self.tokens
+
+    @property
+    def expert_shards(self) -> int:
+        """Processes of a replica that hold the same experts, as in `Layout`."""
+        return self.shard * self.context * self.tensor // self.expert
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are shared by other processes than the rest of a layer is, as in `Layout`."""
+        return self.expert > 1 or self.tensor > 1
 
     @property
     def data_parallel(self) -> int:
