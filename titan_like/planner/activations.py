@@ -174,13 +174,15 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             else:
                 inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
                 whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
+    has_shared = part is not None and any(region.name.startswith(f"{part.name}.") for region in regions)
     rows = 0.0  # of experts, relative to the tokens here between layers
     if part:
         rows = how.expert_load * part.per_token / t
         whole += rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
         whole += saved[part.name].token / t
-        if t > 1 or not any(region.name.startswith(f"{part.name}.") for region in regions):
-            whole += e * outside  # the norm's output, which shared experts gather, or else take as it is
+        # A router keeps its input in float32, and shared experts their own, gathered if there are several processes.
+        if e >= 4 and (t > 1 or not has_shared):
+            whole += e * outside
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
@@ -195,7 +197,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         kept_of_recomputed += len(regions) * unused
         if part:  # results of three products of each expert, and of the router's
             kept_of_recomputed += rows * e * (2 * part.inner + h) + max(e, 4) * part.num_experts / t
-            unused *= any(region.name.startswith(f"{part.name}.") for region in regions)
+            unused *= has_shared
     share = -(-model.num_layers // how.recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and
@@ -203,11 +205,14 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     # Later, in attention, the MLP's share is free, but there may be gradients of scores, and of values and results.
     mlps = [region for region in regions if not region.cores]
     inner = e * max([2 * gathered, *(max(gathered + mlp.rows / t, mlp.columns / t) for mlp in mlps)])
-    if part:
-        inner = max(inner, _experts_work(e, h / t, rows * h, rows * part.inner))
+    if part:  # shared experts have run their backward pass by then
+        freed = sum(saved[mlp.name].token / t - e * outside for mlp in mlps)
+        inner = max(inner, _experts_work(how, h / t, rows * h, rows * part.inner) - freed)
     if scores:
         after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (how.recompute == "selective")
         inner = max(inner, scores + 2 * e * model.attention_size / t - after_cores)
+    if how.recompute != "none" and e < 4 and device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm):
+        inner += e * outside  # the layer's input, of which the norm keeps float32 copies
     return layer, whole - kept_of_recomputed + unused + e * outside + inner
 
 
@@ -221,20 +226,24 @@ def _fixed(how: _How, kind: int) -> float:
     return (1 - share) * sum([one.fixed for one in _saved(how, kind).values()])
 
 
-def _experts_work(e: int, stream: float, outer: float, inner: float) -> float:
+def _experts_work(how: _How, stream: float, outer: float, inner: float) -> float:
     """Bytes per token that the backward pass of a layer's experts needs on top of what the layer keeps.
 
     Gradients of the results and of their weights, before these are summed, both in float32 at least; or of the three
-    factors inside the experts, when neither the results nor the products are needed any more.
+    factors inside the experts, when neither the results nor the products are needed any more. The gradient of results
+    in a half type exists together with the results, except where these were recomputed.
 
     Args:
-        e: bytes of an element.
-        stream: elements of hidden states.
+        how: what the bytes of a microbatch depend on.
+        stream: elements of hidden states per token.
         outer: elements of the experts' rows.
         inner: elements of each factor.
     """
-    is_half = e < 4
-    return max(4 * stream * is_half + (2 * max(e, 4) + e * is_half) * outer, e * (2 * inner - outer))
+    e = BYTES[how.dtype]
+    sums = 2 * max(e, 4) * outer
+    if e < 4:
+        sums += 4 * stream + e * outer * (how.recompute == "none")
+    return max(sums, e * (2 * inner - outer))
 
 
 def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
@@ -325,7 +334,8 @@ def full_moments(
         # First candidate: a layer's backward pass while the most microbatches are in flight. By then the memory of the
         # loss is free again. Selective recomputation still holds the last layer's output; with tensor parallelism,
         # that is already counted in `unused`.
-        head = one.head - one.message * (work.recompute == "selective" and work.tensor == 1)
+        holds_output = work.tensor == 1 and description(work.model).kinds[-1].experts is None
+        head = one.head - one.message * (work.recompute == "selective" and holds_output)
         found += losses * one.head
         more -= head + one.logits + one.loss_work
         logits = losses * one.logits + one.loss_work
