@@ -19,7 +19,9 @@ from titan_like.data.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import ModelInputs
+from titan_like.parallel import experts
 from titan_like.parallel.apply import build_pipeline
+from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import slices_of
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_mesh
@@ -37,14 +39,19 @@ from titan_like.train.trainer import Trainer
 RANKS = 2
 CPU = Device("CPU", 2**40, 1e10, 1e10, 1, 1, {"float32": 1e11, "bfloat16": 1e10}, is_cpu=True)
 SHAPE = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 160, "vocab_size": 257}
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 96}
+SHARED = {"num_shared_experts": 2, "num_dense_layers": 1, "ffn_hidden_size": 160}
 LARGER = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 320}
 
 
 def case(name: str, mode: str = "none", dtype: str = "float32", shape: dict | None = None, **changes: Any) -> Case:
     family = name.split()[0].strip(",")
+    own = {"num_kv_heads": 4} if family != "llama" else {"num_kv_heads": 2}
+    if family == "moe":
+        own = {"num_kv_heads": 2, "ffn_hidden_size": 0} | EXPERTS
     settings = {
         "model.family": family,
-        "model.overrides": SHAPE | {"num_kv_heads": 2 if family == "llama" else 4} | (shape or {}),
+        "model.overrides": SHAPE | own | (shape or {}),
         "training.dtype": dtype,
         "training.seq_len": 128,
         "training.micro_batch_size": (size := changes.pop("micro_batch_size", 16)),
@@ -62,6 +69,12 @@ def sliced(name: str, method: str, mode: str = "none", dtype: str = "float32") -
 
 def split(name: str, mode: str = "none", dtype: str = "float32", sequence_parallel: bool = True) -> Case:
     return case(name, mode, dtype, tensor_parallel_degree=2, sequence_parallel=sequence_parallel)
+
+
+def with_experts(name: str, mode: str = "none", dtype: str = "float32", ep: int = 2, tp: int = 1, **shape: Any) -> Case:
+    """Of 4,096 tokens, next to which the gradients of the experts' weights are small."""
+    degrees = {"expert_parallel_degree": ep, "tensor_parallel_degree": tp, "sequence_parallel": tp > 1}
+    return case(f"moe {name}", mode, dtype, shape, micro_batch_size=32, **degrees)
 
 
 EVERY_OTHER = case("llama full, every other layer", "full")
@@ -87,8 +100,22 @@ PASSES = [
     sliced("llama ring", "ring"),
     sliced("gpt all-gather, full", "all_gather", "full", "bfloat16"),
     sliced("t5 all-gather", "all_gather"),
+    case("moe", shape=SHARED),
+    case("moe bfloat16", dtype="bfloat16", shape={"qk_norm": "head"}),
+    case("moe selective", "selective", shape=SHARED),
+    with_experts("ep, full", "full"),
+    with_experts("ep", dtype="bfloat16"),
+    with_experts("ep and tp", tp=2, **SHARED),
 ]
 MORE_PASSES = [
+    case("moe full", "full"),
+    with_experts("of many, full, bfloat16", "full", "bfloat16", 1, num_experts=64, experts_per_token=8, num_layers=1),
+    with_experts("selective, bfloat16", "selective", "bfloat16", ep=1),
+    with_experts("ep, selective", "selective"),
+    with_experts("tp, selective", "selective", ep=1, tp=2, num_shared_experts=2),
+    with_experts("ep and tp, full", "full", tp=2),
+    case("moe sigmoid", dtype="bfloat16", shape={"qk_norm": "all", "router_score": "sigmoid", "balance": "bias"}),
+    case("moe wide", shape={"expert_ffn_hidden_size": 512}),
     case("gpt grouped queries", shape={"num_kv_heads": 2}),
     split("gpt sequence parallel"),
     split("llama sequence parallel", dtype="bfloat16"),
@@ -188,12 +215,21 @@ def measure_step(config: JobConfig) -> int:
     return tracker.total("peak")
 
 
+def equal_exchange(ends: torch.Tensor, group: Group) -> experts.Exchange:
+    """The exchange at equal loads, which a fake group cannot tell."""
+    rows, here = int(ends[-1]), len(ends) // group.size
+    sizes = [rows // group.size] * group.size
+    order = torch.arange(rows).view(group.size, here, -1).transpose(0, 1).flatten()
+    return experts.Exchange(sizes, sizes, order, torch.arange(1, here + 1, dtype=torch.int32) * (rows // here))
+
+
 @pytest.fixture(scope="module")
 def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """By case. In a fake process group: gloo's threads let go of a collective's buffers some time after it is done."""
     folder = tmp_path_factory.mktemp("passes")
     cases = PASSES + (MORE_PASSES if runs_exhaustive_tests(request) else [])
-    with fake_process_group(0, RANKS):
+    with fake_process_group(0, RANKS), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "exchange_of", equal_exchange)
         return {case.name: measure_passes(base_config(folder, case.settings)) for case in cases}
 
 

@@ -231,7 +231,8 @@ def _experts_work(how: _How, stream: float, outer: float, inner: float) -> float
 
     Gradients of the results and of their weights, before these are summed, both in float32 at least; or of the three
     factors inside the experts, when neither the results nor the products are needed any more. The gradient of results
-    in a half type exists together with the results, except where these were recomputed.
+    in a half type exists together with the results, except where these were recomputed. Or four copies of the rows,
+    instead of the results, while these are sent back, in a recomputation too.
 
     Args:
         how: what the bytes of a microbatch depend on.
@@ -243,7 +244,7 @@ def _experts_work(how: _How, stream: float, outer: float, inner: float) -> float
     sums = 2 * max(e, 4) * outer
     if e < 4:
         sums += 4 * stream + e * outer * (how.recompute == "none")
-    return max(sums, e * (2 * inner - outer))
+    return max(sums, e * (2 * inner - outer), how.exchanges * 3 * e * outer)
 
 
 def _end(model: Transformer, names: tuple[str, ...], h: int, outside: float, dtype: str, device: Device) -> float:
