@@ -22,6 +22,7 @@ from tests.distributed.memory_probe import fsdp_groups, held_bytes
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.models.registry import model_config
 from titan_like.parallel.context import ContextCore
+from titan_like.parallel.data import Sharers
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.step_plan import StepPlan, plan_step
 from titan_like.train.rules import resolve_settings
@@ -64,6 +65,17 @@ def tensor(label: str, family: str = "gpt", microbatches: int = 3, **settings: A
 
 def context(label: str, method: str, family: str = "llama", **settings: Any) -> Case:
     return case(f"cp2 {label}", family, context_parallel_degree=2, context_parallel_method=method, **settings)
+
+
+SHARED = {"num_layers": 3, "num_shared_experts": 1, "num_dense_layers": 1, "ffn_hidden_size": 64}
+FEW_EXPERTS = {"num_layers": 2, "num_experts": 4, "expert_ffn_hidden_size": 48}
+
+
+def experts(label: str, degree: int, microbatches: int = 3, **settings: Any) -> Case:
+    shape = settings.pop("model__overrides", FEW_EXPERTS | SHARED)
+    return case(
+        f"ep{degree} {label}", "moe", microbatches, expert_parallel_degree=degree, model__overrides=shape, **settings
+    )
 
 
 def zero(stage: int, dtype: str = "float32") -> dict[str, Any]:
@@ -122,8 +134,39 @@ CASES = [
     tensor("pp2 split v sequence", "bert", 4, pipeline_parallel_degree=2, **SEQUENCE, **V_SHAPED, **zero(0)),
     pipeline("split v zero2", "t5", **V_SHAPED, **zero(2), model__overrides={"num_layers": 6}),
     tensor("recompute sequence zero3", "t5", **SEQUENCE, **FULL, **zero(3)),
+    # experts
+    experts("zero3", 4, **zero(3)),
+    experts("zero1 half, recompute", 2, **zero(1, HALF), **FULL),
+    experts("2 replicas zero0 half", 2, **zero(0, HALF), data_parallel_replicate_degree=2),
+    experts("tp2 recompute zero0", 2, **SEQUENCE, **FULL, **zero(0), tensor_parallel_degree=2),
+    experts("tp2 cp2 zero3 half", 2, **SEQUENCE, **zero(3, HALF), tensor_parallel_degree=2, context_parallel_degree=2),
+    experts(
+        "pp2 zero2",
+        2,
+        **zero(2),
+        pipeline_parallel_degree=2,
+        microbatches=4,
+        model__overrides=FEW_EXPERTS | {"num_layers": 4},
+    ),
+    experts(
+        "5 layers zero3 half", 2, unit_bytes=110_000, **zero(3, HALF), model__overrides=FEW_EXPERTS | {"num_layers": 5}
+    ),
 ]
 MORE_CASES = [
+    experts("zero2 half", 2, **zero(2, HALF)),
+    experts("tp2 zero1", 1, **SEQUENCE, **zero(1), tensor_parallel_degree=2),
+    experts(
+        "tp2 pp2 zero0 half",
+        2,
+        **SEQUENCE,
+        **zero(0, HALF),
+        tensor_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        microbatches=4,
+        model__overrides=FEW_EXPERTS | {"num_layers": 4},
+    ),
+    experts("zero0", 2, **zero(0)),
+    experts("2 replicas zero3", 2, **zero(3), data_parallel_replicate_degree=2),
     case("zero2 half", "llama", **zero(2, HALF)),
     case("zero3 tied", "llama", **zero(3), model__overrides={"tied_embeddings": True}),
     *(
@@ -146,8 +189,11 @@ MORE_CASES = [
 ]
 
 
+Ranks = tuple[int, ...]
+
+
 class RecordCollectives(TorchDispatchMode):
-    """Calls and bytes by (group, kind); sums of one or two numbers are left out."""
+    """Calls and bytes by (ranks, kind); sums of one or two numbers, and over a pipeline, are left out."""
 
     _KINDS = (
         ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
@@ -156,11 +202,11 @@ class RecordCollectives(TorchDispatchMode):
         ("all_to_all", "all_to_all"), ("send", "send"), ("recv", "receive"),
     )  # fmt: skip
 
-    def __init__(self, groups: dict[tuple[int, ...], str]) -> None:
+    def __init__(self, stages: Ranks) -> None:
         super().__init__()
-        self.groups = groups  # ranks → dimension of the mesh
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.stages = stages
+        self.calls: Counter[tuple[Ranks, str]] = Counter()
+        self.bytes: Counter[tuple[Ranks, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -179,10 +225,11 @@ class RecordCollectives(TorchDispatchMode):
             tensors = args[1]
         tensors = tensors if isinstance(tensors, list) else [tensors]
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1 or (kind == "all_reduce" and len(tensors) == 1 and tensors[0].numel() <= 2):
+        is_of_numbers = len(tensors) == 1 and (tensors[0].numel() <= 2 or ranks == self.stages)
+        if len(ranks) == 1 or (kind == "all_reduce" and is_of_numbers):
             return
-        self.calls[self.groups[ranks], kind] += 1
-        self.bytes[self.groups[ranks], kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.calls[ranks, kind] += 1
+        self.bytes[ranks, kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class WatchMemory:
@@ -235,18 +282,24 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     with case.layer_units():
         trainer = Trainer(prepare_run(resolve_settings(base_config(folder, case.settings))))
     materialise_optimizer_state(trainer.optimizer)
-    groups = {tuple(dist.get_process_group_ranks(trainer.token_group)): "dp"}
+    meshes = [mesh for mesh in (trainer.mesh, trainer.model.expert_mesh) if mesh is not None]
+    groups = {name: mesh[name].get_group() for mesh in meshes for name in mesh.mesh_dim_names or ()}
+    groups["dp"] = trainer.token_group
+    if len(meshes) == 2:
+        groups |= {
+            "tokens": trainer.experts.token_group,
+            "expert_dp": Sharers(meshes[1], "expert_shard").as_one().get_group(),
+        }
     for core in trainer.model.stages[0].module.modules():
         if isinstance(core, ContextCore):
-            groups[tuple(dist.get_process_group_ranks(_resolve_process_group(core.group.name)))] = "cp"
-    for name in trainer.mesh.mesh_dim_names or ():
-        groups[tuple(dist.get_process_group_ranks(trainer.mesh[name].get_group()))] = name
+            groups["cp"] = _resolve_process_group(core.group.name)
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
     data, memory = trainer._load_data(), WatchMemory(trainer)
-    with RecordCollectives(groups) as collectives, memory.reductions():
+    with RecordCollectives(ranks["pp"]) as collectives, memory.reductions():
         trainer.train_step(data)
     data.close()
     calls, sizes = dict(collectives.calls), dict(collectives.bytes)
-    return {"calls": calls, "bytes": sizes, "between": memory.between, "peak": memory.peak}
+    return {"ranks": ranks, "calls": calls, "bytes": sizes, "between": memory.between, "peak": memory.peak}
 
 
 Measured = list[dict[str, dict[str, Any]]]  # by rank and case
@@ -270,14 +323,21 @@ ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MO
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_what_every_rank_sends(measured: Measured, case: Case) -> None:
+    rows: Counter[str] = Counter()  # of experts, on all ranks: what a single rank gets depends on the router
     for rank in range(RANKS):
-        calls: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
+        found = measured[rank][case.name]
+        calls: Counter[tuple[Ranks, str]] = Counter()
+        sizes: Counter[tuple[Ranks, str]] = Counter()
         for collective in plan_of(case, rank).collectives:
-            calls[collective.group, collective.kind] += collective.count
-            sizes[collective.group, collective.kind] += collective.bytes
-        assert dict(calls) == measured[rank][case.name]["calls"], rank
-        assert dict(sizes) == measured[rank][case.name]["bytes"], rank
+            key = found["ranks"][collective.group], collective.kind
+            calls[key] += collective.count
+            sizes[key] += collective.bytes
+        assert dict(calls) == found["calls"], rank
+        if "moe" in case.name:
+            exchange = found["ranks"].get("ep"), "all_to_all"
+            rows.update(planned=sizes.pop(exchange, 0), sent=found["bytes"].pop(exchange, 0))
+        assert dict(sizes) == found["bytes"], rank
+    assert rows["planned"] == rows["sent"]
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)

@@ -174,14 +174,13 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             else:
                 inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
                 whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
-    has_shared = part is not None and any(region.name.startswith(f"{part.name}.") for region in regions)
     rows = 0.0  # of experts, relative to the tokens here between layers
     if part:
         rows = how.expert_load * part.per_token / t
         whole += rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
         whole += saved[part.name].token / t
         # A router keeps its input in float32, and shared experts their own, gathered if there are several processes.
-        if e >= 4 and (t > 1 or not has_shared):
+        if e >= 4 and (t > 1 or not part.has_shared):
             whole += e * outside
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
@@ -197,7 +196,7 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
         kept_of_recomputed += len(regions) * unused
         if part:  # results of three products of each expert, and of the router's
             kept_of_recomputed += rows * e * (2 * part.inner + h) + max(e, 4) * part.num_experts / t
-            unused *= has_shared
+            unused *= part.has_shared
     share = -(-model.num_layers // how.recompute_every) / model.num_layers
     layer = share * kept_of_recomputed + (1 - share) * whole
     # Work space of a layer's backward pass: what recomputation makes again, the gradient of the residual stream, and

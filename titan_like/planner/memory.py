@@ -139,11 +139,15 @@ def in_flight(schedule: str, pipeline: int, stages: int, microbatches: int, rank
 
 def _states(work: Workload, held: _Held, exact: bool) -> Iterable[tuple[int, int, int, int]]:
     """Of each rank, bytes of parameters, gradients and optimizer state, and of temporary copies of the first two."""
-    m, several, split = work.microbatches, work.data_parallel * work.context > 1, work.schedule in SPLIT_BACKWARD
-    shards = ParameterSplit(ShardOf(work.tensor), ShardOf(work.shard * work.context if work.zero_stage else 1))
+    m, split = work.microbatches, work.schedule in SPLIT_BACKWARD
+    several = max(work.data_parallel * work.context, work.replicate * work.expert_shards * work.shares_experts) > 1
     zero, element = work.zero_stage if several else 0, element_bytes(work.dtype)
+    shards, of_experts = (ShardOf(n if zero else 1) for n in (work.shard * work.context, work.expert_shards))
+    own = (ShardOf(work.expert), of_experts) if work.shares_experts else ()
     # All degrees above 1 share cached results.
-    storage = Storage(zero, shards, 1 + several, compute=element, optimizer=work.optimizer)
+    storage = Storage(
+        zero, ParameterSplit(ShardOf(work.tensor), shards, *own), 1 + several, compute=element, optimizer=work.optimizer
+    )
     if exact and split:
         # More than three rounds of microbatches through the ranks repeat the same moments.
         shape, few = (work.schedule, work.pipeline, work.virtual_stages), min(m, 3 * work.pipeline)

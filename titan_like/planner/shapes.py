@@ -116,6 +116,7 @@ class ExpertPart(NamedTuple):
     hidden: int
     inner: int  # width of one expert
     parameters: int  # elements of all experts' matrices
+    has_shared: bool
 
 
 class LayerDescription(NamedTuple):
@@ -206,7 +207,7 @@ def _layer(layer: nn.Module, number: str, kinds: Mapping[str, StyleKind], stacks
 def _experts(name: str, module: SparseMLP) -> ExpertPart:
     config, size = module.router.config, sum(parameter.numel() for parameter in module.experts.parameters())
     sizes = config.num_experts, config.experts_per_token, config.hidden_size, config.expert_ffn_hidden_size
-    return ExpertPart(name, *sizes, size)
+    return ExpertPart(name, *sizes, size, module.shared is not None)
 
 
 def _around_experts(parameter: ParameterShape, layer: nn.Module, name: str) -> ParameterShape:

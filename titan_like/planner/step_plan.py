@@ -15,6 +15,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.cross_entropy import num_chunks
+from titan_like.models.moe.config import MoEConfig
 from titan_like.models.parts import is_table
 from titan_like.optim.state_size import optimizer_state
 from titan_like.parallel.apply import pipeline_shape
@@ -23,7 +24,16 @@ from titan_like.parallel.model import holders_of_copies
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table
 from titan_like.parallel.split import StageLayers, kinds_of_layers, layer_costs, layers_per_stage, split_layers
-from titan_like.planner.shapes import ParameterSplit, ShardOf, Unit, coordinates_of, description, joined, stage_units
+from titan_like.planner.shapes import (
+    OF_EXPERTS,
+    ParameterSplit,
+    ShardOf,
+    Unit,
+    coordinates_of,
+    description,
+    joined,
+    stage_units,
+)
 from titan_like.planner.training_state import RankState, Storage, peak_state, rank_state
 from titan_like.planner.workload import BYTES
 
@@ -78,7 +88,7 @@ def plan_step(config: JobConfig, model: TransformerConfig, layout: Layout, rank:
         for index, rank in enumerate(ranks)
         if rank == place.pp
     ]
-    storage = storage_of(config, layout, rank)
+    storage = storage_of(config, model, layout, rank)
     units = {stage.index: stage.units for stage in stages}
     table = schedule_table(shape.schedule, shape.degree, shape.virtual_stages, microbatches)
     actions = table[place.pp]
@@ -126,18 +136,22 @@ def steps_as_run(steps: Sequence[Action], splits_backward: bool) -> list[Action]
     return found
 
 
-def storage_of(config: JobConfig, layout: Layout, rank: int) -> Storage:
+def storage_of(config: JobConfig, model: TransformerConfig, layout: Layout, rank: int) -> Storage:
     """How a process keeps parameters, gradients and optimizer state."""
     training, zero_stage = config.training, config.parallelism.zero_stage
     compute, place = BYTES[training.dtype], coordinates_of(layout, rank)
     master = max(compute, BYTES["float32"])
+    shard = ShardOf(layout.weight_shards, place.dp_shard) if zero_stage else ShardOf()
+    split, sharers = ParameterSplit(ShardOf(layout.tensor, place.tp), shard), layout.data_parallel * layout.context
+    if layout.splits_experts and isinstance(model, MoEConfig):
+        group, own = divmod(place.dp_shard * layout.tensor + place.tp, layout.expert)
+        of_experts = ShardOf(layout.expert_shards, group) if zero_stage else ShardOf()
+        split = ParameterSplit(split.tensor, shard, ShardOf(layout.expert, own), of_experts)
+        sharers = max(sharers, layout.replicate * layout.expert_shards)
     return Storage(
         zero_stage=zero_stage,
-        split=ParameterSplit(
-            tensor=ShardOf(layout.tensor, place.tp),
-            shard=ShardOf(layout.weight_shards, place.dp_shard) if zero_stage else ShardOf(),
-        ),
-        data_parallel=layout.data_parallel * layout.context,
+        split=split,
+        data_parallel=sharers,
         master=master,
         compute=compute,
         reduce=BYTES[training.reduce_dtype] if compute < master else master,
@@ -154,6 +168,8 @@ class StageTraffic:
     units: list[Unit]  # from `shapes.stage_units`
 
 
+_INT64 = 8  # bytes
+_WITH_REPLICAS = {"dp_shard": "dp", "expert_shard": "expert_dp"}
 _Call = tuple[str, str, str, int]  # group, kind, what, bytes
 
 
@@ -186,6 +202,9 @@ def step_collectives(
             calls.update(_tensor_parallel_calls(config, model, stage, passes, layout.tensor))
         if layout.context > 1:
             calls.update(_context_parallel_calls(config, model, stage, passes))
+        if layout.expert > 1:
+            calls.update(_expert_calls(config, model, stage, passes, layout))
+    calls.update(_loads(stages, model, layout, storage))
     calls.update(_partial_gradients(stages, storage) if config.parallelism.sequence_parallel else ())
     held = {parameter.name: parameter for stage in stages for unit in stage.units for parameter in unit.parameters}
     for name, others in copies.items():
@@ -196,6 +215,12 @@ def step_collectives(
     sizes = {"tp": layout.tensor, "cp": layout.context, "pp": layout.pipeline}
     sizes |= {"dp_shard": layout.weight_shards, "dp_replicate": layout.replicate}
     sizes["dp"] = layout.replicate * layout.weight_shards
+    sizes |= {
+        "ep": layout.expert,
+        "expert_shard": layout.expert_shards,
+        "expert_dp": layout.replicate * layout.expert_shards,
+    }
+    sizes["tokens"] = layout.replicate * layout.token_shards
     # Add up calls that differ only in their size.
     merged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for (group, kind, what, size), count in calls.items():
@@ -247,12 +272,8 @@ def _data_parallel_calls(
         if kind in "FBI" and storage.zero_stage > 0:
             for unit in units if kind == "F" else reversed(units):
                 if unit.name not in gathered:
-                    yield (
-                        "dp_shard",
-                        "all_gather",
-                        "parameters",
-                        storage.compute * _padded(unit, storage, layout.weight_shards),
-                    )
+                    group, shards = _sharers(unit, layout)
+                    yield group, "all_gather", "parameters", storage.compute * _padded(unit, storage, shards)
                 if storage.zero_stage < 3 or (kind == "F" and not unit.name):
                     gathered.add(unit.name)
                 else:
@@ -272,11 +293,11 @@ def _reductions(units: Iterable[Unit], layout: Layout, storage: Storage, sums_re
     for unit in units:
         if not unit.parameters:
             continue
-        shard = storage.reduce * _padded(unit, storage, 1)
+        shard, (group, shards) = storage.reduce * _padded(unit, storage, 1), _sharers(unit, layout)
         if storage.zero_stage == 0:
-            yield _whole_group(layout), "all_reduce", "gradients", shard
+            yield _whole_group(group, layout), "all_reduce", "gradients", shard
             continue
-        yield "dp_shard", "reduce_scatter", "gradients", shard * layout.weight_shards
+        yield group, "reduce_scatter", "gradients", shard * shards
         if sums_replicas:
             yield "dp_replicate", "all_reduce", "gradients", shard
 
@@ -286,11 +307,20 @@ def _plain_all_reduces(units: Sequence[Unit], layout: Layout, storage: Storage) 
     outside = [parameter for unit in units if not unit.name.startswith("layers.") for parameter in unit.parameters]
     layers = [unit for unit in units if unit.name.startswith("layers.")]
     for unit in [*layers, Unit("", tuple(outside))] if outside else layers:
-        yield _whole_group(layout), "all_reduce", "gradients", storage.master * _padded(unit, storage, 1)
+        group = _whole_group(_sharers(unit, layout)[0], layout)
+        yield group, "all_reduce", "gradients", storage.master * _padded(unit, storage, 1)
 
 
-def _whole_group(layout: Layout) -> str:
-    return "dp_shard" if layout.replicate == 1 else "dp"
+def _sharers(unit: Unit, layout: Layout) -> tuple[str, int]:
+    """The dimension of the mesh over which ZeRO shards a unit, and its size."""
+    if unit.name.endswith(OF_EXPERTS):
+        return "expert_shard", layout.expert_shards
+    return "dp_shard", layout.weight_shards
+
+
+def _whole_group(shards: str, layout: Layout) -> str:
+    """All processes that hold what is sharded over this dimension, which may be wider than its processes alone."""
+    return shards if layout.replicate == 1 else _WITH_REPLICAS[shards]
 
 
 def _padded(unit: Unit, storage: Storage, shards: int) -> int:
@@ -327,7 +357,9 @@ def _tensor_parallel_calls(
             leaves[size] += layer.leaves[stack]
             enters_again[size] += is_recomputed * layer.enters[stack]
             leaves_again[size] += is_recomputed * (section.mode == "full") * layer.leaves[stack]
-        if is_recomputed and section.mode == "full" and not layer.ends_with_norm:
+        # The weights of experts' results need these, which attention's sum comes before.
+        ends_with_sum = not layer.ends_with_norm and (layer.experts is None or layer.experts.has_shared)
+        if is_recomputed and section.mode == "full" and ends_with_sum:
             leaves_again[rows * lengths[layer.regions[-1].stack]] -= 1
     if is_last:
         enters[labelled * model.hidden_size * element] += parts.head_enters
@@ -383,6 +415,45 @@ def _context_parallel_calls(
                 if kind in "FBI":
                     for name, what, moved, count in forward if kind == "F" else backward + forward * again:
                         yield from [("cp", name, what, moved)] * count
+
+
+def _expert_calls(
+    config: JobConfig, model: TransformerConfig, stage: StageTraffic, passes: Sequence[str], layout: Layout
+) -> Iterator[_Call]:
+    """The all-to-alls around experts, as `titan_like.parallel.experts` makes them, at equal loads.
+
+    A forward pass, and a recomputed one, tells numbers of rows and sends the rows there and back; a backward pass sends
+    gradients. Bytes are those that a process holds before each of them, of which a part stays.
+    """
+    training, section = config.training, config.activation_checkpoint
+    tokens = training.micro_batch_size * sample_length(config, model).encoder // (layout.context * layout.tensor)
+    kinds, parts = kinds_of_layers(model), description(model)
+    for number in stage.layers.layers:
+        experts = parts.kinds[kinds[number]].experts
+        if experts is None:
+            continue
+        rows = tokens * experts.per_token * experts.hidden * BYTES[training.dtype]
+        again = section.mode != "none" and number % section.every_n_layers == 0
+        for kind in passes:
+            if kind in "FBI":
+                if kind == "F" or again:
+                    yield "ep", "all_to_all", "numbers of rows", experts.num_experts * _INT64
+                    yield from [("ep", "all_to_all", "rows of experts", rows)] * 2
+                if kind != "F":
+                    yield from [("ep", "all_to_all", "gradients of rows", rows)] * 2
+
+
+def _loads(
+    stages: Sequence[StageTraffic], model: TransformerConfig, layout: Layout, storage: Storage
+) -> Iterator[_Call]:
+    """Sums over all tokens of how many each expert got, and of two losses, for all routers at once."""
+    kinds, parts = kinds_of_layers(model), description(model)
+    found = [parts.kinds[kinds[number]].experts for stage in stages for number in stage.layers.layers]
+    routers = [experts for experts in found if experts is not None]
+    if routers:
+        group = "tokens" if layout.tensor > 1 else _whole_group("dp_shard", layout)
+        for size in (_INT64 * routers[0].num_experts, storage.master * 2):
+            yield group, "all_reduce", "loads of experts", len(routers) * size
 
 
 def _partial_gradients(stages: Sequence[StageTraffic], storage: Storage) -> Iterator[_Call]:

@@ -30,7 +30,9 @@ class Storage(NamedTuple):
 
     zero_stage: int
     split: ParameterSplit = ParameterSplit()
-    data_parallel: int = 1  # processes with the same weights and other tokens, whether ZeRO shards over them or not
+    # Processes with the same weights and other tokens, whether ZeRO shards over them or not: with the same experts, if
+    # these are more.
+    data_parallel: int = 1
     master: int = _FLOAT32
     compute: int = _FLOAT32
     reduce: int = _FLOAT32
@@ -137,8 +139,11 @@ class StageElements(NamedTuple):
     deferred: int  # with gradients that a split backward pass defers
     state: float  # values of the optimizer that do not depend on the number of rows
     layers: tuple[int, ...]  # in each layer
-    # Of all parameters whose first dimension has this length: (length, elements per row, optimizer's values per row).
-    rows: tuple[tuple[int, int, float], ...]
+    # Of all parameters whose first dimension has this length: (length, whether they are experts', elements per row,
+    # optimizer's values per row).
+    rows: tuple[tuple[int, bool, int, float], ...]
+    # In each layer, if experts are a unit of their own: those with gradients that come after the experts'.
+    after_experts: tuple[int, ...]
 
 
 def stage_elements(
@@ -148,29 +153,33 @@ def stage_elements(
 
     The ZeRO part of ``split`` is not used.
     """
-    rows: Counter[int] = Counter()
-    state_rows: dict[int, float] = {}
+    rows: Counter[tuple[int, bool]] = Counter()
+    state_rows: dict[tuple[int, bool], float] = {}
     total = deferred = early = size = 0
     state = 0.0
     layers: list[int] = []
+    after_experts: list[int] = []
     for unit, times in units:
-        size = 0
+        size = after = 0
         for parameter in unit.parameters:
             length, *others = split.before_sharding(parameter)
-            row = prod(others)
-            rows[length] += times * row
-            state_rows[length] = state_rows.get(length, 0) + times * optimizer.per_row(parameter.name, others)
+            row, key = prod(others), (length, parameter.of_experts)
+            rows[key] += times * row
+            state_rows[key] = state_rows.get(key, 0) + times * optimizer.per_row(parameter.name, others)
             state += times * optimizer.per_parameter(parameter.name, others)
             size += length * row
+            after += length * row * parameter.after_experts
             deferred += times * length * row * parameter.is_deferrable
             # A tied table's gradient is stored only after its second use, the embedding, has added its share.
             early += length * row * (unit is units[-1][0] and not parameter.at_entry)
         total += times * size
         if unit.name.startswith("layers."):
             layers += [size] * times
+            after_experts += [after if split.expert else 0] * times
     # The last unit is the root.
-    lengths = tuple((length, row, state_rows[length]) for length, row in rows.items())
-    return StageElements(total, size, total - size - sum(layers), early, deferred, state, tuple(layers), lengths)
+    lengths = tuple((*key, row, state_rows[key]) for key, row in rows.items())
+    entry = total - size - sum(layers)
+    return StageElements(total, size, entry, early, deferred, state, tuple(layers), lengths, tuple(after_experts))
 
 
 class StageSizes(NamedTuple):
@@ -189,9 +198,9 @@ class StageSizes(NamedTuple):
 
 def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     """The terms that `peak_of` adds up for a stage."""
-    total, in_root, entry, early, deferred, state, layers, rows = elements
-    part, compute = storage.split.shard, storage.compute
-    here = [(part.of(length), row, values) for length, row, values in rows]
+    total, in_root, entry, early, deferred, state, layers, rows, after_experts = elements
+    split, compute = storage.split, storage.compute
+    here = [(split.shard_of(experts).of(length), row, values) for length, experts, row, values in rows]
     gradients = storage.master * sum([length * row for length, row, _ in here])  # the same bytes as the weights
     state += sum([length * values for length, _, values in here])
     shards = gradients + int(storage.master * state)
@@ -203,13 +212,19 @@ def stage_sizes(elements: StageElements, storage: Storage) -> StageSizes:
     if not storage.wrapped:  # gradients are accumulated and all-reduced in place
         return StageSizes(shards, gradients, 0, 0, gradients, 0, 0, 0, 0)
 
-    # A unit's gradients are reduced as soon as they are complete; the head's are reduced last, with the root.
-    left = iter(layers)
-    unit = max([sum(islice(left, count)) for count in units_of_layers([compute * layer for layer in layers])])
-    fresh = compute * max(early + unit, in_root + entry)
+    # A unit's gradients are reduced as soon as they are complete; the head's are reduced last, with the root. Experts
+    # are such a unit inside their layers', before whose first layer has made its other gradients.
+    unit = most_fresh = 0
+    left = iter(zip(layers, after_experts, strict=True))
+    for count in units_of_layers([compute * layer for layer in layers]):
+        (first, later), *others = islice(left, count)
+        size = first + sum([layer for layer, _ in others])
+        unit = max(unit, size)
+        most_fresh = max(most_fresh, size - later, later + sum([after for _, after in others]))
+    fresh = compute * max(early + most_fresh, in_root + entry)
     vectors, matrices = storage.reduce * (total - deferred), compute * deferred
     if storage.zero_stage == 3:
-        in_backward = compute * max(unit + early + unit, in_root + 2 * entry)
+        in_backward = compute * max(unit + early + most_fresh, in_root + 2 * entry)
         kept, gathered = compute * in_root, compute * unit
         return StageSizes(shards, gradients, kept, gathered, gradients, fresh, in_backward, vectors, matrices)
     gathered = compute * total
@@ -332,7 +347,7 @@ def _stages(model: TransformerConfig, storage: Storage) -> Callable[[Counts, boo
 
     @cache
     def sizes(counts: Counts, is_first: bool, is_last: bool) -> StageSizes:
-        split = ParameterSplit(storage.split.tensor)
+        split = ParameterSplit(storage.split.tensor, expert=storage.split.expert)
         return stage_sizes(_elements(model, counts, is_first, is_last, split, storage.optimizer), storage)
 
     return sizes

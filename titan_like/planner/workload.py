@@ -7,6 +7,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
 
@@ -86,9 +87,9 @@ class Workload(NamedTuple):
         return self.shard * self.context * self.tensor // self.expert
 
     @property
-    def splits_experts(self) -> bool:
-        """Whether experts are shared by other processes than the rest of a layer is, as in `Layout`."""
-        return self.expert > 1 or self.tensor > 1
+    def shares_experts(self) -> bool:
+        """Whether there are experts that other processes hold than the rest of a layer."""
+        return (self.expert > 1 or self.tensor > 1) and isinstance(self.model, MoEConfig)
 
     @property
     def data_parallel(self) -> int:
