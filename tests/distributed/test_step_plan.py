@@ -156,10 +156,10 @@ MORE_CASES = [
     experts("zero2 half", 2, **zero(2, HALF)),
     experts("tp2 zero1", 1, **SEQUENCE, **zero(1), tensor_parallel_degree=2),
     experts(
-        "tp2 pp2 zero0 half",
+        "tp2 pp2 zero0",
         2,
         **SEQUENCE,
-        **zero(0, HALF),
+        **zero(0),
         tensor_parallel_degree=2,
         pipeline_parallel_degree=2,
         microbatches=4,

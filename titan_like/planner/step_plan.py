@@ -168,7 +168,7 @@ class StageTraffic:
     units: list[Unit]  # from `shapes.stage_units`
 
 
-_INT64 = 8  # bytes
+_INT32, _INT64 = 4, 8  # bytes
 _WITH_REPLICAS = {"dp_shard": "dp", "expert_shard": "expert_dp"}
 _Call = tuple[str, str, str, int]  # group, kind, what, bytes
 
@@ -437,7 +437,7 @@ def _expert_calls(
         for kind in passes:
             if kind in "FBI":
                 if kind == "F" or again:
-                    yield "ep", "all_to_all", "numbers of rows", experts.num_experts * _INT64
+                    yield "ep", "all_to_all", "numbers of rows", experts.num_experts * _INT32
                     yield from [("ep", "all_to_all", "rows of experts", rows)] * 2
                 if kind != "F":
                     yield from [("ep", "all_to_all", "gradients of rows", rows)] * 2
