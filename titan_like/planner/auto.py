@@ -85,7 +85,7 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to those of earlier microbatches."""
     counts = pipeline_of(work).counts
-    parameters = most_parameters(work.model, counts)[0]
+    parameters = sum(most_parameters(work.model, counts)[0].here(work))
     return work.microbatches * accumulation_time(parameters, work, profile)
 
 

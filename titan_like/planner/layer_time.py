@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from titan_like.models.parts import Core
 from titan_like.planner.profile import Profile
-from titan_like.planner.shapes import LayerDescription, description
+from titan_like.planner.shapes import ExpertPart, LayerDescription, description
 from titan_like.planner.workload import BYTES, NARROW, Workload, element_bytes, stored_dtype
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
@@ -23,6 +23,11 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (
 # Additional operators without the fused softmax, forward and backward: cast up, scale, make the mask, fill, softmax,
 # cast down.
 _UNFUSED_SOFTMAX = (6, 4)
+
+
+# Additional operators of a layer with experts, forward and backward: the router's choice, its losses, the order of the
+# rows, copies in and out.
+_EXPERT_OPERATORS = (40, 30)
 
 
 class Cost(NamedTuple):
@@ -68,6 +73,44 @@ def linear_times(tokens: float, inputs: float, outputs: float, dtype: str, profi
     inwards = gemm_time(tokens, inputs, outputs, 1, dtype, profile)
     weights = gemm_time(outputs, inputs, tokens, 1, dtype, profile)
     return forward, inwards + weights
+
+
+def expert_times(work: Workload, profile: Profile, part: ExpertPart) -> tuple[float, float, float, float]:
+    """Seconds of the products of a router and of the experts here, forward and backward, and bytes moved around them.
+
+    All experts' products are one call, in which each multiplies its own rows. Rows are copied into the order of the
+    experts and back, and with expert parallelism once more on the process that has the expert. A token's results are
+    weighted and added up in float32.
+    """
+    tokens, element, here = work.tokens / work.tensor, element_bytes(work.dtype), part.num_experts // work.expert
+    rows = work.expert_load * tokens * part.per_token
+    sizes = rows / here, here, work.dtype, profile
+    wide, narrow = _grouped_times(part.hidden, part.inner, *sizes), _grouped_times(part.inner, part.hidden, *sizes)
+    routed = linear_times(tokens, part.hidden, part.num_experts, _router_dtype(work, profile), profile)
+    copies = 4 if work.expert > 1 else 2
+    row, inner = part.per_token * tokens * part.hidden, rows * part.inner
+    forward_bytes = element * (2 * copies * row + 3 * inner) + (element + 4) * row
+    backward_bytes = element * (2 * copies * row + 5 * inner) + (2 * element + 4) * row
+    return (
+        2 * wide[0] + narrow[0] + routed[0],
+        2 * wide[1] + narrow[1] + routed[1],
+        forward_bytes,
+        backward_bytes,
+    )
+
+
+def _router_dtype(work: Workload, profile: Profile) -> str:
+    """Our trainer's routers compute in float32, others in the type of activations."""
+    return "float32" if profile.trainer_state else stored_dtype(work.dtype)
+
+
+def _grouped_times(
+    inputs: int, outputs: int, rows: float, experts: int, dtype: str, profile: Profile
+) -> tuple[float, float]:
+    """`linear_times` of several experts' linear layers in one call, each on its own ``rows``."""
+    shapes = (rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows)
+    forward, inwards, weights = (gemm_time(*shape, experts, dtype, profile) for shape in shapes)
+    return forward / profile.grouped_relative, (inwards + weights) / profile.grouped_relative
 
 
 def attention_times(work: Workload, profile: Profile, core: Core) -> tuple[float, float]:
@@ -118,11 +161,17 @@ def softmax_is_fused(work: Workload, profile: Profile) -> bool:
 
 
 def accumulation_time(parameters: float, work: Workload, profile: Profile) -> float:
-    """Seconds to add a microbatch's gradients to the sum: read the new ones, read and write the sum."""
+    """Seconds to add a microbatch's gradients of the parameters here to the sum: read the new ones, read and write it."""
     if not work.accumulates or profile.fused_accumulation:
         return 0.0
     element = element_bytes(work.dtype)
-    return parameters / work.tensor * (element + 2 * profile.gradient_state) / profile.memory_rate
+    return parameters * (element + 2 * profile.gradient_state) / profile.memory_rate
+
+
+def parameters_here(parameters: float, part: ExpertPart | None, work: Workload) -> float:
+    """A layer's parameters on one process before ZeRO: tensor parallelism splits all but experts."""
+    of_experts = part.parameters if part else 0
+    return (parameters - of_experts) / work.tensor + of_experts / work.expert
 
 
 @lru_cache(maxsize=65536)
@@ -162,12 +211,19 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
             inner = tokens / t * element
             forward_bytes += inner * (region.columns + region.rows)
             backward_bytes += inner * (region.columns + 3 * region.rows)
+    part = parts.experts
+    if part is not None:
+        more = expert_times(work, profile, part)
+        forward, backward = forward + more[0], backward + more[1]
+        forward_bytes, backward_bytes = forward_bytes + more[2], backward_bytes + more[3]
+        if not part.has_shared:
+            last_product = 0.0  # recomputation repeats everything: the weights of the experts' results need these
     if work.compiled:
         forward_bytes *= profile.compiled_traffic
         backward_bytes *= profile.compiled_traffic
     forward = forward + core_forward + forward_bytes / bandwidth
     backward = backward + core_backward + backward_bytes / bandwidth
-    backward += accumulation_time(sizes.parameters, work, profile)
+    backward += accumulation_time(parameters_here(sizes.parameters, part, work), work, profile)
 
     recomputed = 0.0
     if work.recompute == "full":
@@ -181,6 +237,10 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
     # The host launches the layer's operators and its collectives.
     operators_forward, operators_backward = profile.host_operators
     messages = sum(parts.leaves) if t > 1 else 0
+    if part is not None:
+        operators_forward += _EXPERT_OPERATORS[0]
+        operators_backward += _EXPERT_OPERATORS[1]
+        messages += 3 * (work.expert > 1)
     if not work.flash and not softmax_is_fused(work, profile):
         operators_forward += _UNFUSED_SOFTMAX[0]
         operators_backward += _UNFUSED_SOFTMAX[1]
@@ -203,7 +263,7 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
     parallelism replaces it by an all-gather and a reduce-scatter, which move as much (arXiv 2205.05198). Its second
     all-gather in the backward pass overlaps with the gradient of the input, so it is not counted.
     """
-    if work.tensor == 1 and work.context == 1:
+    if work.tensor == work.context == work.expert == 1:
         return 0.0, 0.0, 0.0
     forward = backward = recomputed = 0.0
     if work.tensor > 1:
@@ -218,7 +278,8 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
         backward += forward
         if work.recompute == "full":
             # Everything but the last sum. With sequence parallelism that is a reduce-scatter, half an all-reduce.
-            last = 0 if profile.recompute_whole else 0.5 if work.sequence_parallel else 1
+            repeats_last = profile.recompute_whole or (parts.experts is not None and not parts.experts.has_shared)
+            last = 0 if repeats_last else 0.5 if work.sequence_parallel else 1
             recomputed = forward * (1 - last / max(sums, 1))
     if work.context > 1:
         for core in filter(None, parts.cores):
@@ -226,7 +287,22 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
             forward, backward = forward + there, backward + back
             recomputed += there * (work.recompute != "none")
     exposed = profile.tensor_exposed
-    return forward * exposed, backward * exposed, recomputed * exposed
+    forward, backward, recomputed = forward * exposed, backward * exposed, recomputed * exposed
+    if parts.experts is not None and work.expert > 1:
+        exchange = exchange_time(work, profile, parts.experts) * profile.expert_exposed
+        forward, backward = forward + exchange, backward + exchange
+        recomputed += exchange * (work.recompute != "none")
+    return forward, backward, recomputed
+
+
+def exchange_time(work: Workload, profile: Profile, part: ExpertPart) -> float:
+    """Seconds of two all-to-alls of a layer's rows, to the experts and back.
+
+    Each process sends hidden states of its own tokens to k experts each. What it gets is more on the process with the
+    most work, which the others wait for.
+    """
+    rows = work.expert_load * work.tokens / work.tensor * part.per_token
+    return 2 * profile.links.all_to_all(rows * part.hidden * element_bytes(work.dtype), work.expert, 1)
 
 
 def _context_communication(work: Workload, profile: Profile, core: Core) -> tuple[float, float]:
@@ -275,7 +351,7 @@ def ends_cost(work: Workload, profile: Profile) -> tuple[Cost, Cost]:
     before, around = positions * hidden * element, tokens * hidden * element
     reduce, sums = (profile.links.all_reduce(size, t, 1) * profile.tensor_exposed for size in (around, before))
     host = 10 * profile.operator_time
-    table = accumulation_time(model.padded_vocab_size * hidden, work, profile)  # the gradient of a table is dense
+    table = accumulation_time(model.padded_vocab_size * hidden / t, work, profile)  # the gradient of a table is dense
     entry = Cost(3 * before / bandwidth, 4 * before / bandwidth + table, 0, sums, 0, 0, host, host)
     head = Cost(
         logits[0] + loss_forward + 2 * around / bandwidth,

@@ -60,6 +60,8 @@ FITTED: dict[str, Bounds] = {
     "float8_rowwise": Bounds(0.2, 1.0, 0.3),
     "float4_relative": Bounds(0.2, 1.0, 0.2),
     "network_latency": Bounds(1e-6, 1e-2, 1.0),
+    "grouped_relative": Bounds(0.2, 1.0, 0.3),
+    "expert_exposed": Bounds(0.02, 1.0, 0.5),
 }
 
 
@@ -188,6 +190,8 @@ class Profile:
     float8_rowwise: Efficiency = 0.5  # the same if each row has its own scale, computed every time
     float4_relative: Efficiency = 0.6  # the same for 4-bit products
     misaligned_rate: Rate = 1e13  # FLOP/s of products with sizes that miss the fast kernels
+    grouped_relative: Efficiency = 0.9  # efficiency of all experts' products in one call, relative to one product
+    expert_exposed: Part = 1.0  # share of the all-to-alls around experts that computation waits for
 
     # how the stack works
     nvlink_latency: Amount = 3e-6  # per hop of a ring

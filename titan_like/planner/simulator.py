@@ -18,8 +18,10 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.step_time import (
     NOTHING,
     StepTime,
+    Weights,
     exposed,
     gather_and_scatter,
+    layer_weights,
     load_of,
     loads,
     message_time,
@@ -76,8 +78,9 @@ def _passes_of(
     layers, entry, head, both_ends, _ = loads(work.one_microbatch(), work.recompute_every, profile)
     ends = (both_ends if is_last else entry) if is_first else head if is_last else NOTHING
     load = load_of(counts, layers, ends)
-    parameters = sum(number * kind.parameters for number, kind in zip(counts, model.parts.kinds, strict=True))
-    parameters += is_first * model.parts.entry + is_last * model.parts.head
+    weights = layer_weights(model, counts)
+    of_ends = is_first * model.parts.entry + is_last * model.parts.head
+    parameters = Weights(weights.rest + of_ends, weights.experts).here(work)
 
     # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages
@@ -88,7 +91,7 @@ def _passes_of(
     sent, returned = on * message, back * message
     gathered = scattered = 0.0
     if work.zero_stage == 3:
-        gather, scatter = gather_and_scatter(parameters / work.tensor, sum(counts), work, profile)
+        gather, scatter = gather_and_scatter(parameters, sum(counts), work, profile)
         gathered = exposed(gather, profile.overlap * first, profile)
         scattered = exposed(gather + scatter, profile.overlap * second, profile)
     return StagePasses(

@@ -50,12 +50,30 @@ class _Rank(NamedTuple):
     host: float  # to launch both passes
 
 
+class Weights(NamedTuple):
+    """Parameters of some layers and ends of a model."""
+
+    rest: float
+    experts: float  # if other processes share them than share the rest
+
+    def here(self, work: Workload) -> Weights:
+        """Those on one process before ZeRO, of these that the processes of a stage share."""
+        if not work.shares_experts:
+            return Weights((self.rest + self.experts) / work.tensor, 0.0)
+        return Weights(self.rest / work.tensor, self.experts / work.expert)
+
+    def groups(self, work: Workload) -> list[tuple[float, int, int]]:
+        """Each part of those on one process, over how many others ZeRO shards it, and the stride of their ranks."""
+        found = [(self.rest, work.shard * work.context, work.tensor)]
+        return [*found, (self.experts, work.expert_shards, work.expert)] if self.experts else found
+
+
 class Passes(NamedTuple):
     """The part of a step that layouts share if they differ only in how ZeRO shards. Times in seconds."""
 
     rank: _Rank
-    parameters: float  # on the GPU that holds the most, before ZeRO
-    others: float  # parameters on the mean of the other ranks
+    parameters: Weights  # on the GPU that holds the most, before ZeRO
+    others: Weights  # parameters on the mean of the other ranks
     ends_together: bool  # one rank holds both ends of the model
     largest: int  # the most layers on any rank
     parts: tuple[float, float, float, float, float, float]  # `StepTime.compute` to `bubble`, and `other`
@@ -122,8 +140,9 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     other = m * waits + profile.step_time
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     most, all_parameters = most_parameters(work.model, counts)
-    parameters = most / work.tensor
-    elsewhere = max(0.0, all_parameters / work.tensor - parameters) / (p - 1) if p > 1 else 0.0
+    parameters = most.here(work)
+    others = (max(0.0, of_all - of_one) for of_all, of_one in zip(all_parameters.here(work), parameters, strict=True))
+    elsewhere = Weights(*(other / (p - 1) if p > 1 else 0.0 for other in others))
     return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, sum(parts), repeats, link)
 
 
@@ -304,25 +323,37 @@ def message_time(work: Workload, profile: Profile) -> float:
 
 
 @lru_cache(maxsize=65536)
-def most_parameters(model: TransformerConfig, counts: RankLayers) -> tuple[int, int]:
-    """Parameters of the rank that holds the most, and of the whole model, before tensor parallelism and ZeRO."""
-    sizes = [kind.parameters for kind in model.parts.kinds]
-    first, whole = sum(map(mul, counts.first, sizes)), model.num_parameters()
+def most_parameters(model: TransformerConfig, counts: RankLayers) -> tuple[Weights, Weights]:
+    """Parameters of the rank that holds the most, and of the whole model, before any parallelism but the pipeline's."""
+    whole = layer_weights(model, model.layer_counts)
+    whole = Weights(model.num_parameters() - whole.experts, whole.experts)
+    first = layer_weights(model, counts.first)
     if counts.ends_together:
-        return first + model.parts.entry + model.parts.head, whole
+        return Weights(first.rest + model.parts.entry + model.parts.head, first.experts), whole
     table = model.padded_vocab_size * model.hidden_size
-    return max(*[sum(map(mul, here, sizes)) for here in counts.largest], first + table), whole
+    ranks = [*(layer_weights(model, here) for here in counts.largest), Weights(first.rest + table, first.experts)]
+    return max(ranks, key=sum), whole
 
 
-def gather_and_scatter(parameters: float, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:
+def layer_weights(model: TransformerConfig, counts: Counts) -> Weights:
+    """Parameters of ``counts`` layers of each kind."""
+    rest = experts = 0
+    for count, sizes, kind in zip(counts, model.parts.kinds, description(model).kinds, strict=True):
+        own = kind.experts.parameters if kind.experts else 0
+        rest, experts = rest + count * (sizes.parameters - own), experts + count * own
+    return Weights(rest, experts)
+
+
+def gather_and_scatter(parameters: Weights, layers: int, work: Workload, profile: Profile) -> tuple[float, float]:
     """Seconds to gather parameters once, and to reduce-scatter their gradients, for one microbatch under ZeRO 3.
 
     Layers are gathered one by one, in the forward pass and again in the backward pass (arXiv 1910.02054, 2304.11277).
     """
-    size, parts = work.shard * work.context, max(1, layers * profile.gathers_per_layer)
-    part = parameters / parts
-    gather = parts * profile.links.all_gather(part * profile.parameter_bytes, size, work.tensor)
-    scatter = parts * profile.links.all_gather(part * profile.gradient_bytes, size, work.tensor)
+    parts, gather, scatter = max(1, layers * profile.gathers_per_layer), 0.0, 0.0
+    for here, size, stride in parameters.groups(work):
+        part = here / parts
+        gather += parts * profile.links.all_gather(part * profile.parameter_bytes, size, stride)
+        scatter += parts * profile.links.all_gather(part * profile.gradient_bytes, size, stride)
     return gather, scatter
 
 
@@ -336,17 +367,17 @@ def exposed(communication: float, hides: float, profile: Profile) -> float:
 
 def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[float, float]:
     """Seconds of the data-parallel sums that the last backward pass does not hide, and of the update."""
-    rank, parameters = found.rank, found.parameters
-    links, size, zero, stride = profile.links, work.data_parallel * work.context, work.zero_stage, work.tensor
-    shard = work.shard * work.context  # ranks that share a sequence also share the shards
-    gradients = parameters * profile.gradient_bytes
-    time = 0.0
-    if zero == 3:
-        if work.replicate > 1:
-            time = links.all_reduce(gradients / shard, work.replicate, stride * shard)
-    elif size > 1:
-        reduced = links.all_gather(gradients, size, stride)
-        gathered = reduced if zero == 0 else links.all_gather(parameters * profile.parameter_bytes, size, stride)
+    rank, links, zero, replicas = found.rank, profile.links, work.zero_stage, work.replicate
+    time = reduced = gathered = 0.0
+    for parameters, shards, stride in found.parameters.groups(work):  # ranks that share a sequence share shards too
+        gradients, size = parameters * profile.gradient_bytes, replicas * shards
+        if zero == 3:
+            time += links.all_reduce(gradients / shards, replicas, stride * shards) if replicas > 1 else 0.0
+        elif size > 1:
+            one_way = links.all_gather(gradients, size, stride)
+            reduced += one_way
+            gathered += links.all_gather(parameters * profile.parameter_bytes, size, stride) if zero else one_way
+    if reduced:
         hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
         backward = hides * rank.backward
         if zero == 2:  # gradients are reduced and scattered after every microbatch
@@ -358,18 +389,19 @@ def _after_backward(work: Workload, profile: Profile, found: Passes) -> tuple[fl
             time = exposed(reduced + gathered, backward, profile)
     if work.pipeline > 1 and work.model.tied_embeddings and not found.ends_together:
         table = work.model.padded_vocab_size * work.model.hidden_size / work.tensor
-        time += profile.links.message(table * profile.gradient_bytes, stride * size)
-    return time, update_time(work, profile, parameters, found.largest)
+        time += links.message(table * profile.gradient_bytes, work.tensor * work.data_parallel * work.context)
+    return time, update_time(work, profile, found.parameters, found.largest)
 
 
-def update_time(work: Workload, profile: Profile, parameters: float, layers: int) -> float:
+def update_time(work: Workload, profile: Profile, parameters: Weights, layers: int) -> float:
     """Seconds on a rank that holds ``layers`` layers, and ``parameters`` before ZeRO splits them.
 
     Muon's matrices are gathered, each on one of the processes that share it, and their updates are sent back.
     """
     update, shards = work.update, work.shard * work.context if work.zero_stage else 1
+    here = sum([part / (size if work.zero_stage else 1) for part, size, _ in parameters.groups(work)])
     # The profile's figure is AdamW's.
-    nbytes = parameters / shards * (profile.optimizer_traffic + update.traffic - ADAMW_WORK.traffic)
+    nbytes = here * (profile.optimizer_traffic + update.traffic - ADAMW_WORK.traffic)
     if update.newton_schulz_steps == 0:
         return nbytes / profile.memory_rate
     dtype = update.newton_schulz_dtype or ("float32" if profile.device.is_cpu else "bfloat16")
@@ -377,10 +409,10 @@ def update_time(work: Workload, profile: Profile, parameters: float, layers: int
         dtype = "float32"
     elements, longest, products = _matrices(work.model, dtype, profile)
     processes, share = work.tensor * shards, layers / sum(work.model.layer_counts)
-    here = share * elements / processes
+    own = share * elements / processes
     computes = update.newton_schulz_steps * max(longest, share * products / processes)
-    sends = 2 * profile.links.all_gather(here * element_bytes(dtype), processes, 1)  # two all-to-alls
-    return (nbytes + here * update.matrix_traffic) / profile.memory_rate + computes + sends
+    sends = 2 * profile.links.all_gather(own * element_bytes(dtype), processes, 1)  # two all-to-alls
+    return (nbytes + own * update.matrix_traffic) / profile.memory_rate + computes + sends
 
 
 @lru_cache(maxsize=1024)
