@@ -106,6 +106,7 @@ PASSES = [
     with_experts("ep, full", "full"),
     with_experts("ep", dtype="bfloat16"),
     with_experts("ep and tp", tp=2, **SHARED),
+    with_experts("ep, experts", "experts"),
 ]
 MORE_PASSES = [
     case("moe full", "full"),
@@ -114,6 +115,8 @@ MORE_PASSES = [
     with_experts("ep, selective", "selective"),
     with_experts("tp, selective", "selective", ep=1, tp=2, num_shared_experts=2),
     with_experts("ep and tp, full", "full", tp=2),
+    with_experts("tp, experts", "experts", ep=1, tp=2, **SHARED),
+    with_experts("experts, bfloat16", "experts", "bfloat16", ep=1, num_layers=1),
     case("moe sigmoid", dtype="bfloat16", shape={"qk_norm": "all", "router_score": "sigmoid", "balance": "bias"}),
     case("moe wide", shape={"expert_ffn_hidden_size": 512}),
     case("gpt grouped queries", shape={"num_kv_heads": 2}),

@@ -174,20 +174,25 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
             else:
                 inside = "float32" if core.is_biased and device.is_cpu else dtype  # on a CPU
                 whole += e * region.rows / t + region.cores * _unfused_core(how, keys, inside)
-    rows = 0.0  # of experts, relative to the tokens here between layers
+    rows = inside_experts = 0.0  # rows of experts, relative to the tokens here between layers
     if part:
         rows = how.expert_load * part.per_token / t
-        whole += rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
-        whole += saved[part.name].token / t
+        inside_experts = rows * (e * h + 16 * how.exchanges) + how.expert_load * saved[f"{part.name}.experts"].token / t
+        inside_experts += saved[part.name].token / t
         # A router keeps its input in float32, and shared experts their own, gathered if there are several processes.
         if e >= 4 and (t > 1 or not part.has_shared):
-            whole += e * outside
+            inside_experts += e * outside
+        whole += inside_experts
+        shared = saved.get(f"{part.name}.shared")
+        inside_experts += 0 if shared is None else e * h + shared.token / t
     if not regions:  # the layer passes these positions on, and its first norm's input is a view of all of them
         whole += e * outside
     kept_of_recomputed, unused = whole, 0.0
     # The same for a layer that is recomputed.
     if how.recompute == "full":
         kept_of_recomputed = e * outside
+    elif how.recompute == "experts":
+        kept_of_recomputed = whole - inside_experts + e * outside * (part is not None)
     elif how.recompute == "selective":
         # The backward pass needs neither the MLP's last product nor its sum, but both stay until the layer is done.
         unused = e * (h + (outside if t > 1 else 0))
@@ -210,8 +215,9 @@ def _layer(how: _How, kind: int, stack: int) -> tuple[float, float]:
     if scores:
         after_cores += (unused + e * sum(mlp.columns for mlp in mlps) / t) * (how.recompute == "selective")
         inner = max(inner, scores + 2 * e * model.attention_size / t - after_cores)
-    if how.recompute != "none" and e < 4 and device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm):
-        inner += e * outside  # the layer's input, of which the norm keeps float32 copies
+    keeps_copies = device.is_cpu and isinstance(one_of_each(model).norm, nn.RMSNorm)
+    if e < 4 and (part is not None if how.recompute == "experts" else keeps_copies and how.recompute != "none"):
+        inner += e * outside  # the input of what is recomputed, of which the layer itself keeps float32 copies
     return layer, whole - kept_of_recomputed + unused + e * outside + inner
 
 

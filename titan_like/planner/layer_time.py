@@ -211,11 +211,12 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
             inner = tokens / t * element
             forward_bytes += inner * (region.columns + region.rows)
             backward_bytes += inner * (region.columns + 3 * region.rows)
-    part = parts.experts
+    part, in_experts = parts.experts, 0.0
     if part is not None:
         more = expert_times(work, profile, part)
         forward, backward = forward + more[0], backward + more[1]
         forward_bytes, backward_bytes = forward_bytes + more[2], backward_bytes + more[3]
+        in_experts = more[0] + more[2] / bandwidth
         if not part.has_shared:
             last_product = 0.0  # recomputation repeats everything: the weights of the experts' results need these
     if work.compiled:
@@ -228,6 +229,8 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
     recomputed = 0.0
     if work.recompute == "full":
         recomputed = forward - (0 if profile.recompute_whole else last_product)
+    elif work.recompute == "experts":
+        recomputed = in_experts
     elif work.recompute == "selective" and profile.trainer_state:  # everything but products with weights
         recomputed = core_forward + forward_bytes / bandwidth
     elif work.recompute == "selective" and not work.flash:
@@ -251,6 +254,8 @@ def layer_cost(work: Workload, profile: Profile, kind: int = 0) -> Cost:
         host_backward += profile.tensor_host_backward
     if work.recompute == "full":
         host_backward += host_forward
+    elif work.recompute == "experts" and part is not None:
+        host_backward += _EXPERT_OPERATORS[0] * profile.operator_time
     return Cost(
         forward, backward, recomputed, forward_tensor, backward_tensor, recomputed_tensor, host_forward, host_backward
     )
@@ -285,7 +290,7 @@ def _layer_communication(work: Workload, profile: Profile, parts: LayerDescripti
         for core in filter(None, parts.cores):
             there, back = _context_communication(work, profile, core)
             forward, backward = forward + there, backward + back
-            recomputed += there * (work.recompute != "none")
+            recomputed += there * (work.recompute in ("selective", "full"))
     exposed = profile.tensor_exposed
     forward, backward, recomputed = forward * exposed, backward * exposed, recomputed * exposed
     if parts.experts is not None and work.expert > 1:

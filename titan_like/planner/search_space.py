@@ -149,7 +149,7 @@ class Space:
             batches = self._choices("micro_batch_size", divisors(whole) if whole and not rest else [1])
             for micro in batches:
                 of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro)
-                for mode in self._choices("recompute", ["none", "selective", "full"]):
+                for mode in self._choices("recompute", self._modes):
                     every = [n for n in _EVERY if n <= self.model.num_layers] if mode == "full" else [1]
                     if not self._accepts(_check_but_pipeline, of_batch._replace(recompute=mode)):
                         continue

@@ -352,13 +352,15 @@ def _tensor_parallel_calls(
     for number in stage.layers.layers:
         layer = parts.kinds[kinds[number]]
         is_recomputed = section.mode != "none" and number % section.every_n_layers == 0
+        of_shared = layer.experts is not None and layer.experts.has_shared
         for stack, size in enumerate(rows * length for length in lengths):
             enters[size] += layer.enters[stack]
             leaves[size] += layer.leaves[stack]
-            enters_again[size] += is_recomputed * layer.enters[stack]
+            of_mode = layer.enters[stack] if section.mode != "experts" else of_shared and stack == 0
+            enters_again[size] += is_recomputed * of_mode
             leaves_again[size] += is_recomputed * (section.mode == "full") * layer.leaves[stack]
         # The weights of experts' results need these, which attention's sum comes before.
-        ends_with_sum = not layer.ends_with_norm and (layer.experts is None or layer.experts.has_shared)
+        ends_with_sum = not layer.ends_with_norm and (layer.experts is None or of_shared)
         if is_recomputed and section.mode == "full" and ends_with_sum:
             leaves_again[rows * lengths[layer.regions[-1].stack]] -= 1
     if is_last:
@@ -395,7 +397,7 @@ def _context_parallel_calls(
     lengths, row = (length.encoder, length.decoder), training.micro_batch_size * model.head_dim
     heads, kv_heads = (n // section.tensor_parallel_degree for n in (model.num_attention_heads, model.num_kv_heads))
     for number in stage.layers.layers:
-        again = recompute.mode != "none" and number % recompute.every_n_layers == 0
+        again = recompute.mode in ("selective", "full") and number % recompute.every_n_layers == 0
         for core in filter(None, parts.kinds[kinds[number]].cores):
             queries = row * lengths[core.queries] // size * heads * element  # bytes on one process
             values = 2 * row * lengths[core.keys] // size * kv_heads * element
