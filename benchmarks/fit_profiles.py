@@ -25,7 +25,7 @@ from benchmarks.measured_rows import Row, read_rows
 from titan_like.metrics.devices import find_device
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.predict import of_own_trainer
-from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.planner.profile import Profile, builtin_profiles, profile_to_toml
 
 FOLDER = Path(__file__).parent.parent / "titan_like/planner/profiles"
 COMPUTE = ("gemm_efficiency", "gemm_depth", "memory_efficiency", "nvlink_efficiency")
@@ -56,7 +56,7 @@ class Recipe:
     covered: tuple[tuple[str, str], ...] = ()  # rows covered by the profile, if not those above
     start: dict[str, Any] = field(default_factory=dict)
     gpus_per_node: int = 8
-    rows: Callable[[Row], bool] = lambda row: True
+    rows: Callable[[Row], bool] = lambda row: row.work.expert == 1
     group: Callable[[Row], str] = by_shape
 
     def begin(self, name: str) -> Profile:
@@ -362,6 +362,44 @@ RECIPES: dict[str, Recipe] = {
         ("gemm_efficiency", "attention_efficiency", "float8_relative"),
         start=_MEGATRON_H100,
     ),
+}
+
+
+# Only what experts add is fitted; the rest is as in rows of dense models on the same GPU.
+_OF_DENSE = (*_NARROW_TYPES, "memory_efficiency", "network_efficiency")
+
+
+def _experts(
+    gpu: str, session: str, like: str, also: tuple[str, ...] = (), node_bandwidth: float = 0.0, **start: Any
+) -> Recipe:
+    """The recipe of Megatron-Bridge's rows with experts on one GPU: old ones, from containers before 26.06, or new.
+
+    Its scripts (scripts/performance) sum gradients in bf16, and force routers to load all experts equally. The new ones
+    replay whole steps as CUDA graphs, with products of experts that are fused and hide the all-to-alls.
+    """
+    dense, word = builtin_profiles()[like], f"mbridge experts{session}"
+    which = f"{session} containers," if session else ""
+    return Recipe(
+        f"{gpu}, Megatron-Bridge,{which} models with experts; other constants are those of {like}",
+        ((gpu, "mbridge"),),
+        gpu,
+        node_bandwidth or dense.node_bandwidth,
+        ("grouped_relative", "expert_exposed"),
+        covered=tuple((one, word) for one in (gpu, *also)),
+        start={**_MEGATRON_H100, **{name: getattr(dense, name) for name in _OF_DENSE}, "gradient_bytes": 2, **start},
+        gpus_per_node=8 if node_bandwidth else dense.gpus_per_node,
+        rows=lambda row: row.session.startswith(word),
+        group=lambda row: row.model.partition(" (")[0],
+    )
+
+
+_EIGHT = {"node_bandwidth": 400e9, "sends_once_per_node": True}  # GPUs a node
+RECIPES |= {
+    "megatron_bridge_experts_gb200_old": _experts("GB200", " old", "megatron_bridge_gb200"),
+    "megatron_bridge_experts_gb200": _experts("GB200", " new", "megatron_bridge_gb200"),
+    "megatron_bridge_experts_gb300_old": _experts("GB300", " old", "megatron_bridge_gb300"),
+    "megatron_bridge_experts_gb300": _experts("GB300", " new", "megatron_bridge_gb300"),
+    "megatron_bridge_experts_b200": _experts("B200", "", "megatron_bridge_gb200", also=("B300", "H100"), **_EIGHT),
 }
 
 

@@ -25,6 +25,8 @@ from titan_like.metrics.devices import find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
+from titan_like.models.moe.config import MoEConfig
+from titan_like.models.registry import flavors
 from titan_like.planner import rows
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
@@ -36,6 +38,8 @@ _RECOMPUTE = {  # mode, and every how many layers
     "selective-ac": ("full", 2),  # torchtitan's, which recomputes every second layer
     "selective-ac(per-op)": ("full", 2),
 }
+
+_NOT_MODELLED = "experts in a model whose shape is not stated, nor modelled"
 
 _Count = Annotated[int, Field(ge=1, le=10**9)]
 _Size = Annotated[int, Field(ge=1, le=2**20)]
@@ -91,6 +95,28 @@ STUDIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Shapes of models with experts, which rows name without stating them: a flavor, or a Llama near to one that the family
+# moe cannot express. GPT-OSS (arXiv 2508.10925) has windows of 128 tokens in every second layer, sinks and biases; here
+# all its layers attend to everything. DeepSeek-V3 (arXiv 2412.19437) has latent attention, for which heads stand whose
+# matrices are as large (187 million elements); their scores take 0.6 of the products. A second head, which predicts the
+# token after the next, is left out.
+EXPERTS: dict[str, Any] = {
+    "Qwen3_235B_a22B": "qwen3_235b_a22b",
+    "Qwen3_30B_a3B": "qwen3_30b_a3b",
+    "GPT OSS 120B": {
+        "num_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "num_kv_heads": 8, "head_size": 64,
+        "num_experts": 128, "experts_per_token": 4, "expert_ffn_hidden_size": 2880, "vocab_size": 201088,
+        "tied_embeddings": False,
+    },
+    "DeepSeekV3": {
+        "num_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_kv_heads": 8, "head_size": 96,
+        "num_experts": 256, "experts_per_token": 8, "expert_ffn_hidden_size": 2048, "num_shared_experts": 1,
+        "num_dense_layers": 3, "ffn_hidden_size": 18432, "vocab_size": 129280, "tied_embeddings": False,
+    },
+}  # fmt: skip
+_NEWER = "26.06"  # the container with which steps with experts became a quarter faster
+
+
 @dataclass(frozen=True)
 class Row(rows.Row):
     """One measurement. Its seconds are stated or computed from the rate."""
@@ -113,7 +139,13 @@ class Row(rows.Row):
 
     @property
     def session(self) -> str:
-        """The notes up to the first semicolon, such as "bloom 02-25". Its rows share one state of a cluster."""
+        """The notes up to the first semicolon, such as "bloom 02-25". Its rows share one state of a cluster.
+
+        For rows with experts, it also says whether the software is that of before or after a leap.
+        """
+        if self.work.expert > 1:
+            container = re.search(r"\[([0-9]{2}\.[0-9]{2})", self.source)
+            return f"{self.study} experts {'new' if container and container[1] >= _NEWER else 'old'}"
         return self.notes.partition(";")[0].strip()
 
     def adapted(self, profile: Profile) -> Profile:
@@ -181,13 +213,11 @@ def row_from(table: dict[str, str]) -> Row:
     cells, notes = _cells(table), table.get("notes") or ""
     study = study_of(notes)
     defaults = STUDIES.get(study, _MCORE)
-    if cells.tp is None or cells.ep != 1:
-        raise ValueError(
-            "tp is not stated" if cells.tp is None else "ep above 1: the planner has no expert parallelism"
-        )
+    if cells.tp is None:
+        raise ValueError("tp is not stated")
     # Sizes: stated, or the likely ones.
     tensor, pipeline, context = cells.tp, cells.pp, cells.cp
-    model = _model(cells, "llama" in table["model"].lower())
+    model = _with_experts(table["model"], cells) if cells.ep > 1 else _model(cells, "llama" in table["model"].lower())
     gpus, batch = cells.gpus, cells.gbs
     data = _data_parallel(cells)
     micro = cells.mbs or _likely_micro_batch(batch // data, pipeline)
@@ -218,6 +248,7 @@ def row_from(table: dict[str, str]) -> Row:
         pipeline=pipeline,
         shard=data,
         context=context,
+        expert=cells.ep,
         schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
         sequence_parallel=sequence and tensor > 1,
@@ -271,6 +302,15 @@ def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
         return _shape(named_llama or ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, seq, vocab)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
+
+
+def _with_experts(name: str, cells: _Cells) -> TransformerConfig:
+    """The shape of a published model with experts, which rows name instead of stating it."""
+    found = next((shape for start, shape in EXPERTS.items() if name.startswith(start)), None)
+    if found is None:
+        raise ValueError(f"{name.partition(' (')[0]}: {_NOT_MODELLED}")
+    shape = flavors("moe")[found] if isinstance(found, str) else found
+    return MoEConfig.model_validate(shape | {"max_seq_len": cells.seq})
 
 
 def _data_parallel(cells: _Cells) -> int:

@@ -317,12 +317,6 @@ def test_what_does_not_work_yet_is_refused(settings, processes, told):
     assert told in str(refused.value)
 
 
-def test_the_planner_says_that_it_knows_no_experts():
-    config = load_config([*DEBUG, "--cluster.gpu=H100", "--parallelism.zero_stage=0"])
-    with pytest.raises(ConfigError, match=r'model.family = "moe": is not predicted yet'):
-        predict(config)
-
-
 def test_a_dry_run_counts_what_a_token_uses():
     """Each of 16 processes has its share of the 8 experts."""
     settings = ["--model.flavor=mixtral_8x7b", "--training.global_batch_size=64", "--checkpoint.enable=false"]

@@ -135,7 +135,7 @@ def test_a_line_of_a_user_s_file_is_a_run_of_this_trainer():
         ({"seq_parallel": "perhaps"}, 'sequence_parallel = "perhaps"'),
         ({"step_time_s": "nan"}, "a step of nan s"),
         ({"step_time_s": ""}, "neither step_time_s nor tokens_per_second nor tflops_per_gpu"),
-        ({"ep": "8"}, "no expert parallelism"),
+        ({"ep": "8"}, "experts have no columns; give the run as JSON"),
         ({"notes": "mine fp8"}, "not predicted"),
         ({None: ["left over"]}, "more cells than the file has columns"),
     ],

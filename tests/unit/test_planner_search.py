@@ -57,7 +57,7 @@ def everything(settings, gpus):
             of_pipeline, (False, True), splits, recompute
         ):
             layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, micro, mode, every
-            values = zip(SEARCHED, (*layout, 1), strict=True)  # the last is the context degree
+            values = zip(SEARCHED, (*layout, 1, 1), strict=True)  # the last are the degrees of context and experts
             config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values)])
             try:
                 check_rules(config, model_config(config.model), resolve_layout(config.parallelism, gpus))

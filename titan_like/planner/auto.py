@@ -65,6 +65,7 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
         return recomputed(work)
     if part == "tensor":
         across, shared = work.tensor > profile.gpus_per_node, f", context {work.context}" if work.context > 1 else ""
+        shared += f", experts {work.expert}" if work.expert > 1 else ""
         over = f" over {-(-work.tensor // profile.gpus_per_node)} nodes" if across else ""
         return f"tensor {work.tensor}{over}{shared}"
     if part in ("messages", "bubble"):
@@ -111,6 +112,8 @@ def described(work: Workload) -> str:
         parts.append(f"pipeline {work.pipeline}{stages} ({work.schedule})")
     if work.context > 1:
         parts.append(f"context {work.context} ({work.context_method})")
+    if work.expert > 1:
+        parts.append(f"experts {work.expert}")
     replicas = f"{work.replicate} × " if work.replicate > 1 else ""
     parts.append(f"data {replicas}{work.shard} (ZeRO {work.zero_stage})")
     parts.append(f"microbatches of {work.micro_batch_size}, recomputation {recomputed(work)}")

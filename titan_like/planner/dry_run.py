@@ -44,7 +44,7 @@ from titan_like.optim.schedule import describe_warmup
 from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.layout import method_of
-from titan_like.parallel.mesh import build_mesh
+from titan_like.parallel.mesh import EXPERT_DIMENSIONS, build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
@@ -138,6 +138,8 @@ def dry_run(config: JobConfig) -> DryRun:
         optimizer = built_optimizer(config, parallel_model)
         state = built_state(parallel_model, optimizer)
         coordinates = _coordinates(mesh)
+        if parallel_model.expert_mesh is not None:
+            coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
         updates = update_collectives(optimizer, coordinates)
     plan = plan_step(config, model, layout, rank)
     training, gpus = config.training, config.cluster.gpus_per_node
@@ -349,7 +351,7 @@ def format_dry_run(run: DryRun) -> str:
 
 
 def _places(run: DryRun) -> list[str]:
-    mesh = list(run.mesh.items())
+    mesh = sorted(run.mesh.items(), key=lambda dimension: dimension[0] in EXPERT_DIMENSIONS[2:])
     if run.context > 1:  # the innermost ranks of dp_shard
         (coordinate, size), at = run.mesh["dp_shard"], [name for name, _ in mesh].index("dp_shard")
         (shard, context), shards = divmod(coordinate, run.context), size // run.context

@@ -307,7 +307,8 @@ def exchange_time(work: Workload, profile: Profile, part: ExpertPart) -> float:
     most work, which the others wait for.
     """
     rows = work.expert_load * work.tokens / work.tensor * part.per_token
-    return 2 * profile.links.all_to_all(rows * part.hidden * element_bytes(work.dtype), work.expert, 1)
+    copies = part.per_token if profile.sends_once_per_node else 1
+    return 2 * profile.links.all_to_all(rows * part.hidden * element_bytes(work.dtype), work.expert, 1, copies)
 
 
 def _context_communication(work: Workload, profile: Profile, core: Core) -> tuple[float, float]:

@@ -71,8 +71,8 @@ class Forecast:
         }
 
 
-def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
-    """Forecast the step of a run on the cluster that it names.
+def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:
+    """Forecast the step of a run on the cluster that it names. ``expert_load`` is that of `Workload`.
 
     Raises:
         ConfigError: the settings contradict each other, or the GPU is unknown.
@@ -81,7 +81,8 @@ def predict(config: JobConfig, profile: Profile | None = None) -> Forecast:
     profile, device = profile_and_device(config, profile)
     layout = resolve_layout(config.parallelism, cluster_size(config))
     check_rules(config, model, layout)
-    return predict_layout(config, model, layout, profile, device)
+    work = workload_of(config, model, layout)._replace(expert_load=expert_load)
+    return forecast(work, checked_profile(config, layout.num_processes, profile, device))
 
 
 def predict_layout(

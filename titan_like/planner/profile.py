@@ -106,15 +106,18 @@ class Links:
         latency, per_byte = _ring(self, size, stride)
         return latency + nbytes * per_byte
 
-    def all_to_all(self, nbytes: float, size: int, stride: int) -> float:
+    def all_to_all(self, nbytes: float, size: int, stride: int, copies: int = 1) -> float:
         """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
 
-        What leaves a node shares all of its network cards.
+        What leaves a node shares all of its network cards. If the bytes are of rows that go to ``copies`` ranks each,
+        drawn at random, a node gets a row once and hands it on.
         """
         if self._stays_inside(size, stride):
             return self.all_gather(nbytes, size, stride)
         inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
-        slowest = max(inside / self.nvlink, (1 - inside) * self.gpus_per_node / self.node)
+        nodes = max(1.0, size * stride / self.gpus_per_node)
+        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        slowest = max(inside / self.nvlink, (1 - inside) * once * self.gpus_per_node / self.node)
         return self.ring_latency(size, stride) + nbytes * slowest
 
     def _stays_inside(self, size: int, stride: int) -> bool:
@@ -203,6 +206,7 @@ class Profile:
     message_exposed: Part = 1.0  # share of a pipeline message that computation waits for
     tensor_exposed: Part = 1.0  # the same for tensor-parallel collectives
     tensor_async_exposed: Part = 0.7  # the same if they are split up to overlap with products
+    sends_once_per_node: bool = False  # a token's row goes to a node with several of its experts once
     fused_loss: bool = False  # the loss is one operator each way and writes the gradient over the logits
     fused_softmax: bool = True  # scale, mask and softmax are one operator
     fused_accumulation: bool = False  # the product that makes a gradient adds it to the sum of earlier microbatches

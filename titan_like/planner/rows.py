@@ -168,7 +168,7 @@ def row_of_line(cells: dict[str, Any], dtype: str) -> Row:
     stated = {name: text.strip().lower() for name, text in cells.items() if text.strip()}
     missing = next((name for name in _NEEDED if name not in stated), None)
     if missing or stated.get("ep", "1") != "1":
-        raise ValueError(f"{missing} is not stated" if missing else "the planner has no expert parallelism")
+        raise ValueError(f"{missing} is not stated" if missing else "experts have no columns; give the run as JSON")
     if re.search("fp[48]", stated.get("notes", "")):
         raise ValueError("products in float8 or float4 are not predicted")
     number = {name: _whole(name, stated[name]) for name in _NEEDED}

@@ -344,13 +344,14 @@ def _least_part(pipeline: int, schedule: str) -> float:
     return _CLOSED_FORMS[pipeline > 1 and schedule in V_SHAPED]
 
 
-_MODES = {"none": 0, "selective": 1, "full": 2}
+_MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}
 _SCHEDULES = {name: number for number, name in enumerate(dict.fromkeys(("1f1b", "interleaved_1f1b", *SCHEDULES)))}
 
 
 def _order(work: Workload) -> tuple[int, ...]:
     return (
         work.context,
+        work.expert,
         work.pipeline,
         work.tensor,
         _MODES[work.recompute],

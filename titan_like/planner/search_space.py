@@ -1,27 +1,29 @@
 """Every layout that the trainer accepts for a model, a batch and a number of GPUs.
 
 The trainer's own rules decide what is valid. They are checked in parts, each once for all layouts that it is the same
-for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Expert
-parallelism stays as the configuration has it. Processes share long sequences only: each has at least 4,096 tokens of
+for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Experts
+are shared by any number of processes that their rules allow. Processes share long sequences only: each has at least 4,096 tokens of
 one, and fewer where the configuration says so.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
+from titan_like.models.moe.config import MoEConfig
 from titan_like.parallel.layout import DEGREES, FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import check_context_parallel, check_pipeline, check_rules, check_tensor_parallel
+from titan_like.train.rules import check_context_parallel, check_expert_parallel, check_pipeline, check_rules, check_tensor_parallel
 
 # The keys that a search chooses, each with its name in `Workload`.
 SEARCHED = {
@@ -37,6 +39,7 @@ SEARCHED = {
     "activation_checkpoint.mode": "recompute",
     "activation_checkpoint.every_n_layers": "recompute_every",
     "parallelism.context_parallel_degree": "context",
+    "parallelism.expert_parallel_degree": "expert",
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
@@ -67,7 +70,11 @@ class Space:
             recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._splits: dict[int, list[tuple[int, int, int]]] = {}
+        self._splits: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
+        self._experts, self._modes = [1], ["none", "selective", "full"]
+        if isinstance(model, MoEConfig):
+            self._experts, self._modes = divisors(model.num_experts), ["none", "experts", "selective", "full"]
         self._stages: dict[int, tuple[int, ...]] = {}
         self.refusals: list[ConfigError] = []
 
@@ -139,7 +146,7 @@ class Space:
         work = self._base._replace(context=context, tensor=tensor, sequence_parallel=sequence)
         work = work._replace(context_method=method_of(self.configured(work), self.model).name)
         left, rest = divmod(self.num_gpus, tensor * context)
-        if rest or not all(self._accepts(rule, work) for rule in (check_tensor_parallel, check_context_parallel)):
+        if rest or not all(self._accepts(rule, work) for rule in _RULES_OF_TENSOR):
             return
         for pipeline in self._choices("pipeline", [p for p in divisors(left) if p <= self.model.num_layers]):
             if left % pipeline:
@@ -147,8 +154,9 @@ class Space:
             shard = left // pipeline
             whole, rest = divmod(self._base.global_batch_size, shard)
             batches = self._choices("micro_batch_size", divisors(whole) if whole and not rest else [1])
-            for micro in batches:
-                of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro)
+            degrees = self._choices("expert", [n for n in self._experts if shard * context * tensor % n == 0])
+            for micro, expert in itertools.product(batches, degrees):
+                of_batch = work._replace(pipeline=pipeline, shard=shard, micro_batch_size=micro, expert=expert)
                 for mode in self._choices("recompute", self._modes):
                     every = [n for n in _EVERY if n <= self.model.num_layers] if mode == "full" else [1]
                     if not self._accepts(_check_but_pipeline, of_batch._replace(recompute=mode)):
@@ -181,12 +189,14 @@ class Space:
     def splits(self, group: Workload) -> list[tuple[int, int, int]]:
         """Triples of ZeRO stage, replicas and shards, most sharded first.
 
-        Replicas help only ZeRO 3, which otherwise gathers weights over all nodes.
+        Replicas help only ZeRO 3, which otherwise gathers weights over all nodes. Experts are shared within each.
         """
-        size = group.data_parallel
-        if size not in self._splits:
-            self._splits[size] = self._splits_of(size)
-        return self._splits[size]
+        # The processes that share experts are a multiple of this number of shards.
+        multiple = group.expert // gcd(group.expert, group.context * group.tensor)
+        key = group.data_parallel, multiple
+        if key not in self._splits:
+            self._splits[key] = [split for split in self._splits_of(group.data_parallel) if split[2] % multiple == 0]
+        return self._splits[key]
 
     def _splits_of(self, size: int) -> list[tuple[int, int, int]]:
         stages = sorted(self._choices("zero_stage", [0, 1, 2, 3]), reverse=True)
@@ -243,6 +253,7 @@ class Space:
         return True
 
 
+_RULES_OF_TENSOR = (check_tensor_parallel, check_context_parallel, check_expert_parallel)
 _KEY = {name: key for key, name in SEARCHED.items()}
 
 

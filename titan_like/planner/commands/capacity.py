@@ -61,7 +61,7 @@ _PLAIN = {
     "activation_checkpoint.every_n_layers": 1,
 }
 
-_SHOWN = ("tensor", "pipeline", "shard", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
+_SHOWN = ("tensor", "pipeline", "shard", "expert", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
 
 Show = Callable[[str], None]  # called with a line of progress
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none
@@ -309,6 +309,7 @@ def layout_of(found: Capacity, tokens: float) -> list[str]:
     forecast, work = found.forecast, found.forecast.work
     memory, rates = forecast.memory, forecast.rates
     degrees = f"tensor {work.tensor} × pipeline {work.pipeline} × data {work.shard}"
+    degrees += f" (experts {work.expert})" if work.expert > 1 else ""
     days = tokens / rates.tokens_per_second / SECONDS_PER_DAY
     told = f"{days:,.0f}" if days >= 10 else f"{days:.2g}"
     return [

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import argparse
 
+from titan_like.config import ConfigError
 from titan_like.planner.commands.outcome import Outcome, add_profile, chosen_profile, gpus, per_gpu, run_of
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, predict
+
+_LARGEST_LOAD = 2**14  # of as many experts, one gets all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that are not settings of the run."""
     add_profile(parser)
+    told = "rows of the process with the most work for its experts, relative to equal loads (default: %(default)s)"
+    parser.add_argument("--expert_load", type=float, default=1.0, help=told)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Predict the run. The exit status is 1 if it does not fit into memory."""
+    """Predict the run. The exit status is 1 if it does not fit into memory.
+
+    Raises:
+        ConfigError: the user has to change something.
+    """
+    if not 1 <= options.expert_load <= _LARGEST_LOAD:
+        raise ConfigError("--expert_load", options.expert_load, f"must be from 1 to {_LARGEST_LOAD:,}")
     profile = chosen_profile(options)
-    forecast = predict(run_of(settings, profile), profile)
+    forecast = predict(run_of(settings, profile), profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)
 
 

@@ -116,6 +116,7 @@ def _columns(one: Candidate, best: Candidate) -> str:
     pipeline = f"{work.pipeline}" + (f" × {work.virtual_stages}" if work.virtual_stages > 1 else "")
     data = f"{work.replicate} × {work.shard}" if work.replicate > 1 else f"{work.shard}"
     data += f" cp {work.context}" if work.context > 1 else ""
+    data += f" ep {work.expert}" if work.expert > 1 else ""
     recompute = work.recompute + (f" 1/{work.recompute_every}" if work.recompute_every > 1 else "")
     schedule = work.schedule if work.pipeline > 1 else ""
     slower = f"{100 * (one.time.total / best.time.total - 1):+.1f} %"
