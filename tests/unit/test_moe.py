@@ -24,7 +24,6 @@ from titan_like.models.layers.experts import SparseMLP, expert_product
 from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.expert_balance import FIGURES, ExpertBalance
 from titan_like.planner.dry_run import dry_run
-from titan_like.planner.predict import predict
 from titan_like.train.rules import resolve_settings
 
 DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]

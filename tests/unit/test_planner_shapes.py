@@ -44,8 +44,8 @@ def test_regions():
 def saved(model, dtype):
     """Of a model whose layers are alike and work on one sequence."""
     (inside,) = saved_inside(model, dtype)
-    assert all(of_decoder == 0 for _, of_decoder in inside.values())
-    return {name: total for name, (total, _) in inside.items()}
+    assert all((one.decoder, one.fixed) == (0, 0) for one in inside.values())
+    return {name: one.token for name, one in inside.items()}
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])

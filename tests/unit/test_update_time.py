@@ -17,7 +17,7 @@ from titan_like.optim.state_size import newton_schulz_products, update_work
 from titan_like.planner.layer_time import gemm_time
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.shapes import description
-from titan_like.planner.step_time import step_time, update_time
+from titan_like.planner.step_time import Weights, step_time, update_time
 from titan_like.planner.workload import Workload
 
 SELENE = builtin_profiles()["selene_2021"]
@@ -108,14 +108,14 @@ def test_an_update_takes_the_time_of_what_it_does() -> None:
     # With more processes than matrices, one of them still works on a whole matrix. Processes with equal copies share
     # nothing.
     most = max(5 * sum(gemm_time(*s, 1, "bfloat16", SELENE) for s in newton_schulz_products(*shape)) for shape in layer)
-    assert update_time(times["muon"]._replace(shard=4096), SELENE, 0, model.num_layers) > most
+    assert update_time(times["muon"]._replace(shard=4096), SELENE, Weights(0, 0), model.num_layers) > most
     copies = times["muon"]._replace(zero_stage=0, tensor=1)
-    assert update_time(copies, SELENE, 0, model.num_layers) > 32 * computes
+    assert update_time(copies, SELENE, Weights(0, 0), model.num_layers) > 32 * computes
 
 
 def test_muon_is_priced_on_a_device_without_bfloat16() -> None:
     profile = builtin_profiles()["dgx2_v100"]
     work = Workload(flavor("gpt", "1.7b"), 2048, 1, 64, shard=8, zero_stage=1, dtype="float16")
     sections = [Optimizer(name="muon", newton_schulz_dtype=dtype) for dtype in (None, "float32")]
-    times = [update_time(work._replace(update=update_work(section)), profile, 1e9, 24) for section in sections]
+    times = [update_time(work._replace(update=update_work(section)), profile, Weights(1e9, 0), 24) for section in sections]
     assert times[0] == times[1] > 0

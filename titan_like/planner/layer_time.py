@@ -108,8 +108,9 @@ def _grouped_times(
     inputs: int, outputs: int, rows: float, experts: int, dtype: str, profile: Profile
 ) -> tuple[float, float]:
     """`linear_times` of several experts' linear layers in one call, each on its own ``rows``."""
-    shapes = (rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows)
-    forward, inwards, weights = (gemm_time(*shape, experts, dtype, profile) for shape in shapes)
+    forward = gemm_time(rows, outputs, inputs, experts, dtype, profile)
+    inwards = gemm_time(rows, inputs, outputs, experts, dtype, profile)
+    weights = gemm_time(outputs, inputs, rows, experts, dtype, profile)
     return forward / profile.grouped_relative, (inwards + weights) / profile.grouped_relative
 
 
@@ -161,7 +162,10 @@ def softmax_is_fused(work: Workload, profile: Profile) -> bool:
 
 
 def accumulation_time(parameters: float, work: Workload, profile: Profile) -> float:
-    """Seconds to add a microbatch's gradients of the parameters here to the sum: read the new ones, read and write it."""
+    """Seconds to add a microbatch's gradients to the sum: read the new ones, read and write the sum.
+
+    ``parameters`` are those on the process.
+    """
     if not work.accumulates or profile.fused_accumulation:
         return 0.0
     element = element_bytes(work.dtype)

@@ -2,8 +2,8 @@
 
 The trainer's own rules decide what is valid. They are checked in parts, each once for all layouts that it is the same
 for. One part depends on tensor parallelism, batch and recomputation, another one on the pipeline's schedule. Experts
-are shared by any number of processes that their rules allow. Processes share long sequences only: each has at least 4,096 tokens of
-one, and fewer where the configuration says so.
+are shared by any number of processes that their rules allow. Processes share long sequences only: each has at least
+4,096 tokens of one, and fewer where the configuration says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import check_context_parallel, check_expert_parallel, check_pipeline, check_rules, check_tensor_parallel
+from titan_like.train.rules import (
+    check_context_parallel,
+    check_expert_parallel,
+    check_pipeline,
+    check_rules,
+    check_tensor_parallel,
+)
 
 # The keys that a search chooses, each with its name in `Workload`.
 SEARCHED = {

@@ -78,9 +78,8 @@ def _passes_of(
     layers, entry, head, both_ends, _ = loads(work.one_microbatch(), work.recompute_every, profile)
     ends = (both_ends if is_last else entry) if is_first else head if is_last else NOTHING
     load = load_of(counts, layers, ends)
-    weights = layer_weights(model, counts)
-    of_ends = is_first * model.parts.entry + is_last * model.parts.head
-    parameters = Weights(weights.rest + of_ends, weights.experts).here(work)
+    of_ends, of_layers = is_first * model.parts.entry + is_last * model.parts.head, layer_weights(model, counts)
+    parameters = Weights(of_layers.rest + of_ends, of_layers.experts).here(work)
 
     # Both passes, then the message and ZeRO 3's communication that each of them waits for.
     besides = microbatch_overhead(work, profile) * work.pipeline / num_stages

@@ -141,8 +141,8 @@ def _passes(work: Workload, profile: Profile) -> Passes:
     parts = (m * rank.compute, m * rank.recomputed, m * rank.tensor, messages, bubble, other)
     most, all_parameters = most_parameters(work.model, counts)
     parameters = most.here(work)
-    others = (max(0.0, of_all - of_one) for of_all, of_one in zip(all_parameters.here(work), parameters, strict=True))
-    elsewhere = Weights(*(other / (p - 1) if p > 1 else 0.0 for other in others))
+    left = zip(all_parameters.here(work), parameters, strict=True)
+    elsewhere = Weights(*(max(0.0, of_all - of_one) / (p - 1) if p > 1 else 0.0 for of_all, of_one in left))
     return Passes(rank, parameters, elsewhere, counts.ends_together, counts.most, parts, sum(parts), repeats, link)
 
 

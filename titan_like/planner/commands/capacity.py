@@ -61,7 +61,15 @@ _PLAIN = {
     "activation_checkpoint.every_n_layers": 1,
 }
 
-_SHOWN = ("tensor", "pipeline", "shard", "expert", "zero_stage", "recompute", "micro_batch_size")  # of a layout, in JSON
+_SHOWN = (
+    "tensor",
+    "pipeline",
+    "shard",
+    "expert",
+    "zero_stage",
+    "recompute",
+    "micro_batch_size",
+)  # of a layout, in JSON
 
 Show = Callable[[str], None]  # called with a line of progress
 ModelFor = Callable[[int], TransformerConfig | None]  # the model for a tensor-parallel degree, None if there is none

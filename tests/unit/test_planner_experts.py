@@ -1,0 +1,263 @@
+"""What the planner says of experts: their products, exchange, memory, layouts, and a dry run of published shapes."""
+
+import itertools
+import math
+
+import pytest
+
+from tests.unit.planner_cases import flavor
+from titan_like.config import ConfigError, load_config
+from titan_like.metrics.devices import Device, find_device
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import Layout
+from titan_like.planner.activations import kept_of
+from titan_like.planner.commands import predict as predict_command
+from titan_like.planner.dry_run import dry_run
+from titan_like.planner.layer_time import exchange_time, expert_times, gemm_time, layer_cost
+from titan_like.planner.memory import largest_memory, memory
+from titan_like.planner.predict import predict, workload_of
+from titan_like.planner.profile import Links, builtin_profiles
+from titan_like.planner.search import MEMORY_MARGIN, search
+from titan_like.planner.search_space import Space
+from titan_like.planner.shapes import description
+from titan_like.planner.simulator import simulated_step_time
+from titan_like.planner.step_plan import plan_step
+from titan_like.planner.step_time import layer_weights, step_time
+from titan_like.planner.workload import Workload
+
+QWEN, MIXTRAL = flavor("moe", "qwen3_30b_a3b"), flavor("moe", "mixtral_8x7b")
+DEEPSEEK = flavor(
+    "moe", "deepseek_moe_16b", num_layers=61, num_dense_layers=3, hidden_size=7168, ffn_hidden_size=18432,
+    num_experts=256, experts_per_token=8, num_shared_experts=1, expert_ffn_hidden_size=2048, num_attention_heads=128,
+    num_kv_heads=128, head_size=128, vocab_size=129280,
+)  # fmt: skip
+PROFILE = builtin_profiles()["titan_h100"]
+PLAIN = PROFILE.changed(nvlink_latency=0.0, network_latency=0.0)
+
+
+def work(model=QWEN, **changes):
+    batch = {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 64}
+    return Workload(model, **batch | {"shard": 8, "expert": 8, "zero_stage": 1} | changes)
+
+
+# ---- the exchange
+
+
+def test_an_all_to_all_inside_a_node_moves_what_leaves_a_process():
+    links = Links(8, nvlink=1e11, node=4e11, node_messages=1, nvlink_latency=0.0, network_latency=0.0)
+    assert links.all_to_all(8e9, 8, 1) == pytest.approx(8e9 * 7 / 8 / 1e11)
+    assert links.all_to_all(8e9, 4, 1) == pytest.approx(8e9 * 3 / 4 / 1e11)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 8])
+def test_an_all_to_all_across_nodes_shares_their_cards(copies):
+    """Of the bytes of 8 processes in a node, the part for other nodes leaves it, once for each node that it is for."""
+    links = Links(8, nvlink=1e12, node=4e11, node_messages=1, nvlink_latency=0.0, network_latency=0.0)
+    chosen = itertools.product(range(4), repeat=min(copies, 4))  # nodes of a row's copies, by counting
+    distinct = [len(set(nodes)) for nodes in chosen]
+    share = 1.0 if copies == 1 else sum(distinct) / len(distinct) / copies
+    if copies == 8:  # too many to count: a node is missed by all copies with the probability (3/4)^8
+        share = 4 * (1 - 0.75**8) / 8
+    assert links.all_to_all(8e9, 32, 1, copies) == pytest.approx(8 * 8e9 * 3 / 4 * share / 4e11)
+
+
+def test_a_layer_exchanges_twice_the_rows_of_its_tokens():
+    one = work(tensor=2, sequence_parallel=True, shard=4)
+    (part,) = {kind.experts for kind in description(QWEN).kinds}
+    rows = 4096 / 2 * 8 * 2048 * 2  # tokens here, experts of each, hidden size, bytes
+    assert exchange_time(one, PLAIN, part) == pytest.approx(2 * rows * 7 / 8 / PLAIN.links.nvlink)
+    busy = one._replace(expert_load=1.5)
+    assert exchange_time(busy, PLAIN, part) == pytest.approx(1.5 * exchange_time(one, PLAIN, part))
+
+
+# ---- products
+
+
+def test_experts_multiply_the_rows_of_their_tokens():
+    """8 of 128 experts are here, with the rows of 8 processes: as long as 8 products of a sixteenth of these each."""
+    (part,) = {kind.experts for kind in description(QWEN).kinds}
+    exact = PROFILE.changed(grouped_relative=1.0)
+    one = work(expert=16, shard=16)
+    rows = 4096 * 8 / 8
+    expected = 2 * gemm_time(rows, 768, 2048, 8, "bfloat16", exact) + gemm_time(rows, 2048, 768, 8, "bfloat16", exact)
+    router = gemm_time(4096, 128, 2048, 1, "float32", exact)
+    assert expert_times(one, exact, part)[0] == pytest.approx(expected + router)
+
+
+def test_a_step_computes_what_a_token_uses():
+    """At equal rates, a layer of Mixtral takes about as long as a dense one with an MLP of two experts."""
+    dense = flavor(
+        "llama", "llama3.1_8b", num_layers=32, hidden_size=4096, num_attention_heads=32, num_kv_heads=8,
+        ffn_hidden_size=2 * 14336, vocab_size=32000,
+    )  # fmt: skip
+    exact = PROFILE.changed(grouped_relative=1.0)
+    one = work(MIXTRAL, expert=1, micro_batch_size=4)
+    theirs, ours = layer_cost(one._replace(model=dense), exact), layer_cost(one, exact)
+    assert ours.forward / theirs.forward == pytest.approx(1, abs=0.12)  # copies of rows and the router
+    assert ours.forward > theirs.forward
+
+
+@pytest.mark.parametrize("load", [1.25, 2.0])
+def test_unequal_loads_take_longer_and_more_memory(load):
+    equal = work()
+    busy = equal._replace(expert_load=load)
+    assert simulated_step_time(busy, PROFILE).total > simulated_step_time(equal, PROFILE).total
+    assert largest_memory(busy, PROFILE) > largest_memory(equal, PROFILE)
+    kept = [kept_of(one, PROFILE.device).layers[0] for one in (equal, busy)]
+    assert 1 < kept[1] / kept[0] < load
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 4), (2, 1), (2, 4), (2, 8)])
+def test_tensor_parallelism_splits_all_but_experts(tensor, expert):
+    one = work(MIXTRAL, tensor=tensor, expert=expert, shard=8 // tensor, sequence_parallel=tensor > 1, zero_stage=0)
+    weights = layer_weights(MIXTRAL, (32,))
+    assert weights.experts == 32 * 8 * 3 * 4096 * 14336
+    here = weights.here(one)
+    assert sum(here) == pytest.approx(weights.rest / tensor + weights.experts / expert)
+    if one.shares_experts:  # of eight processes, those with the same experts are this far apart
+        assert here.groups(one) == [(here.rest, 8 // tensor, tensor), (here.experts, 8 // expert, expert)]
+    # Four bytes a parameter, and twice as many of moments.
+    (rank,) = memory(one, PROFILE).ranks
+    norms = 4 * 4096 * (2 * 32 + 1 + 8 * 32) * (1 - 1 / tensor)  # norms and routers, which tensor ranks all have
+    ends = 2 * 32000 * 4096 / tensor
+    assert rank.parameters == pytest.approx(4 * (sum(here) + ends) + norms, rel=1e-6)
+    assert rank.optimizer == 2 * rank.parameters
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_shards_experts_over_the_processes_with_the_same(zero):
+    """With one process for each expert, ZeRO splits the rest alone."""
+    one = work(MIXTRAL, zero_stage=zero)
+    weights = layer_weights(MIXTRAL, (32,))
+    total = MIXTRAL.num_parameters()
+    (rank,) = memory(one, PROFILE).ranks
+    assert rank.parameters == pytest.approx(4 * (weights.experts / 8 + (total - weights.experts) / 8))
+    replicas = one._replace(shard=4, replicate=2, expert=2)
+    (rank,) = memory(replicas, PROFILE).ranks
+    assert rank.parameters == pytest.approx(4 * total / 4)
+
+
+# ---- layouts
+
+SMALL = [
+    "--model.family=moe", "--model.flavor=debug", "--model.overrides.num_layers=4",
+    "--model.overrides.hidden_size=4096", "--model.overrides.num_attention_heads=32",
+    "--model.overrides.num_kv_heads=8", "--model.overrides.expert_ffn_hidden_size=8192", "--training.seq_len=2048",
+    "--model.overrides.max_seq_len=2048", "--training.global_batch_size=8", "--training.micro_batch_size=1",
+    "--training.steps=1", "--training.dtype=bfloat16", "--cluster.gpu=H100-80GB", "--cluster.gpus_per_node=2",
+]  # fmt: skip
+
+
+def test_search_finds_the_best_of_all_degrees_of_experts():
+    """Every layout of the space, judged by itself, and for each kind the search's choice."""
+    config = load_config(SMALL)
+    found = search(config, 4, kinds=1000)
+    space, best = Space(config, model_config(config.model), 4), {}
+    degrees = set()
+    for group in space.groups():
+        for choice, split in itertools.product(space.pipelines(group), space.splits(group)):
+            one = space.member(group, *choice, *split)
+            assert one.shard * one.context * one.tensor % one.expert == 0
+            degrees.add(one.expert)
+            if largest_memory(one, found.profile) <= (1 - MEMORY_MARGIN) * found.profile.device.memory_bytes:
+                kind = one.tensor, one.pipeline, one.zero_stage
+                best[kind] = min(best.get(kind, math.inf), step_time(one, found.profile).total)
+    assert degrees == {1, 2, 4}
+    assert {(one.work.tensor, one.work.pipeline, one.work.zero_stage) for one in found.ranked} == set(best)
+    for one in found.ranked:  # ranked by simulations, of which those of single stages are the closed form
+        if one.work.pipeline == 1:
+            assert one.time.total == pytest.approx(best[one.work.tensor, 1, one.work.zero_stage])
+
+
+def test_a_fixed_degree_of_experts_stays():
+    config = load_config([*SMALL, "--parallelism.expert_parallel_degree=4"])
+    found = search(config, 8, fixed=frozenset({"parallelism.expert_parallel_degree"}), kinds=3)
+    assert {one.work.expert for one in found.ranked} == {4}
+    assert found.config.parallelism.expert_parallel_degree == 4
+
+
+def test_dense_models_have_no_choice_of_experts():
+    config = load_config(["--model.flavor=gpt2_124m", "--training.steps=1", "--cluster.gpu=H100"])
+    space = Space(config, model_config(config.model), 8)
+    assert {(group.expert, group.recompute) for group in space.groups()} == {
+        (1, "none"),
+        (1, "selective"),
+        (1, "full"),
+    }
+
+
+# ---- commands
+
+
+def test_predict_knows_the_busiest_process(monkeypatch):
+    settings = [*SMALL, "--cluster.nodes=2", "--parallelism.expert_parallel_degree=2"]
+    one = predict(load_config(settings))
+    assert one.work.expert == 2
+    assert predict(load_config(settings), None, 1.5).time.total > one.time.total
+    options = type("Options", (), {"profile": None, "expert_load": 0.5})
+    with pytest.raises(ConfigError, match=r"--expert_load = 0.5: must be from 1 to"):
+        predict_command.run(options, settings)
+
+
+def test_a_dry_run_of_qwen3_235b_shows_who_shares_experts():
+    settings = [
+        "--model.family=moe", "--model.flavor=qwen3_235b_a22b", "--training.steps=1", "--training.seq_len=4096",
+        "--training.micro_batch_size=1", "--training.global_batch_size=64", "--training.dtype=bfloat16",
+        "--data.dataset=indexed", "--data.paths=['no_such_corpus']", "--checkpoint.enable=false",
+        "--cluster.nodes=32", "--cluster.gpus_per_node=8",
+        "--parallelism.pipeline_parallel_degree=8", "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.sequence_parallel=true", "--parallelism.expert_parallel_degree=32",
+        "--parallelism.zero_stage=1", "--job.dry_run_rank=37",
+    ]  # fmt: skip
+    run = dry_run(load_config(settings))
+    assert run.mesh == {
+        "pp": (1, 8), "dp_replicate": (0, 1), "dp_shard": (2, 16), "tp": (1, 2), "expert_shard": (0, 1), "ep": (5, 32)
+    }  # fmt: skip
+    (gate,) = {p.local_shape for s in run.stages for p in s.parameters if p.name.endswith("experts.gate.weight")}
+    assert gate == (128 // 32 * 1536, 4096)
+    assert run.state.num_parameters == run.plan.state.num_parameters
+    layers = run.stages[0].layers[1] - run.stages[0].layers[0] + 1
+    microbatches = 64 // 16
+    rows = {c.what: c for c in run.plan.collectives if c.group == "ep"}
+    sent = 4096 // 2 * 8 * 4096 * 2  # tokens of a tensor rank, experts of each, hidden size, bytes
+    for what in ("rows of experts", "gradients of rows"):
+        assert (rows[what].count, rows[what].bytes) == (2 * layers * microbatches, 2 * layers * microbatches * sent)
+    assert rows["numbers of rows"].bytes == layers * microbatches * 128 * 4
+
+
+def test_deepseek_v3_s_shape_is_planned_with_ordinary_attention():
+    """671 billion parameters without their latent attention, whose matrices are smaller."""
+    attention = 61 * (4 * 7168 * 128 * 128 - 187_000_000)
+    assert (DEEPSEEK.num_parameters() - attention) / 1e9 == pytest.approx(671, abs=1)
+    assert (DEEPSEEK.active_parameters - attention) / 1e9 == pytest.approx(37.5, abs=1)
+    config = load_config(
+        [
+            "--model.family=moe", "--model.flavor=debug", "--training.steps=1", "--training.seq_len=1024",
+            "--parallelism.zero_stage=1", "--parallelism.pipeline_parallel_degree=16",
+            "--parallelism.expert_parallel_degree=64", "--training.global_batch_size=2048",
+        ]
+    )  # fmt: skip
+    layout = Layout(pipeline=16, replicate=1, shard=128, context=1, tensor=1, expert=64)
+    one = workload_of(config, DEEPSEEK, layout)._replace(seq_len=4096, stage_layers=None)
+    assert simulated_step_time(one, PROFILE).total > 0
+    # A stage of layers with experts: two processes hold the same, and 128 the rest.
+    plan = plan_step(config, DEEPSEEK, layout, rank=1024)
+    experts = sum(c.bytes for c in plan.collectives if c.group == "expert_shard" and c.kind == "reduce_scatter")
+    layers = 61 // 16 + 1
+    assert experts in [count * 4 * 3 * 7168 * 2048 * 256 // 64 for count in (layers - 1, layers)]
+
+
+def test_norms_of_queries_and_keys_are_one_operator_on_a_gpu():
+    """A GPU keeps at most their input, and a CPU two copies in float32."""
+    cpu = Device("CPU", 2**40, 1e10, 1e10, 1, 1, {"bfloat16": 1e10}, is_cpu=True)
+    models = [flavor("moe", "qwen3_30b_a3b", qk_norm=kind) for kind in ("none", "head")]
+    more = {}
+    for device in (find_device("H100"), cpu):
+        plain, normed = (kept_of(work(model), device).layers[0] for model in models)
+        more[device.name] = normed - plain
+    elements = 4096 * (32 + 4) * 128
+    assert 0 < more["H100-80GB"] <= 2 * elements
+    assert more["CPU"] >= 2 * 4 * elements
