@@ -7,11 +7,13 @@ import pytest
 
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.devices import Device, find_device
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.planner.activations import kept_of
 from titan_like.planner.commands import predict as predict_command
+from titan_like.planner.commands.duration import duration
 from titan_like.planner.dry_run import dry_run
 from titan_like.planner.layer_time import exchange_time, expert_times, gemm_time, layer_cost
 from titan_like.planner.memory import largest_memory, memory
@@ -261,3 +263,9 @@ def test_norms_of_queries_and_keys_are_one_operator_on_a_gpu():
     elements = 4096 * (32 + 4) * 128
     assert 0 < more["H100-80GB"] <= 2 * elements
     assert more["CPU"] >= 2 * 4 * elements
+
+
+def test_the_formula_of_days_counts_what_a_token_uses():
+    found = duration(MIXTRAL, 4096, 1e12, 64, 400.0, ActivationCheckpoint(mode="full"))
+    assert found.days_by_formula == pytest.approx(8 * 1e12 * MIXTRAL.active_parameters / (64 * 400e12) / 86400)
+    assert found.days_exact == pytest.approx(found.days_by_formula, rel=0.1)

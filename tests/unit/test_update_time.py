@@ -117,5 +117,7 @@ def test_muon_is_priced_on_a_device_without_bfloat16() -> None:
     profile = builtin_profiles()["dgx2_v100"]
     work = Workload(flavor("gpt", "1.7b"), 2048, 1, 64, shard=8, zero_stage=1, dtype="float16")
     sections = [Optimizer(name="muon", newton_schulz_dtype=dtype) for dtype in (None, "float32")]
-    times = [update_time(work._replace(update=update_work(section)), profile, Weights(1e9, 0), 24) for section in sections]
+    times = [
+        update_time(work._replace(update=update_work(section)), profile, Weights(1e9, 0), 24) for section in sections
+    ]
     assert times[0] == times[1] > 0

@@ -81,7 +81,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 class Duration:
     """Days of a run, by the paper's formula and by counting every operation."""
 
-    days_by_formula: float  # arXiv 2104.04473, equation 4: 8TP / (nX), with X in FLOP/s per GPU and recomputation
+    # arXiv 2104.04473, equation 4: 8TP / (nX), P of what a token uses, X in FLOP/s per GPU with recomputation.
+    days_by_formula: float
     days_exact: float
     gpu_hours: float  # from days_exact
     cost: float | None  # in the currency of the price
@@ -101,7 +102,7 @@ def duration(
     seconds = tokens * hardware_flops_per_token(model, seq_len, recompute, decoder_seq_len) / (gpus * tflops * 1e12)
     hours = seconds / 3600 * gpus
     return Duration(
-        8 * tokens * model.num_parameters() / (gpus * tflops * 1e12) / SECONDS_PER_DAY,
+        8 * tokens * model.active_parameters / (gpus * tflops * 1e12) / SECONDS_PER_DAY,
         seconds / SECONDS_PER_DAY,
         hours,
         None if price_per_gpu_hour is None else hours * price_per_gpu_hour,
