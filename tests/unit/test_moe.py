@@ -295,7 +295,7 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
                 "activation_checkpoint.mode": "selective",
             },
             2,
-            'activation_checkpoint.mode = "selective": split experts are compiled in parts',
+            'activation_checkpoint.mode = "selective": cannot be compiled with tensor or expert parallelism',
         ),
         (
             {"model.family": "llama", "parallelism.expert_parallel_degree": 2},

@@ -329,12 +329,14 @@ def _check_float8(config: JobConfig) -> None:
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse combinations with tensor parallelism that torch cannot compile."""
+    """Refuse combinations with tensor and expert parallelism that torch cannot compile."""
     section = config.parallelism
-    if not config.compile.enable or section.tensor_parallel_degree == 1:
+    if not config.compile.enable or section.tensor_parallel_degree == section.expert_parallel_degree == 1:
         return
     if config.activation_checkpoint.mode == "selective":
-        problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
+        problem = (
+            'cannot be compiled with tensor or expert parallelism; use "full" or "none", or set compile.enable to false'
+        )
         raise ConfigError("activation_checkpoint.mode", "selective", problem)
     if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
         problem = (
@@ -412,7 +414,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     Raises:
         ConfigError: they cannot, or a layout of a model with experts is not supported.
     """
-    degree, key, section = layout.expert, "parallelism.expert_parallel_degree", config.parallelism
+    degree, key = layout.expert, "parallelism.expert_parallel_degree"
     if not isinstance(model, MoEConfig):
         if degree > 1:
             raise ConfigError(key, degree, f"{config.model.family} has no experts; use 1")
@@ -423,17 +425,12 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     if layout.token_shards % degree:
         factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
         raise ConfigError(key, degree, f"does not divide the processes that share experts, {factors}; use a divisor")
-    if layout.tensor > 1 and not section.sequence_parallel:
-        problem = (
-            f"tensor-parallel processes of {config.model.family} route their own parts of a sequence; set it to true"
-        )
+    if layout.tensor > 1 and not config.parallelism.sequence_parallel:
+        problem = "tensor-parallel processes with experts route their own parts of a sequence; set it to true"
         raise ConfigError("parallelism.sequence_parallel", False, problem)
     if layout.tensor > 1 and model.qk_norm == "all":
         problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    if layout.splits_experts and config.compile.enable and config.activation_checkpoint.mode == "selective":
-        problem = 'split experts are compiled in parts; use "full" or "none", or set compile.enable to false'
-        raise ConfigError("activation_checkpoint.mode", "selective", problem)
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
