@@ -143,7 +143,7 @@ moe ep=2 dp=4 zero=3 dtype=bfloat16 batch=16
 moe tp=2 sp=true ep=2 dp=1 dtype=bfloat16
 moe tp=2 sp=true ep=2 dp=2 zero=2 dtype=float16 batch=16
 moe ep=2 dp=2 recompute=full zero=3 batch=16
-moe tp=2 sp=true ep=2 dp=1 recompute=selective
+moe tp=2 sp=true ep=2 dp=2 recompute=experts batch=16
 moe ep=2 dp=2 compile=true
 moe ep=2 dp=2 optimizer=sgd balance=none
 moe dp=1 batch=16 shared=1 dense=1

@@ -329,14 +329,12 @@ def _check_float8(config: JobConfig) -> None:
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
-    """Refuse combinations with tensor and expert parallelism that torch cannot compile."""
+    """Refuse combinations with tensor parallelism that torch cannot compile."""
     section = config.parallelism
-    if not config.compile.enable or section.tensor_parallel_degree == section.expert_parallel_degree == 1:
+    if not config.compile.enable or section.tensor_parallel_degree == 1:
         return
     if config.activation_checkpoint.mode == "selective":
-        problem = (
-            'cannot be compiled with tensor or expert parallelism; use "full" or "none", or set compile.enable to false'
-        )
+        problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
         raise ConfigError("activation_checkpoint.mode", "selective", problem)
     if getattr(model, "dropout", 0) > 0 and not section.sequence_parallel:
         problem = (
@@ -431,6 +429,10 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     if layout.tensor > 1 and model.qk_norm == "all":
         problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
         raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
+    # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
+    if layout.splits_experts and config.activation_checkpoint.mode == "selective":
+        problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
+        raise ConfigError("activation_checkpoint.mode", "selective", problem)
 
 
 def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
