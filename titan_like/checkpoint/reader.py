@@ -53,7 +53,8 @@ class _MetadataUnpickler(pickle._Unpickler):
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return lambda *parts: "/".join(parts)  # plain text here, whatever machine wrote it
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum so
+        # Python 3.11.0 to 3.11.3 pickle a member of an enum so; old protocols have the module's name in Python 2.
+        if name == "getattr" and module in ("builtins", "__builtin__"):
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
