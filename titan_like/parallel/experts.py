@@ -5,7 +5,7 @@ parallelism of its part of that. It sends each token's row to the processes with
 results back. Experts are never cut, so a process multiplies with whole matrices.
 
 How many rows a process gets depends on the router. The host must know that to allocate them, and waits for it once in a
-layer's forward pass. A backward pass needs no wait.
+layer's forward pass. The exchange of gradients needs no wait.
 """
 
 from __future__ import annotations
