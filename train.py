@@ -42,7 +42,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     if not config.job.dry_run:
         check_meeting()
     if config.job.dry_run:
-        from titan_like.planner.dry_run import print_dry_run
+        from titan_like.planner.dry_run_page import print_dry_run
 
         print_dry_run(config, options.json)
         return 0

@@ -162,7 +162,8 @@ def score(
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train.environment import check_meeting, number_of_processes
     from titan_like.train.job import process_group
-    from titan_like.train.rules import check_sequence, resolve_for_inference
+    from titan_like.train.layout_rules import check_sequence
+    from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
 
     world_size = number_of_processes()

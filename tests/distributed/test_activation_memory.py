@@ -218,7 +218,7 @@ def measure_step(config: JobConfig) -> int:
     return tracker.total("peak")
 
 
-def equal_exchange(ends: torch.Tensor, group: Group) -> experts.Exchange:
+def equal_exchange(ends: torch.Tensor, group: Group, ends_on_host: bool) -> experts.Exchange:
     """The exchange at equal loads, which a fake group cannot tell."""
     rows, here = int(ends[-1]), len(ends) // group.size
     sizes = [rows // group.size] * group.size

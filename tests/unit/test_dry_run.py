@@ -19,7 +19,8 @@ import pytest
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config import load_config
 from titan_like.models.registry import model_config
-from titan_like.planner.dry_run import DryRun, dry_run, format_dry_run
+from titan_like.planner.dry_run import DryRun, dry_run
+from titan_like.planner.dry_run_page import format_dry_run
 
 REPO = Path(__file__).parents[2]
 # gpt debug: 4 layers of hidden size 128, 257 tokens padded to 384, 1024 positions, tied tables.

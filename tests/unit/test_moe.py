@@ -280,6 +280,7 @@ def test_what_transformers_lacks_is_not_exported(tmp_path, values, told):
             2,
             'parallelism.tensor_parallel_degree = 2: qk_norm = "all" normalises all heads',
         ),
+        ({"model.overrides": {"ffn_hidden_size": 64}}, 1, "no layer of moe debug is dense"),
         ({"float8.enable": True}, 1, "float8.enable = true: the products of moe's experts"),
         ({"optimizer.name": "muon"}, 1, 'optimizer.name = "muon": would take the stacked experts'),
         ({"parallelism.expert_parallel_degree": 3}, 3, "degree = 3: does not divide the model's num_experts (8)"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
-from benchmarks.fit_profiles import RECIPES, left_out_predictions
+from benchmarks.fit_profiles import left_out_predictions
 from benchmarks.measured_rows import read_rows
+from benchmarks.profile_recipes import RECIPES
 from benchmarks.published_rows import published_rows
 from tests.unit.planner_cases import flavor
 from titan_like.config import ConfigError, load_config

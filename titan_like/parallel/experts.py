@@ -57,7 +57,7 @@ class SplitExperts(Experts):
     @torch.compiler.disable  # the number of rows differs in every step
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``ends`` those of all experts."""
-        sent, received, order, ends = exchange_of(ends, self.group)
+        sent, received, order, ends = exchange_of(ends, self.group, not self.gate.is_one_product(x.dtype))
         inverse = inverse_of(order)
         rows = all_to_all_rows(x, sent, received, self.group)
         rows = super().forward(permuted(rows, order, inverse), ends)
@@ -70,19 +70,25 @@ class Exchange(NamedTuple):
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
     order: torch.Tensor  # int64 [rows received], the rows sorted by expert
-    ends: torch.Tensor  # int32 [experts here], where each expert's rows end in this order
+    ends: torch.Tensor  # int32 [experts here], where each expert's rows end in this order; on the host if asked
 
 
-def exchange_of(ends: torch.Tensor, group: Group) -> Exchange:
+def exchange_of(ends: torch.Tensor, group: Group, ends_on_host: bool) -> Exchange:
     """Tell the ranks how many rows they will get. The host waits for what they tell.
 
     Args:
         ends: int32 [E], where each expert's rows end among the rows of this rank, which are sorted by expert.
         group: the ranks, each of which holds E / ranks experts.
+        ends_on_host: whether to return where the rows of the experts here end on the host, or on the device.
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]
-    sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+    ends_here = arriving.sum(0).cumsum(0).to(torch.int32)
+    known = torch.cat((counts.sum(1), arriving.sum(1), ends_here)).tolist()
+    sent, received = known[: group.size], known[group.size : 2 * group.size]
     numbers = torch.arange(counts.shape[1], device=ends.device).repeat(group.size)
     experts = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
-    return Exchange(sent, received, experts.sort(stable=True).indices, arriving.sum(0).cumsum(0).to(torch.int32))
+    order = experts.sort(stable=True).indices
+    if ends_on_host:
+        ends_here = torch.tensor(known[2 * group.size :], dtype=torch.int32)
+    return Exchange(sent, received, order, ends_here)

@@ -23,13 +23,13 @@ from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.predict import workload_of
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import (
+from titan_like.train.layout_rules import (
     check_context_parallel,
     check_expert_parallel,
     check_pipeline,
-    check_rules,
     check_tensor_parallel,
 )
+from titan_like.train.rules import check_rules
 
 # The keys that a search chooses, each with its name in `Workload`.
 SEARCHED = {

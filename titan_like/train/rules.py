@@ -12,18 +12,25 @@ from importlib.util import find_spec
 from titan_like.config.errors import ConfigError, all_of
 from titan_like.config.schema import Float8, JobConfig, Parallelism
 from titan_like.data.batch_size import check_length, check_rampup, rampup_batch_sizes
-from titan_like.data.lengths import sample_length
 from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_wandb
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
-from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay
 from titan_like.parallel.layout import Layout, resolve_layout
-from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
+from titan_like.parallel.schedules.tables import stages_per_rank
 from titan_like.train.environment import number_of_processes
+from titan_like.train.layout_rules import (
+    check_context_parallel,
+    check_expert_parallel,
+    check_pipeline,
+    check_sequence,
+    check_stages,
+    check_tensor_parallel,
+    is_sparse,
+)
 
 _MOST_PASSES = 2**18  # forward passes of a step in all stages together; each is an entry in the schedule's table
 _SHORTEST_PAIR = 5  # tokens of two sentences of one token each, with those around them
@@ -151,7 +158,7 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
         config = config.model_copy(update={"parallelism": section.model_copy(update=whole)})
     model, layout = model_config(config.model), resolve_layout(config.parallelism, world_size)
     check_tensor_parallel(config, model, layout)
-    _check_stages(config, model, layout)
+    check_stages(config, model, layout)
     check_expert_parallel(config, model, layout)
     return config, model, layout
 
@@ -182,103 +189,6 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
             f"each of {stages} stages, but a step can have {_MOST_PASSES:,} passes; lower it or raise micro_batch_size"
         )
         raise ConfigError("training.global_batch_size", size, problem)
-
-
-def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the model takes sequences of this length and that the layout can split them.
-
-    Raises:
-        ConfigError: a length is above the model's maximum, not divisible, or too short for span corruption.
-    """
-    length, tensor = sample_length(config, model), layout.tensor
-    # With context parallelism each rank takes two pieces, one from each end, to balance the work of causal attention.
-    pieces = 2 * layout.context if layout.context > 1 else 1
-    for key, size in (("training.seq_len", length.encoder), ("training.decoder_seq_len", length.decoder)):
-        if size > model.max_seq_len:
-            problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
-            raise ConfigError(key, size, problem)
-        if size % pieces:
-            problem = f"not divisible by 2 × context_parallel_degree = {pieces}; use a multiple of it"
-            raise ConfigError(key, size, problem)
-        if config.parallelism.sequence_parallel and size // layout.context % tensor:
-            problem = f"not divisible by context × tensor degrees = {layout.context * tensor} (sequence_parallel)"
-            more = -(-size // (layout.context * tensor)) * layout.context * tensor
-            raise ConfigError(key, size, f"{problem}; use a multiple of it, such as {more}")
-
-
-def is_sparse(model: TransformerConfig) -> bool:
-    """Whether the model's layers have experts."""
-    return isinstance(model, MoEConfig)
-
-
-def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the tensor-parallel degree can split the model's matrices.
-
-    Raises:
-        ConfigError: the degree does not divide a size, or sequence parallelism is on with a degree of 1.
-    """
-    sizes = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_kv_heads": model.num_kv_heads,
-        **model.split_widths,
-    }
-    for name, size in sizes.items():
-        if size % layout.tensor:
-            problem = f"does not divide the model's {name} ({size}); use a divisor of it"
-            raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
-    if rows * (layout.tensor - 1) >= model.padded_vocab_size:
-        problem = f"leaves processes without a row of the vocabulary ({model.padded_vocab_size}); use a smaller one"
-        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    if config.parallelism.sequence_parallel and layout.tensor == 1:
-        problem = "splits activations over tensor-parallel processes, but there is one; raise tensor_parallel_degree"
-        raise ConfigError("parallelism.sequence_parallel", True, problem)
-
-
-def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the schedule can run with this number of stages, layers and microbatches.
-
-    Raises:
-        ConfigError: the schedule, stages, layers or microbatches do not fit together.
-    """
-    _check_stages(config, model, layout)
-    if layout.pipeline == 1:
-        return
-    schedule, virtual = config.parallelism.pipeline_schedule, config.parallelism.virtual_stages_per_rank
-    for size in rampup_batch_sizes(config.training):
-        microbatches = size // (config.training.micro_batch_size * layout.data_parallel)
-        refusal = check_schedule(schedule, layout.pipeline, virtual, microbatches)
-        if refusal is not None:
-            key = "global_batch_size" if size == config.training.global_batch_size else "batch_size_rampup"
-            raise ConfigError(f"training.{key}", getattr(config.training, key), refusal)
-
-
-def _check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that the schedule and the layers fit the number of stages."""
-    section, pipeline = config.parallelism, layout.pipeline
-    schedule, virtual = section.pipeline_schedule, section.virtual_stages_per_rank
-    if virtual > 1 and (pipeline == 1 or schedule in ("gpipe", "1f1b")):
-        problem = "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"
-        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
-    if pipeline == 1:
-        if section.pipeline_layers is not None:
-            problem = "there is one stage; leave it out or raise pipeline_parallel_degree"
-            raise ConfigError("parallelism.pipeline_layers", section.pipeline_layers, problem)
-        return
-    if virtual == 1 and schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"):
-        problem = "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"
-        raise ConfigError("parallelism.pipeline_schedule", schedule, problem)
-    if virtual > 2 and schedule in ("zbv_zero_bubble", "dualpipe_v"):
-        problem = f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"
-        raise ConfigError("parallelism.virtual_stages_per_rank", virtual, problem)
-    stages = pipeline * stages_per_rank(schedule, virtual)
-    if stages > model.num_layers:
-        problem = f"{stages} stages for {model.num_layers} layers; use at most {model.num_layers} stages"
-        raise ConfigError("parallelism.pipeline_parallel_degree", pipeline, problem)
-    counts = section.pipeline_layers
-    if counts is not None and (len(counts) != stages or min(counts) < 1 or sum(counts) != model.num_layers):
-        problem = f"must be {stages} numbers of at least 1 (one per stage) that sum to the {model.num_layers} layers"
-        raise ConfigError("parallelism.pipeline_layers", counts, problem)
 
 
 def _check_health(config: JobConfig) -> None:
@@ -357,6 +267,10 @@ def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     if rule in ("muon", "adafactor"):
         problem = f"would take the stacked experts of {family} for one matrix; use adamw or sgd"
         raise ConfigError("optimizer.name", rule, problem)
+    given = config.model.overrides.get("ffn_hidden_size")
+    if given not in (None, 0, model.ffn_hidden_size):
+        problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
+        raise ConfigError("model.overrides.ffn_hidden_size", given, problem)
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
@@ -404,60 +318,3 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     if head == "choice" and training.micro_batch_size % NUM_OPTIONS:
         problem = f"the {NUM_OPTIONS} options of a question are as many samples of a microbatch; use a multiple"
         raise ConfigError("training.micro_batch_size", training.micro_batch_size, problem)
-
-
-def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the model's experts.
-
-    Raises:
-        ConfigError: they cannot, or a layout of a model with experts is not supported.
-    """
-    degree, key = layout.expert, "parallelism.expert_parallel_degree"
-    if not isinstance(model, MoEConfig):
-        if degree > 1:
-            raise ConfigError(key, degree, f"{config.model.family} has no experts; use 1")
-        return
-    if model.num_experts % degree:
-        problem = f"does not divide the model's num_experts ({model.num_experts}); use a divisor of it"
-        raise ConfigError(key, degree, problem)
-    if layout.token_shards % degree:
-        factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {layout.token_shards}"
-        raise ConfigError(key, degree, f"does not divide the processes that share experts, {factors}; use a divisor")
-    if layout.tensor > 1 and not config.parallelism.sequence_parallel:
-        problem = "tensor-parallel processes with experts route their own parts of a sequence; set it to true"
-        raise ConfigError("parallelism.sequence_parallel", False, problem)
-    if layout.tensor > 1 and model.qk_norm == "all":
-        problem = 'qk_norm = "all" normalises all heads of a token together, which are on several processes; use 1'
-        raise ConfigError("parallelism.tensor_parallel_degree", layout.tensor, problem)
-    # FSDP2 gathers split experts within the layer, which torch's selective checkpoints do not expect to recompute.
-    if layout.splits_experts and config.activation_checkpoint.mode == "selective":
-        problem = 'does not work with split experts or tensor parallelism; use "experts", "full" or "none"'
-        raise ConfigError("activation_checkpoint.mode", "selective", problem)
-
-
-def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
-    """Check that processes can share the sequences of this model, in the way that is asked for.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    degree, method = layout.context, config.parallelism.context_parallel_method
-    if degree == 1:
-        return
-    dropout, family = getattr(model, "dropout", 0), config.model.family
-    problem = None
-    if dropout > 0:
-        problem = f"processes that share a sequence drop nothing; set model.overrides.dropout = 0, which is {dropout}"
-    elif not {"pair", "choice"}.isdisjoint(model.predictions):
-        problem = f"a head for the first token needs whole sequences; use 1, or {family} without that head"
-    elif config.float8.enable:
-        problem = "float8 scales are those of whole sequences; use 1, or set float8.enable to false"
-    if problem is not None:
-        raise ConfigError("parallelism.context_parallel_degree", degree, problem)
-    key = "parallelism.context_parallel_method"
-    if model.has_decoder and method in ("ulysses", "ring"):
-        raise ConfigError(key, method, f'{family} adds a bias to all pairs of positions; use "all_gather"')
-    heads = model.num_kv_heads // layout.tensor
-    if method == "ulysses" and heads % degree:
-        problem = f"{heads} key-value heads on a process cannot be shared by {degree}; use"
-        raise ConfigError(key, method, f'{problem} a divisor as context_parallel_degree, or "all_gather" or "ring"')

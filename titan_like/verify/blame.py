@@ -13,7 +13,7 @@ from typing import Any
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
-from titan_like.train.rules import is_sparse
+from titan_like.train.layout_rules import is_sparse
 from titan_like.verify.shrink import ONE_STAGE, fewest_microbatches, in_layout, layout_of, num_microbatches
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"

@@ -21,6 +21,7 @@ from titan_like.parallel import tensor_styles
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.model import WholeModel
+from titan_like.train.trainer import Trainer
 
 
 @contextmanager
@@ -54,6 +55,20 @@ def mean_loads_count_as_small(original: Any, self: ExpertBalance, skip: torch.Te
     found = original(self, skip)
     self.bias += (counts * counts.shape[1] == counts.sum(1, keepdim=True)) * self.routers[0].config.bias_update_rate
     return found
+
+
+@bug(Trainer, "train_step")
+def loads_change_before_copies(original: Any, self: Trainer, data: Any) -> Any:
+    """A step's loads are in place before an asynchronous save has copied those of the step before."""
+    wait, finish = self.saver.before_update, self.experts.finish
+
+    def finish_first(skip: torch.Tensor) -> torch.Tensor:
+        found = finish(skip)
+        wait()
+        return found
+
+    with patch.object(self.saver, "before_update", lambda: None), patch.object(self.experts, "finish", finish_first):
+        return original(self, data)
 
 
 @contextmanager
@@ -159,9 +174,9 @@ def _sorts_only(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) 
 
 
 @bug(shared_experts, "exchange_of")
-def empty_experts_left_out(original: Any, ends: torch.Tensor, group: Any) -> Any:
+def empty_experts_left_out(original: Any, *arguments: Any) -> Any:
     """The experts after one without rows get those of the next."""
-    found = original(ends, group)
+    found = original(*arguments)
     filled = found.ends.unique_consecutive()
     filled = filled[filled > 0]
     last = filled[-1:].expand(len(found.ends) - len(filled))

@@ -2,8 +2,9 @@
 
 Shapes: n tokens, k experts a token, E experts. Tokens are sorted by expert once, so that each expert multiplies
 consecutive rows. Nothing is padded and no token is dropped. In bfloat16 all experts' products are one kernel and the
-host waits for nothing; in other types the host loops over experts. All sums over a token's experts are over a dimension
-of its own, never atomic additions, so results do not depend on the order in which kernels run.
+host waits for nothing; in other types the host loops over experts and waits once a layer, to learn their rows. All sums
+over a token's experts are over a dimension of its own, never atomic additions, so results do not depend on the order in
+which kernels run.
 
 Results that a router counts are those of training alone: `counts` and `loss_sums` grow with every forward pass,
 recomputed ones too. Both are divided by the number of tokens counted, so that a recomputation changes nothing.
@@ -174,12 +175,19 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts * out_features, in_features))
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out]."""
+        """[rows, in], sorted by expert, and where each expert's rows end, int32 [E] → [rows, out].
+
+        ``ends`` may be on the host unless `is_one_product`.
+        """
         weight = self.matrices()
-        # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
-        if x.dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0:
+        if self.is_one_product(x.dtype):
             return grouped_product(x, weight.transpose(1, 2), ends)
         return expert_product(x, weight, ends)
+
+    def is_one_product(self, dtype: torch.dtype) -> bool:
+        """Whether all experts' products are one kernel, which reads on the device where each expert's rows end."""
+        # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
+        return dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0
 
     def matrices(self) -> torch.Tensor:
         """The weight by expert: [E, out, in]."""
@@ -198,6 +206,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], sorted by expert, and where each expert's rows end, int32 [E] → [rows, hidden]."""
+        if not self.gate.is_one_product(x.dtype):
+            ends = ends.cpu()  # here the host waits, and in none of the nine products of both passes
         return self.down(F.silu(self.gate(x, ends)) * self.up(x, ends), ends)
 
 
@@ -231,7 +241,7 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     Args:
         x: [rows, in], sorted by expert.
         weight: [E, out, in].
-        ends: int32 [E], where each expert's rows end.
+        ends: int32 [E], where each expert's rows end, best on the host.
 
     Returns:
         [rows, out].

@@ -127,6 +127,7 @@ class MoEConfig(LlamaConfig):
             "num_experts": min(self.num_experts, 5),  # odd, so that mistakes in their order show
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 24,
+            **({} if self.num_dense_layers else {"ffn_hidden_size": 24}),
             "num_shared_experts": min(self.num_shared_experts, 2),
             "head_size": 32 if self.attention_size > self.hidden_size else 0,
         }

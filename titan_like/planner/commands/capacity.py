@@ -32,7 +32,7 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space, divisors
 from titan_like.planner.simulator import simulated_step_time
 from titan_like.planner.workload import Workload
-from titan_like.train.rules import check_sequence
+from titan_like.train.layout_rules import check_sequence
 
 # (width, layers): GPT-3's models, then PTD-P's.
 _FAMILY = (
