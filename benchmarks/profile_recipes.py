@@ -364,7 +364,7 @@ def _experts(
     which = f"{session} containers," if session else ""
     return Recipe(
         f"{gpu}, Megatron-Bridge,{which} models with experts; other constants are those of {like}",
-        ((gpu, "mbridge"),),
+        tuple((one, "mbridge") for one in (gpu, *also)),
         gpu,
         node_bandwidth or dense.node_bandwidth,
         ("grouped_relative", "expert_exposed"),
