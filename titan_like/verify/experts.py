@@ -7,6 +7,7 @@ summed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -59,9 +60,17 @@ def check_biases(report: Report, balance: ExpertBalance) -> None:
 
 
 class PlainExperts:
-    """The experts of a model, whose forward passes this replaces. Without experts it does nothing."""
+    """The experts of a model, whose forward passes this replaces. Without experts it does nothing.
 
-    def __init__(self, model: Transformer) -> None:
+    Args:
+        model: whose forward passes these are.
+        ties: step and layer → a gap. If the last score that would be chosen and the next one are nearer, the next one
+            is chosen instead.
+    """
+
+    def __init__(self, model: Transformer, ties: Mapping[tuple[int, str], float]) -> None:
+        self.ties, self.step = ties, 0
+        self.gaps: dict[tuple[int, str], torch.Tensor] = {}  # from the last score chosen to the next one, of each token
         self.losses: list[torch.Tensor] = []  # sums over the tokens of one piece, of one layer each
         self.load: dict[str, list[float]] = {}  # layer → each expert's share of the last good step's tokens
         self.bias: dict[str, list[float]] = {}
@@ -85,7 +94,12 @@ class PlainExperts:
         probabilities = exponentials / exponentials.sum(1, keepdim=True)
         scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
-        chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
+        order, last = ranked.argsort(dim=1, descending=True, stable=True), config.experts_per_token - 1
+        chosen = order[:, : last + 1].clone()
+        if mlp.training and last + 1 < config.num_experts:
+            gap, key = -ranked.gather(1, order)[:, last : last + 2].diff().squeeze(1), (self.step, name)
+            self.gaps[key] = torch.cat((self.gaps.get(key, gap[:0]), gap))
+            chosen[:, last] = torch.where(gap < self.ties.get(key, 0.0), order[:, last + 1], order[:, last])
         weights = torch.stack([scores[torch.arange(len(scores)), one] for one in chosen.t()], 1)
         if config.renormalize:
             weights = weights / weights.sum(1, keepdim=True)
@@ -120,6 +134,7 @@ class PlainExperts:
 
     def forget(self) -> None:
         """After a step that updates nothing, or before the first: nothing is counted yet."""
+        self.step += 1
         self.sent = {name: [0] * self.config.num_experts for name in self.load}
 
     def update(self) -> None:

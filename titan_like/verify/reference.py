@@ -35,6 +35,7 @@ from titan_like.models.layers import init
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.registry import RULES, find_rule
+from titan_like.train.layout_rules import is_sparse
 from titan_like.verify.compare import EXACT, HALF, SINGLE, Key, Reference, Row, distance
 from titan_like.verify.experts import PlainExperts, starve_an_expert
 from titan_like.verify.float8 import TIPPED, take_float8
@@ -59,6 +60,10 @@ SAME_TYPE_SHARE = {"bfloat16": math.sqrt(40 * 32) * 2.0**-8 / 2, "float16": 1 / 
 # One rounding: here autograd rounds the sum of a tied table's two uses to the half type, while from torch 2.15 on the
 # trainer's FSDP2 adds them in the type of the reduction (`titan_like.torch_private.sum_uses_in_full`).
 TIED_TABLE_SHARE = dict.fromkeys(HALF, 1 / 2) if torch.__version__ >= "2.15" else SAME_TYPE_SHARE
+# Rounding decides between two scores of experts whose gap is less than this many times its median error in the type, or
+# four times its standard deviation. One run of the reference decides all of these choices the other way. A layout that
+# decides some of them so may be this many times as far away.
+TIE, TIES_MARGIN = 6.0, 2.0
 NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is measured against that share instead
 # Such a gradient may be zero but for the rounding of the numbers that cancel in it, as that of a bias before a softmax
 # is. One process may even compute exactly zero, so its own distance from the exact result says nothing.
@@ -86,6 +91,7 @@ class Trace:
 
     names: list[str]
     values: dict[Key, torch.Tensor] = field(default_factory=dict)  # float64; a number has no dimensions
+    gaps: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)  # of `PlainExperts`
 
     def keep(self, step: int, row: Row, values: Mapping[str, torch.Tensor] | float) -> None:
         """Copy a number, or the tensors of a row by name, to the CPU."""
@@ -135,27 +141,36 @@ def compute_reference(member: Member, small: Small, kinds: list[str], file: Path
             traces.append(train(small, dtype, piece, device, is_perturbed=True))
         if not all(bool(value.isfinite().all()) for trace in (exact, *traces) for value in trace.values.values()):
             return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
-        allowed[dtype] = allowances(small, dtype, sizes, exact, traces)
+        draws, ties = [(trace, 1.0) for trace in traces], dict[tuple[int, str], float]()
+        if dtype in HALF and is_sparse(model_config(config.model)):
+            # A choice of experts that rounding decides moves gradients far more than rounding itself.
+            ties = {key: TIE * (gap - exact.gaps[key]).abs().median().item() for key, gap in traces[0].gaps.items()}
+            draws.append((train(small, dtype, piece, device, ties=ties), TIES_MARGIN / MARGIN))
+        allowed[dtype] = allowances(small, dtype, sizes, exact, draws)
         if dtype == EXACT:
             for step in [key.step for key in sizes if key.row == Row.NORM]:
                 key, (zeros, uncertain) = Key(step, Row.ZEROS), count_zeros(exact, traces[0], step)
                 exact.keep(step, Row.ZEROS, zeros)
                 sizes[key], allowed[dtype][key] = 1.0, uncertain
         if dtype in HALF:
+            # The same, for choices between scores that are nearer than rounding in another order moves them.
+            nearer = {key: SAME_TYPE_SHARE[dtype] * gap for key, gap in ties.items()}
+            tied = train(replace(small, num_steps=1), dtype, piece, device, ties=nearer) if ties else traces[0]
             for name in exact.names:
                 key, gradient = Key(1, Row.SAME_TYPE, name), Key(1, Row.GRADIENT, name)
                 exact.values[key], sizes[key] = traces[0].values[gradient], sizes[gradient]
+                apart = TIES_MARGIN * distance(tied.values[gradient], exact.values[key]) / sizes[key]
                 is_tied = name == "embedding.weight" and model_config(config.model).tied_embeddings
                 share = (TIED_TABLE_SHARE if is_tied else SAME_TYPE_SHARE)[dtype]
                 one_element = exact.values[key].abs().max().item() / max(sizes[key], NEGLIGIBLE)
-                allowed[dtype][key] = max(share, one_element) * EPS[dtype]
+                allowed[dtype][key] = max(max(share, one_element) * EPS[dtype], apart)
     save_file({str(key): value.contiguous() for key, value in exact.values.items()}, file)
     return Reference(small, file, exact.names, alike(exact), sizes, allowed)
 
 
 def train(
     small: Small, dtype: str, piece: int, device: torch.device, is_reversed: bool = False, is_perturbed: bool = False,
-    outputs: tuple[int, Outputs] | None = None, large: float = LARGE,
+    outputs: tuple[int, Outputs] | None = None, large: float = LARGE, ties: Mapping[tuple[int, str], float] = {},
 ) -> Trace:  # fmt: skip
     """Train with at most ``piece`` samples in a forward pass.
 
@@ -165,6 +180,7 @@ def train(
     If the run ``is_perturbed``, each initial weight is off by the rounding error of a sum over the longer side of its
     matrix, so that everything after it rounds differently.
     ``outputs`` is a step and where to record its modules' outputs; the run ends with that step's backward pass.
+    ``ties`` are those of `PlainExperts`.
     """
     compute_type, config, last = getattr(torch, dtype), small.config, small.num_steps
     model = build_model(model_config(config.model), config.model.family)
@@ -172,7 +188,7 @@ def train(
     model.to(device)
     take_definitions(model, config, in_pairs=dtype == EXACT)
     take_float8(model, config.float8)
-    experts = PlainExperts(model)
+    experts = PlainExperts(model, ties)
     parameters = dict(model.named_parameters())
     noise = torch.Generator(device).manual_seed(config.job.seed + is_reversed)
     for parameter in parameters.values() if is_perturbed else ():
@@ -185,6 +201,7 @@ def train(
     held_out = described(validation, range(filled), config).to(device)
     scale = FLOAT16_SCALE if dtype == "float16" else 1.0
     trace = Trace(sorted(parameters, key=lambda name: not name.startswith(model.entry)))  # in forward order
+    trace.gaps = experts.gaps
     trace.keep(0, Row.INITIAL, parameters)
     rows = (Row.LOSS, Row.GRADIENT, Row.NORM)
     for step, batch in batches(config, last + (dtype == EXACT)).items():
@@ -389,13 +406,16 @@ def sizes_of(exact: Trace) -> dict[Key, float]:
 
 
 def allowances(
-    small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, traces: list[Trace]
+    small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[tuple[Trace, float]]
 ) -> dict[Key, float]:
-    """How far a layout may be from the exact result in a type, given the ``traces`` of one process in that type."""
+    """How far a layout may be from the exact result in a type.
+
+    ``draws`` are runs of one process in that type, each with the share of its distance that counts.
+    """
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    allowed, tips, shares, worst = {}, tipped(small, dtype, traces[0], exact), dict[Key, float](), dict[Key, float]()
-    for key in traces[0].values:
-        shares[key] = max(distance(trace.values[key], exact.values[key]) for trace in traces) / sizes[key]
+    allowed, tips, shares, worst = {}, tipped(small, dtype, draws, exact), dict[Key, float](), dict[Key, float]()
+    for key in draws[0][0].values:
+        shares[key] = _farthest(key, draws, exact) / sizes[key]
         in_all_steps = key._replace(step=0)
         worst[in_all_steps] = max(shares[key], worst.get(in_all_steps, 0.0))
     for key, share in shares.items():
@@ -417,7 +437,11 @@ def allowances(
     return allowed
 
 
-def tipped(small: Small, dtype: str, trace: Trace, exact: Trace) -> dict[Key, float]:
+def _farthest(key: Key, draws: list[tuple[Trace, float]], exact: Trace) -> float:
+    return max(share * distance(trace.values[key], exact.values[key]) for trace, share in draws)
+
+
+def tipped(small: Small, dtype: str, draws: list[tuple[Trace, float]], exact: Trace) -> dict[Key, float]:
     """How far rounding may move each parameter's weights apart under AdamW and the like, after each step.
 
     AdamW divides each element of a gradient by about its own magnitude plus eps. A rounding error that is a share x of
@@ -432,9 +456,9 @@ def tipped(small: Small, dtype: str, trace: Trace, exact: Trace) -> dict[Key, fl
         for step in sorted(key.step for key in exact.values if key.row == Row.WEIGHT and key.name == name):
             key = Key(step, Row.GRADIENT, name)
             if key in exact.values:
-                wanted, seen, whole = exact.values[key], trace.values[key], exact.number(step, Row.NORM)
+                wanted, seen, whole = exact.values[key], draws[0][0].values[key], exact.number(step, Row.NORM)
                 cancelled = is_cancelled(wanted, whole)
-                error = max(distance(seen, wanted), cancelled * EPS[dtype] * whole)
+                error = max(_farthest(key, draws, exact), cancelled * EPS[dtype] * whole)
                 clipping = clip_factor(small.max_norm(step), whole)
                 of_size = MARGIN * error / math.sqrt(wanted.numel()) * clipping / (wanted.abs() * clipping + eps)
                 share = torch.maximum(share, ((seen != 0) | cancelled) * of_size.clamp(max=1))
