@@ -37,20 +37,8 @@ from titan_like.verify.compare import EXACT, Key, Report, Row, distance
 from titan_like.verify.float8 import TIPPED, take_float8
 from titan_like.verify.masks import described, take_definitions
 from titan_like.verify.places import joined, local
-from titan_like.verify.reference import (
-    CANCELLED,
-    FEW,
-    FLOAT16_SCALE,
-    FLOOR,
-    MARGIN,
-    NEGLIGIBLE,
-    REPORTED,
-    add_gradients,
-    is_cancelled,
-    mean_losses,
-    norm,
-    num_labels,
-)
+from titan_like.verify.plain_training import FLOAT16_SCALE, add_gradients, mean_losses, norm, num_labels
+from titan_like.verify.reference import CANCELLED, FEW, FLOOR, MARGIN, NEGLIGIBLE, REPORTED, is_cancelled
 from titan_like.verify.samples import Samples, masks_of_run
 from titan_like.verify.shrink import FLAVOR, Small
 from titan_like.verify.watch import WatchedTrainer, digest

@@ -47,8 +47,9 @@ from titan_like.verify.half import (
     watched_sums,
 )
 from titan_like.verify.places import Cut, Outputs, Place, differing, up_to_the_loss
+from titan_like.verify.plain_training import FLOAT16_SCALE, LARGE, learning_rate, train
 from titan_like.verify.processes import Member
-from titan_like.verify.reference import BLOCK_ELEMENTS, FEW, FLOAT16_SCALE, LARGE, learning_rate, train
+from titan_like.verify.reference import BLOCK_ELEMENTS, FEW
 from titan_like.verify.samples import batch_size, batches, masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 from titan_like.verify.updates import UpdateCheck

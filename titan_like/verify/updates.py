@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import SINGLE, Key, Report, Row, distance
 from titan_like.verify.places import local
-from titan_like.verify.reference import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
+from titan_like.verify.plain_training import EPS, build_optimizer, clip_factor, learning_rate, norm, set_learning_rate
 
 # What float32 may lose in moments and bias corrections, as a share of the learning rate or of the update.
 _LOST = {torch.float32: 1e-4, torch.float64: 1e-11}
