@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from titan_like.config.errors import ConfigError, RunError, all_of, problem_of, shortened
 from titan_like.config.options import as_installed
-from titan_like.config.paths import expanded, read_toml
+from titan_like.config.paths import expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 
@@ -256,7 +256,7 @@ def _file_settings(path: Any) -> dict[str, Any]:
         found = expanded(path)
     except ValueError as error:
         raise ConfigError("job.config_file", path, str(error)) from None
-    return read_toml(found)
+    return read_toml(find_config(found))
 
 
 def _parse_value(dotted: str, text: str) -> Any:
