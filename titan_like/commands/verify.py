@@ -71,20 +71,6 @@ def check_options(options: argparse.Namespace) -> None:
     check_output_file("--json", options.json, options)
 
 
-def check_gpus(processes: int) -> None:
-    """Check that there are enough GPUs.
-
-    Raises:
-        ConfigError: there are fewer GPUs than processes.
-    """
-    import torch
-
-    found = torch.cuda.device_count()
-    if found < processes:
-        problem = f"this machine has {found} GPUs, but the verification needs {processes}; leave --gpus out to use CPUs"
-        raise ConfigError("--gpus", processes, problem)
-
-
 def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a line for each kind of run, or a table.
 
@@ -95,23 +81,15 @@ def main(argv: list[str]) -> int:
     check_options(options)
     config = load_config(settings)
     check_output_file("--json", options.json, config)
-    if config.parallelism.auto:
-        problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
-        raise ConfigError("parallelism.auto", True, problem)
 
     from titan_like.verify.processes import start_fork_server
 
     started = time.perf_counter()
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
-    from titan_like.verify.shrink import layout_of, resolve, shrink
-    from titan_like.verify.verify import Verifier
+    from titan_like.verify.verify import verifier_of
 
-    layout = resolve(config, options.processes)
     sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
-    small = shrink(config, layout, options.steps, **sizes)
-    if options.gpus:
-        check_gpus(layout_of(small.config).num_processes)
-    verifier = Verifier(small, options.timeout, on_gpus=options.gpus)
+    verifier = verifier_of(config, steps=options.steps, processes=options.processes, timeout=options.timeout, **sizes)
     verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
     verdict = verifier.verify()
     seconds = time.perf_counter() - started
