@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_like.commands.convert import build_parser as convert_parser
+from titan_like.commands.plan import main as plan_main
 from titan_like.config import load_config
 from titan_like.planner.commands.outcome import Outcome
 from titan_like.train.environment import dry_run_world
@@ -137,16 +139,15 @@ def check_call(program, environment, arguments, monkeypatch):
         config = load_config(arguments)
         resolve_settings(config, dry_run_world(config) if config.job.dry_run and processes == 1 else processes)
     elif script == "scripts/plan.py":
-        plan = importlib.import_module("scripts.plan")
         given = []
         command = importlib.import_module(f"titan_like.planner.commands.{arguments[0]}")
         monkeypatch.setattr(command, "run", lambda options, settings: given.append(settings) or Outcome("", {}))
-        assert plan.main(arguments) == 0
+        assert plan_main(arguments) == 0
         if arguments[0] in ("predict", "duration", "simulate"):  # the others choose layouts
             config = load_config(given[0])
             resolve_settings(config, dry_run_world(config))
     elif script in ("scripts/evaluate.py", "scripts/generate.py", "scripts/verify.py"):
-        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        module = importlib.import_module(f"titan_like.commands.{Path(script).stem}")
         options, settings = module.build_parser().parse_known_args(arguments)
         module.check_options(options)
         load_config(settings)
@@ -154,7 +155,7 @@ def check_call(program, environment, arguments, monkeypatch):
         batch = ["--training.micro_batch_size=1", f"--training.global_batch_size={8 * processes}"]
         resolve_settings(load_config(["--training.steps=1", *batch, *arguments]), processes)
     elif script == "scripts/convert.py":
-        importlib.import_module("scripts.convert").build_parser().parse_args(arguments)
+        convert_parser().parse_args(arguments)
     else:
         assert script in ONLY_CALLED, f"say in this test how to check {script}"
     return script
